@@ -64,9 +64,9 @@ class Measured:
 def measure(name: str, folder: Path) -> Measured:
     with _engine(folder) as engine:
         points = tuple(_point(engine, num_tokens) for num_tokens in (_LENGTHS[-1], *_LENGTHS))[1:]  # the first is warm
-        cost = PreemptionCost(HostBlocks(engine.pool, 64).copy_s_per_block())
         longest = points[-1]
-        cost.observe_compute(longest.num_tokens, longest.num_tokens, statistics.median(longest.recompute_s))
+        token_s = statistics.median(longest.recompute_s) / longest.num_tokens
+        cost = PreemptionCost(HostBlocks(engine.pool, 64).copy_s_per_block(), lambda num_tokens: token_s * num_tokens)
         scheduler_tokens = next(n for n in range(1, 1 << 20) if cost.is_swap_cheaper(blocks_for(n, _BLOCK_SIZE), n))
         return Measured(name, engine.pool.block_bytes, points, scheduler_tokens)
 

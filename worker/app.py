@@ -74,8 +74,12 @@ class WorkerApp:
         self._life = life
         self._capacity: Capacity = limits.capacity
         self._clock = MonotonicClock()
+        self._fit = ServiceTimeFit()
+        cost = PreemptionCost(
+            host_blocks.copy_s_per_block() if host_blocks else None, lambda num_tokens: self._compute_s(num_tokens, 0)
+        )
         self._steps = StepLoop[commands.Command, commands.Event](
-            _scheduler(life, engine, limits, host_blocks),
+            _scheduler(life, engine, limits, cost),
             runner,
             self._clock,
             life.on_loop(self._on_events),
@@ -83,7 +87,6 @@ class WorkerApp:
             on_fatal=life.fatal,
             on_timed=self._on_timed,
         )
-        self._fit = ServiceTimeFit()
         self._time_steps = partial(time_steps, engine, runner, config.max_num_seqs)
         self._canary = CanaryGeneration(
             self._steps.post, vocab_size=engine.model_info.vocab_size, timeout_s=canary_timeout_s(config)
@@ -184,7 +187,7 @@ class WorkerApp:
 
     def _compute_s(self, num_tokens: int, num_before: int) -> float:
         """Predict the seconds to compute a part of a prompt behind `num_before` tokens of it."""
-        times = self._service_times()
+        times = self._fit.times
         assert times is not None, "a job came before the first steps were timed"
         return times.prompt_s(num_tokens, num_before, self._life.config.max_prefill_tokens)
 
@@ -232,8 +235,11 @@ class WorkerApp:
             yield from part.owners()
 
     def _figures(self) -> dict[str, float]:
-        health = self._watch.health.figures()
-        return self._transfer.figures() | health | self._prefill.figures() | self._decode.figures()
+        times = self._service_times()
+        errors = times.relative_errors() if times is not None else {}
+        parts = (self._transfer, self._watch.health, self._prefill, self._decode)
+        figures = {name: figure for part in parts for name, figure in part.figures().items()}
+        return figures | {f"service_time_error_{model}": error for model, error in errors.items()}
 
 
 def _engine(config: WorkerConfig, role: Role) -> Engine:
@@ -243,14 +249,12 @@ def _engine(config: WorkerConfig, role: Role) -> Engine:
     return with_draft_model(config, engine) if drafts else engine
 
 
-def _scheduler(
-    life: WorkerLife, engine: Engine, limits: SchedulerLimits, host_blocks: HostBlocks | None
-) -> SequenceScheduler:
+def _scheduler(life: WorkerLife, engine: Engine, limits: SchedulerLimits, cost: PreemptionCost) -> SequenceScheduler:
     return SequenceScheduler(
         limits,
         new_chain=life.new_chain,
         wire_dtype=life.config.kv_wire_dtype,
-        cost=PreemptionCost(host_blocks.copy_s_per_block() if host_blocks else None),
+        cost=cost,
         policy=make_policy(life.config.scheduling_policy),
         lengths=LengthPredictor(),
         new_drafter=drafter_factory(life.config, lambda: fixed_rows(engine)) if life.role is Role.DECODE else None,

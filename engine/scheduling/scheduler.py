@@ -103,7 +103,6 @@ class SequenceScheduler:
         )
         self._freezer = SequenceFreezer(self._batch, self._live, self._leases)
         self._in_flight = StepsInFlight()
-        self._ended_s = 0.0  # the last step
         self._steps = 0
         self._tokens_drawn = 0
         self._tokens_computed = 0
@@ -169,7 +168,7 @@ class SequenceScheduler:
 
     def complete(self, plan: StepPlan, result: StepResult, now_s: float) -> tuple[Event, ...]:
         step = self._end_step(plan, has_failed=False)
-        self._measure(step, result, now_s)
+        self._cost.observe_copies(len(plan.swaps_out) + len(plan.swaps_in), result.swap_s)
         if result.redrawn:
             self._in_flight.block_planning_ahead()
         started = started_events(step)
@@ -311,15 +310,6 @@ class SequenceScheduler:
             self._sequences_done += 1
             self._end_choice(router, handle, reason, now_s)
         return SequenceToken(router, handle, index, SampledToken(token.token_id, token.logprobs, reason))
-
-    def _measure(self, step: PlannedStep, result: StepResult, now_s: float) -> None:
-        plan, began_s, self._ended_s = step.plan, max(step.planned_s, self._ended_s), now_s
-        self._cost.observe_copies(len(plan.swaps_out) + len(plan.swaps_in), result.swap_s)
-        lengths = [len(chunk.token_ids) for chunk in plan.chunks]
-        num_prompt = sum(
-            len(chunk.token_ids) for chunk in plan.chunks if len(chunk.token_ids) > 1 + chunk.num_draft_tokens
-        )
-        self._cost.observe_compute(num_prompt, sum(lengths), now_s - began_s - result.swap_s)
 
     # Ends
 

@@ -67,7 +67,8 @@ class AnySchedule(RuleBasedStateMachine):
         )
         # A copy costs as much as four tokens: a sequence with one open block is computed again.
         self.bench.cost.copy_s_per_block = 1.0
-        self.bench.cost.compute_s_per_token = 9.0 if is_computing_dear else 0.5
+        token_s = 9.0 if is_computing_dear else 0.5
+        self.bench.cost.compute_s = lambda num_tokens: token_s * num_tokens
 
     @rule(
         prompt=_PROMPTS,

@@ -43,7 +43,8 @@ class Play:
             lengths=known_lengths() if dice.random() < 0.3 else None,
             draft_period=dice.choice([0] * 9 + [3]),
         )
-        self.bench.cost.copy_s_per_block, self.bench.cost.compute_s_per_token = 1.0, dice.choice([0.5, 9.0])
+        token_s = dice.choice([0.5, 9.0])
+        self.bench.cost.copy_s_per_block, self.bench.cost.compute_s = 1.0, lambda num_tokens: token_s * num_tokens
         eagerness, self.num_computed = dice.choice([0.5, 0.95, 1.0]), dice.choice([(0,), (0, 1, 2), (2,)])
         self.bench.may_go_ahead = lambda: dice.random() < eagerness
         self.bench.computes = lambda: dice.choice(self.num_computed)

@@ -58,7 +58,7 @@ def test_a_preempted_sequence_is_recomputed_when_the_swap_space_is_full() -> Non
 @pytest.mark.parametrize(("compute_s_per_token", "swapped"), [(0.1, 0), (10.0, 1)])
 def test_preemption_swaps_or_recomputes_whichever_is_cheaper(compute_s_per_token: float, swapped: int) -> None:
     bench = SchedulerBench(limits(num_blocks=6, num_swap_slots=8), prefix_caching=False)
-    bench.cost.copy_s_per_block, bench.cost.compute_s_per_token = 1.0, compute_s_per_token
+    bench.cost.copy_s_per_block, bench.cost.compute_s = 1.0, lambda num_tokens: compute_s_per_token * num_tokens
     _two_that_outgrow_the_pool(bench)
 
     bench.run()
@@ -167,22 +167,13 @@ def test_a_half_computed_prompt_continues_after_preemption() -> None:
     bench.assert_idle()
 
 
-def test_preemption_cost_follows_the_measured_times_of_steps() -> None:
-    cost = PreemptionCost()
-    assert cost.is_swap_cheaper(num_blocks=100, num_tokens=1)  # nothing was measured
+def test_preemption_cost_follows_the_measured_times_of_copies() -> None:
+    cost = PreemptionCost(compute_s=lambda num_tokens: 0.01 * num_tokens)
+    assert cost.is_swap_cheaper(num_blocks=100, num_tokens=1)  # no copy was measured
 
     cost.observe_copies(num_blocks=10, seconds=1.0)
-    cost.observe_compute(num_prompt_tokens=100, num_tokens=100, seconds=1.0)
     assert cost.is_swap_cheaper(num_blocks=1, num_tokens=21) and not cost.is_swap_cheaper(num_blocks=1, num_tokens=19)
 
-    cost.observe_compute(num_prompt_tokens=1, num_tokens=100, seconds=1e6)  # a step of decodes says nothing of prompts
     for _ in range(40):
         cost.observe_copies(num_blocks=10, seconds=0.1)
     assert cost.is_swap_cheaper(num_blocks=1, num_tokens=3) and not cost.is_swap_cheaper(num_blocks=1, num_tokens=1)
-
-
-def test_a_step_without_tokens_does_not_change_the_cost_of_computing() -> None:
-    """A division by the number of tokens once ended the worker here."""
-    cost = PreemptionCost()
-    cost.observe_compute(0, 0, 0.01)
-    assert cost.compute_s_per_token is None

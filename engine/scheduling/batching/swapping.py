@@ -5,10 +5,11 @@ The swap space owns the slots of host memory and the list of copies in the step 
 the pool. Slots that a step reads become free when the step ends, because a step copies out before it copies in. A block
 that is copied out may be reserved again in the same plan, because the step copies it before it writes anything.
 
-Both rates are measured: the copy rate at start and in every step that copies, the compute rate in every step that
-computes prompts. They are moving averages.
+The copy rate is measured at start and in every step that copies, as a moving average. What computing costs is predicted
+by the worker's service times.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 from engine.scheduling.batching.sequences import Sequence, Swapped
@@ -18,33 +19,25 @@ _NEWEST_SHARE = 0.2  # of the newest measurement in a rate
 
 
 class PreemptionCost:
-    """The measured cost of swapping and of recomputing. Rates are None until they are measured."""
+    """The cost of swapping and of recomputing."""
 
-    def __init__(self, copy_s_per_block: float | None = None) -> None:
-        self.copy_s_per_block = copy_s_per_block  # one way
-        self.compute_s_per_token: float | None = None
+    def __init__(self, copy_s_per_block: float | None = None, compute_s: Callable[[int], float] | None = None) -> None:
+        """`compute_s` predicts the seconds to compute the first tokens of a sequence."""
+        self.copy_s_per_block = copy_s_per_block  # one way; None until it is measured
+        self.compute_s = compute_s
 
     def is_swap_cheaper(self, num_blocks: int, num_tokens: int) -> bool:
-        """Return whether copying `num_blocks` out and in is faster than computing `num_tokens`. Returns True while a
-        rate is unknown, because the time of a copy is bounded by the size of memory."""
-        if self.copy_s_per_block is None or self.compute_s_per_token is None:
+        """Return whether copying `num_blocks` out and in is faster than computing `num_tokens`. Returns True while one
+        of them is unknown, because the time of a copy is bounded by the size of memory."""
+        if self.copy_s_per_block is None or self.compute_s is None:
             return True
-        return 2 * num_blocks * self.copy_s_per_block < num_tokens * self.compute_s_per_token
+        return 2 * num_blocks * self.copy_s_per_block < self.compute_s(num_tokens)
 
     def observe_copies(self, num_blocks: int, seconds: float) -> None:
         """Record the copies of one step, in both directions together."""
         if num_blocks and seconds > 0:
-            self.copy_s_per_block = _averaged(self.copy_s_per_block, seconds / num_blocks)
-
-    def observe_compute(self, num_prompt_tokens: int, num_tokens: int, seconds: float) -> None:
-        """Record the duration of one step without its copies. Steps that mostly decode are ignored: they read the
-        weights for few tokens, so their time per token is not that of a prompt."""
-        if seconds > 0 and num_prompt_tokens and 2 * num_prompt_tokens >= num_tokens:
-            self.compute_s_per_token = _averaged(self.compute_s_per_token, seconds / num_tokens)
-
-
-def _averaged(before: float | None, newest: float) -> float:
-    return newest if before is None else before + _NEWEST_SHARE * (newest - before)
+            newest, before = seconds / num_blocks, self.copy_s_per_block
+            self.copy_s_per_block = newest if before is None else before + _NEWEST_SHARE * (newest - before)
 
 
 _COUNTED = ("swapped_out", "swapped_in", "recomputed", "recompute_cheaper", "swap_full", "swap_lost")
