@@ -10,7 +10,7 @@ from functools import partial
 
 import grpc
 
-from cluster.errors import DeadlineExceeded, WorkerLost
+from cluster.errors import DeadlineExceeded
 from cluster.member import Member
 from cluster.messages import DecodeJob, MemberId
 from cluster.observe.telemetry import Telemetry
@@ -107,7 +107,7 @@ class DecodePeer(Peer):
         try:
             return await self._unless_lost(answer)
         except DeadlineExceeded as error:
-            raise WorkerLost(f"decode worker {self.member.id} did not answer within {OWN_CALL_S:g} s") from error
+            raise self.loss(f"did not answer within {OWN_CALL_S:g} s") from error
 
     async def start(self, job: DecodeJob) -> None:
         """Start the sequences of a job. Raises TandemError.
@@ -123,11 +123,11 @@ class DecodePeer(Peer):
             if job.timeout_s <= limit_s:
                 raise
             self.suspect()
-            raise WorkerLost(f"decode worker {self.member.id} did not take a start within {limit_s:g} s") from error
+            raise self.loss(f"did not take a start within {limit_s:g} s") from error
 
     @property
     def _calls(self) -> worker_pb2_grpc.DecodeWorkerStub:
-        """The stub. Raises WorkerLost if the channel is closed, for callers that still hold this peer."""
+        """The stub. Raises the error of its loss if the channel is closed, for callers that still hold this peer."""
         if self._lost.is_set():
             raise self._gone()
         return self._stub

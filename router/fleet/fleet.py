@@ -191,11 +191,6 @@ class Fleet:
         if peer is not None:
             peer.mark_draining(grace_s)
 
-    def is_draining(self, member: MemberId) -> bool:
-        """Return whether this worker is connected and has reported its drain."""
-        peer = self.peer(member)
-        return peer is not None and peer.drain_deadline_s is not None
-
     def draining_decodes(self) -> list[DecodePeer]:
         """Return the decode workers that drain. They finish or hand over their sequences until `drain_deadline_s`."""
         return [peer for peer in self._decodes.values() if peer.drain_deadline_s is not None]

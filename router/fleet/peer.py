@@ -16,7 +16,16 @@ from typing import TypeVar
 
 import grpc
 
-from cluster.errors import AllWorkersSilent, Cancelled, QueueFull, TandemError, Unavailable, Unhealthy, WorkerLost
+from cluster.errors import (
+    AllWorkersSilent,
+    Cancelled,
+    Draining,
+    QueueFull,
+    TandemError,
+    Unavailable,
+    Unhealthy,
+    WorkerLost,
+)
 from cluster.member import Member
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol.received import checked
@@ -111,7 +120,7 @@ class Peer(ABC):
             self.suspect()
 
     def fail_calls(self, detail: str) -> None:
-        """End every call in progress with WorkerLost."""
+        """End every call in progress with the error of `loss`."""
         self._lost_detail = detail
         self._lost.set()
 
@@ -140,12 +149,14 @@ class Peer(ABC):
         if not (await check_health(self._channel, timeout_s)).problem:
             self._answered_s = asyncio.get_running_loop().time()
 
-    def loss(self, problem: str) -> WorkerLost:
-        """Return the error of work that the worker no longer serves. It is AllWorkersSilent if this router may be cut
-        off from all workers."""
+    def loss(self, problem: str) -> TandemError:
+        """Return the error of work that the worker no longer serves: Draining if the worker has reported its drain,
+        AllWorkersSilent if this router may be cut off from all workers, else WorkerLost."""
+        message = f"{self.member.role} worker {self.member.id} {problem}"
+        if self.drain_deadline_s is not None:
+            return Draining(f"{message}; it was draining")
         is_own = not self._silence.continues(self.heard_s) or self._silence.is_of_worker(self._another_sent_s())
-        kind = WorkerLost if is_own else AllWorkersSilent
-        return kind(f"{self.member.role} worker {self.member.id} {problem}")
+        return WorkerLost(message) if is_own else AllWorkersSilent(message)
 
     async def inspect(self) -> worker_pb2.InspectResponse:
         """Return the worker's own figures. Raises TandemError."""
@@ -230,8 +241,8 @@ class Peer(ABC):
             self.assigned -= num_sequences
 
     async def _unless_lost(self, answer: Awaitable[Answer]) -> Answer:
-        """Await an answer of the worker. Raises WorkerLost when the worker is lost first, and the error of a failed
-        call."""
+        """Await an answer of the worker. Raises the error of `loss` when the worker is lost first, and the error
+        of a failed call."""
         work = asyncio.ensure_future(answer)
         lost = asyncio.ensure_future(self._lost.wait())
         try:
@@ -247,7 +258,7 @@ class Peer(ABC):
             work.cancel()
             lost.cancel()
 
-    def _gone(self) -> WorkerLost:
+    def _gone(self) -> TandemError:
         return self.loss(f"is lost: {self._lost_detail}")
 
     def _judged(self, error: TandemError) -> TandemError:

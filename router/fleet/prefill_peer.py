@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import grpc
 
-from cluster.errors import MalformedMessage, WorkerLost
+from cluster.errors import MalformedMessage
 from cluster.member import Member
 from cluster.messages import PrefillJob, SampledToken
 from cluster.observe.telemetry import Telemetry
@@ -78,7 +78,7 @@ class PrefillCall:
         while event is not None and event.WhichOneof("event") is None:  # of a kind that only newer versions send
             event = await self._peer.read(self._call)
         if event is None or event.WhichOneof("event") != expected:
-            raise WorkerLost(f"prefill worker {self._peer.member.id} ended a call without {expected}")
+            raise self._peer.loss(f"ended a call without {expected}")
         return event
 
 

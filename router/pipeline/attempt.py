@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from cluster.errors import HandOffFailed, WorkerLost, WrongTokens
+from cluster.errors import HandOffFailed, WrongTokens
 from cluster.messages import MemberId
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol import tickets
@@ -135,14 +135,14 @@ class TicketImport:
             await self._unless_suspect(decoding.decode, decoding.until_started())
 
     async def _unless_suspect(self, decode: DecodePeer, work: Coroutine[Any, Any, None]) -> None:
-        """Await `work`. Raises WorkerLost if the importer is suspect and another worker can import the ticket; this
-        repeats no prefill, so no hedge is needed."""
+        """Await `work`. If the importer is suspect and another worker can import the ticket, raises the error of the
+        importer's loss; this repeats no prefill, so no hedge is needed."""
         fleet = self._context.fleet
         async with running(work) as working:
             while not working.done():
                 others = {load.member for load in fleet.decode_loads()} - {decode.member.id}
                 if decode.num_missed and others - (self._tried if decode.num_missed == 1 else set()):
-                    raise WorkerLost(f"decode worker {decode.member.id} does not answer, and another one does")
+                    raise decode.loss("does not answer, and another one does")
                 async with running(fleet.changed()) as changed:
                     await asyncio.wait((working, changed), return_when=asyncio.FIRST_COMPLETED)
             working.result()

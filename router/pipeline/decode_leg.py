@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Self
 
-from cluster.errors import WorkerLost, WrongTokens
+from cluster.errors import WrongTokens
 from cluster.messages import MemberId
 from router.fleet.decode_events import (
     DecodeEvent,
@@ -117,7 +117,7 @@ class DecodeLeg:
                         self._take(await self.sequences.next())
             except TimeoutError:
                 missing = f"tokens {choice.num_committed} to {num_output - 1} did not arrive within {timeout_s:g} s"
-                raise WorkerLost(f"decode worker {self.worker}: {missing}") from None
+                raise self.decode.loss(f"is lost: {missing}") from None
 
     def cancel_ended(self) -> None:
         """Cancel sequences that the router has ended: by a stop string, or with their first token."""
@@ -133,7 +133,7 @@ class DecodeLeg:
                 self._admitted.started(started, self.worker)
             case SequenceToken(handle, index, token) if handle in self.sequences.live:
                 if handle not in self.sequences.started:  # its first token was never compared
-                    raise WorkerLost(f"decode worker {self.worker.id}: the start message of sequence {handle} was lost")
+                    raise self.decode.loss(f"is lost: the start message of sequence {handle} did not arrive")
                 self._admitted.decoding(self.worker)
                 self._admitted.deliver(self.owners[handle], index, token)
                 if token.finish_reason is not None:

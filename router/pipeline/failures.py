@@ -17,7 +17,6 @@ from cluster.errors import (
     QueueFull,
     TandemError,
     Unavailable,
-    WorkerLost,
     WorkerTooSmall,
     WrongTokens,
 )
@@ -86,7 +85,7 @@ class AttemptFailed(Exception):
 
     @property
     def is_leaving(self) -> bool:
-        """Whether `member` drains and refused the work."""
+        """Whether `member` drains: it refused the work, or ended before the work did."""
         return isinstance(self.error, Draining)
 
     @property
@@ -214,10 +213,7 @@ class RetryBudget:
         self._tries = self._last_cost = 0
 
     def _cost(self, failure: AttemptFailed) -> int:
-        """A refusal by a worker that drains or is too small costs no attempt. Neither does the loss of a worker that
-        drains: it may end between its refusals, and it is not chosen again. Nor does a loss while no worker sends
-        anything: the next attempt cannot start before one answers."""
-        if isinstance(failure.error, AllWorkersSilent):
-            return 0
-        is_drained = isinstance(failure.error, WorkerLost) and self._fleet.is_draining(failure.member)
-        return 0 if failure.is_leaving or failure.is_too_small or is_drained else 1
+        """A worker that drains or is too small costs no attempt: it is not chosen again. Neither does a loss while no
+        worker sends anything: the next attempt cannot start before one answers."""
+        is_free = failure.is_leaving or failure.is_too_small or isinstance(failure.error, AllWorkersSilent)
+        return 0 if is_free else 1

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from cluster.errors import WorkerLost
 from cluster.observe.telemetry import Telemetry
 from router.fleet.fleet import Fleet
 from router.fleet.peer import Peer
@@ -220,7 +219,7 @@ class _Watch:
         action = self._hedging.action(self._admitted, going, self._peer)
         if action is Action.GIVE_UP:
             member = self._peer.member
-            error = WorkerLost(f"{member.role} worker {member.id} does not answer, and another one does")
+            error = self._peer.loss("does not answer, and another one does")
             raise AttemptFailed(_leg(self._peer), member.id, error.reason, error)
         is_current = all(choice.execution is self._admitted.execution and choice.race is None for choice in going)
         if action is Action.HEDGE and is_current and not self._has_failed:

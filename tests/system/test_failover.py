@@ -15,7 +15,8 @@ from tests.system.router_harness import (
     expected_tokens,
     router_under_test,
 )
-from tests.system.scripted_workers import FINGERPRINT
+from tests.system.scripted_decode import ScriptedDecode
+from tests.system.scripted_workers import FINGERPRINT, ScriptedPrefill
 
 
 async def test_prefill_that_dies_before_the_first_token_is_replaced() -> None:
@@ -289,6 +290,29 @@ async def test_a_ticket_whose_decode_worker_died_before_the_first_token_is_aband
         assert answer.token_ids[0] == expected_tokens(router, ask())
         assert abandoned == f"{prefill.id} {prefill.jobs[0].request_id} {prefill.jobs[0].attempt}".encode()
         assert prefill.abandoned.empty(), "the second one was taken"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_draining_worker_that_ends_before_its_work_costs_no_attempt(role: str) -> None:
+    async with router_under_test(max_attempts=1, placement="round-robin") as router:
+        prefills = [await router.add_prefill(name) for name in ("p0", "p1")]
+        decodes = [await router.add_decode(name) for name in ("d0", "d1")]
+        await router.connected()
+        dying: ScriptedPrefill | ScriptedDecode
+        if role == "prefill":
+            dying, reached = prefills[0], prefills[0].before_first_tokens.reached
+            prefills[0].before_first_tokens.close()
+        else:
+            dying, reached = decodes[0], decodes[0].paused
+            decodes[0].pause_at = 4
+        answering = asyncio.create_task(answer_to(router, request := ask(max_tokens=12)))
+        async with asyncio.timeout(10):
+            await reached.wait()
+            router.fleet.mark_draining(dying.id, 30.0)
+            await dying.die()
+            answer = await answering
+        assert answer.token_ids[0] == expected_tokens(router, request)
+        assert answer.summary.ledger.reasons == (f"{role}_draining",)
 
 
 async def test_attempts_are_bounded() -> None:

@@ -48,9 +48,6 @@ class _Fleet:
         self.draining: list[MemberId] = []
         self.suspected: list[MemberId] = []
 
-    def is_draining(self, member: MemberId) -> bool:
-        return member in self.draining
-
     def mark_draining(self, member: MemberId, grace_s: float) -> None:
         self.draining.append(member)
 
@@ -146,17 +143,6 @@ def test_a_draining_worker_costs_no_attempt_and_is_marked_by_the_fleet() -> None
     retry_budget.record_failure(_failure(error=Draining("it leaves")))
     assert not retry_budget.is_exhausted
     assert fleet.draining == [_IMPORTER]
-
-
-def test_the_loss_of_a_draining_worker_costs_no_attempt() -> None:
-    fleet = _Fleet()
-    retry_budget = _retry_budget(max_attempts=1, fleet=fleet)
-    fleet.mark_draining(_IMPORTER, 1.0)
-    retry_budget.record_failure(_failure())
-    assert not retry_budget.is_exhausted
-
-    retry_budget.record_failure(AttemptFailed(DECODE, _EXPORTER, _LOST.reason, _LOST))
-    assert retry_budget.is_exhausted
 
 
 def test_a_failure_of_a_pair_is_named_in_the_ledger_and_its_exporter_suspected() -> None:
