@@ -1,5 +1,4 @@
-"""The rules that both workers' schedulers share: tokens per block, the token budget of a step, when a sequence ends,
-and deadlines. Pure.
+"""Rules of the scheduler: tokens per block, the token budget of a step, when a sequence ends, and deadlines. Pure.
 
 A step computes at most `max_prefill_tokens` tokens. Each decoding sequence uses one token of that budget first; the
 rest goes to prompts, oldest first, as much as each can use. Chunks need not end on a block's boundary: ending a chunk

@@ -101,6 +101,10 @@ class AheadBench(SchedulerBench):
         self.settle_if_all_waits()
         super().cancel(handles)
 
+    def release_export(self, ticket_id: bytes) -> None:
+        self.settle_if_all_waits()
+        super().release_export(ticket_id)
+
     def discard(self, handoff: HandOff, quarantined: Iterable[int] = ()) -> None:
         self.settle_if_all_waits()
         super().discard(handoff, quarantined)

@@ -197,7 +197,7 @@ def _work(sequence: Sequence, now_s: float) -> Work:
     if group.export is not None:
         # All that it computes is a prompt. Cached tokens cost nothing, and its output comes with its last chunk.
         num_prompt = len(sequence.token_ids) - sequence.num_cached
-        num_done, predicted_tokens = max(0, num_done - sequence.num_cached), 1
+        num_done, predicted_tokens = num_done - sequence.num_cached, 1
     return Work(
         arrival=group.number,
         arrived_s=group.admitted_s - group.job.age_s,
