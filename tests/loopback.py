@@ -159,7 +159,7 @@ class LoopbackChannel:
 
     async def destroy(self) -> None:
         self._open = False
-        read = self._read  # it may end, and be forgotten, meanwhile
+        read = self._read  # it may end and be removed in the meantime
         if read is not None:
             read.cancel()
             await asyncio.wait([read])

@@ -84,7 +84,7 @@ def _tasks() -> list["asyncio.Task[object]"]:
     for _ in range(100):
         try:
             return [task for task in list(asyncio.tasks._all_tasks) if not task.done()]  # type: ignore[attr-defined]
-        except RuntimeError:  # a task began or ended meanwhile
+        except RuntimeError:  # a task began or ended in the meantime
             continue
     return []
 

@@ -105,7 +105,7 @@ def _require_asked_for(settings: EngineSettings, loaded: LoadedModel, pool: KvPo
     if pool.tensor.dtype != torch.bfloat16:
         raise NotCompiled(f"the pool keeps KV in {pool.layout.dtype}")
     if settings.num_threads > 1:
-        raise NotCompiled(f"the kernels run in one thread, not in {settings.num_threads}")
+        raise NotCompiled(f"the kernels run in one thread, not in {settings.num_threads}; --num-threads 1 enables them")
     if settings.cpu_kernels == "auto" and torch.cpu._is_amx_tile_supported():
         raise NotCompiled("this processor has AMX, which the kernels do not use; --cpu-kernels on selects them anyway")
 

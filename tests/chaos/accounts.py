@@ -22,7 +22,7 @@ _NOBODYS = ("free", "cached")
 class ProcessUse:
     files: int
     threads: int
-    mapped_pools: int  # shared memory of its own and of others
+    mapped_pools: int  # its own shared memory and that of others
     rss_mb: float
 
 

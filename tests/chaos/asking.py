@@ -68,7 +68,7 @@ class Asked:
     last_token_s: float = 0.0
     fault_s: float | None = None  # what worked on it was hit then
     waited: tuple[float, float] = (0.0, 0.0)  # the longest wait for a token from then on: from when until when
-    worked: tuple[tuple[float, float], ...] | None = None  # when workers queued and computed for it; None: not told
+    worked: tuple[tuple[float, float], ...] | None = None  # when workers queued and computed for it; None: unknown
     outcome: Outcome | None = None
     told: str = ""  # what went wrong
     tokens: dict[int, list[int]] = field(default_factory=dict)

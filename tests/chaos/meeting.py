@@ -24,7 +24,7 @@ from tests.chaos.views import Listed, Views
 _TRIES = 6
 _TRY_S = 5.0
 _SETTLE_S = 0.04  # what a stopped process had sent arrives
-_FINISHED_S = 0.12  # a prefill worker says all it has to say after its first tokens
+_FINISHED_S = 0.12  # a prefill worker sends its last message after its first tokens
 _NUM_LONG_TOKENS = 500
 _MOST_TOKENS = 220  # of a long answer: it is not about to end
 _WAYS = (Way.LIBRARY, Way.GRPC, Way.HTTP)

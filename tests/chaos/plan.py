@@ -16,7 +16,7 @@ class Phase(StrEnum):
     PREFILLING = "prefilling"
     FIRST_TOKEN = "first_token"  # its client has it; the KV is on its way
     PULLING = "pulling"  # a read of its KV is going on
-    SETTLING = "settling"  # all is read; the prefill worker has not said yet that it was in time
+    SETTLING = "settling"  # everything is read; the prefill worker has not confirmed the lease yet
     DECODING = "decoding"
 
 

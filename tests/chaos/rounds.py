@@ -13,7 +13,7 @@ from tests.chaos.members import FAR_MEMBER, ChaosCluster
 from tests.chaos.plan import Kind, Round
 from tests.chaos.views import Views
 
-_BEFORE_S = 0.3  # the load runs for so long before anybody is looked for
+_BEFORE_S = 0.3  # the load runs for this time before a victim is searched
 _LOG_LINES = 12
 # A client that knows one router only may lose its stream with that router, and by nothing else.
 _REFUSED = "this router is draining"  # before it began; who asks by a load balancer is sent elsewhere by readiness

@@ -131,7 +131,7 @@ async def test_an_invalid_lease_time_is_refused_and_starts_no_storm_of_renewals(
     def change(accepted: kv_pb2.Accepted) -> None:
         accepted.lease_s = lease_s
 
-    prefill = rig.prefill(2 * BLOCK_SIZE + 1)  # nothing is computed: the importer can only wait, or give up
+    prefill = rig.prefill(2 * BLOCK_SIZE + 1)  # nothing is computed: the importer can only wait or cancel
     broken.changes[prefill.ticket_id] = ("accepted", change)
     importing = rig.start_import(prefill)
     assert await rig.failure(importing, match="Accepted: .*lease_s must be") is HandOffReason.MALFORMED_MESSAGE

@@ -82,7 +82,7 @@ async def test_a_ticket_for_another_importer_is_refused(rig: Rig) -> None:
         reason, detail = await refusal(rig, attach(prefill.signed), importer=importer)
         assert reason == HandOffReason.FOREIGN_TICKET and str(IMPORTER) in detail
     own = MemberId("d1", "c3")
-    with pytest.raises(HandOffFailed) as caught:  # the importer itself sees it before anybody is asked
+    with pytest.raises(HandOffFailed) as caught:  # the importer itself detects it before it calls the exporter
         await rig.importer.import_blocks(
             handoff_id=1,
             signed_ticket=tickets.reissue(prefill.signed, KEY, attempt=1, importer=own),

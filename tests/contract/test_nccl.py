@@ -229,7 +229,7 @@ async def test_an_abort_ends_a_cancelled_read_that_does_not_end_itself() -> None
             await read
         destroying = asyncio.create_task(channel.destroy())
         await until(lambda: side.imports.communicators[0].is_aborted)
-        assert not destroying.done()  # the stream still says that it works: nothing is proven
+        assert not destroying.done()  # the stream still reports that it works: nothing is proven
         side.imports.hang = ""
         await destroying
         with pytest.raises(TransportError):

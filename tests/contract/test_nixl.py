@@ -253,7 +253,7 @@ async def test_ended_links_leave_no_resources() -> None:
                 await channel.finish()
         await here.settled()
         assert here.num_links == 1
-        async with asyncio.timeout(DEADLINE_S):  # a thread that was told to end needs a moment to
+        async with asyncio.timeout(DEADLINE_S):  # a thread that was asked to end needs a short time
             # Fewer are fine: connections of earlier tests are closed by gRPC's threads at a time of their own.
             while any(now > then for now, then in zip(resources(), before, strict=True)):  # noqa: ASYNC110
                 await asyncio.sleep(0)

@@ -25,7 +25,7 @@ class Fault(StrEnum):
     LATE = "late"  # past every lease
     DOUBLED = "doubled"  # written twice
     REFUSED = "refused"  # the channel does not open
-    HELD = "held"  # begins when the source says so
+    HELD = "held"  # begins when the source orders it
 
 
 class FaultSource(Protocol):

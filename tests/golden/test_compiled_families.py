@@ -32,7 +32,7 @@ NOT_COMPILED = {
     "mixtral": "MixtralDecoderLayer is made of MixtralAttention, MixtralSparseMoeBlock, MixtralRMSNorm, MixtralRMSNorm",
     "gpt_oss": "GptOssDecoderLayer is made of GptOssAttention, GptOssMLP, GptOssRMSNorm, GptOssRMSNorm",
 }
-DECISIVE = 0.15  # of the standard deviation of a row's logits: by so much the best is ahead of the second
+DECISIVE = 0.15  # in standard deviations of a row's logits: the margin of the best over the second
 
 
 @pytest.fixture(scope="module", autouse=True)

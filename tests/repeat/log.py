@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 
-RESULTS = "benchmarks/results/"  # where the log is: what lies there does not make other code
+RESULTS = "benchmarks/results/"  # the folder of the log, which is not part of the code
 
 
 @dataclass(frozen=True, slots=True)

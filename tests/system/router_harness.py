@@ -166,7 +166,7 @@ class RouterUnderTest:
             assert peer is not None
             async with asyncio.timeout(10):
                 while peer.service_times != worker.service_times:
-                    await peer.inspect()  # heartbeats come meanwhile
+                    await peer.inspect()  # heartbeats arrive in this time
 
     async def until_gone(self, worker: ScriptedWorker) -> None:
         async with asyncio.timeout(10):

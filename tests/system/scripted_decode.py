@@ -60,7 +60,7 @@ class ScriptedDecode(ScriptedWorker):
         self.cancelled_handles: set[int] = set()
         self.cancelled = asyncio.Event()
         self.index_changes: list[tuple[int, int]] = []  # (index, index sent instead), once each
-        self.voice = Gate()  # closed: says nothing, no heartbeat either, as a stopped process
+        self.voice = Gate()  # closed: sends nothing, not even heartbeats, as a stopped process
         self.streams: dict[str, asyncio.Queue[worker_pb2.WorkerMessage | None]] = {}
         self.running: dict[int, asyncio.Task[None]] = {}
         self.progress: dict[int, Progress] = {}  # of each sequence that makes tokens, by handle

@@ -66,7 +66,7 @@ async def test_messages_of_a_woken_decode_worker_are_dropped(cluster: LocalClust
         await answer.until(40)
         frozen = await _busy(cluster, "decode")
         with cluster.members[frozen].stopped():
-            await answer.until(200)  # the other one goes on
+            await answer.until(200)  # the other one continues
         await answer.end()
     assert answer.token_ids == undisturbed.token_ids
     await cluster.until_free()

@@ -70,7 +70,7 @@ async def test_a_hedge_takes_over_with_its_first_token_and_later_messages_of_the
         prefill.before_first_tokens.open()
         other.pause_at = 8
         await asyncio.wait_for(other.paused.wait(), _DEADLINE_S)
-        _wake(stopped)  # the client still waits; what it says now is of an attempt that is over
+        _wake(stopped)  # the client still waits; its messages now belong to an attempt that is over
         await asyncio.wait_for(stopped.cancelled.wait(), _DEADLINE_S)
         other.resumed.set()
         answer = await _end(router, task, request)

@@ -149,7 +149,7 @@ async def test_a_starting_worker_does_not_keep_out_a_worker_that_matches_the_acc
     worker's values, and the other one joins, whichever comes first."""
     foreign = replace(FINGERPRINT, weights="weights-b")
     await Registration(registry, member("d0", role=Role.DECODE, state=MemberState.READY)).join()
-    await registry.register(member("a-stranger", fingerprint=foreign))  # about to be told
+    await registry.register(member("a-stranger", fingerprint=foreign))  # about to receive it
     await Registration(registry, member("p0")).join()
     with pytest.raises(ConfigError, match="decode worker d0@first"):
         await Registration(registry, member("b-stranger", fingerprint=foreign)).join()

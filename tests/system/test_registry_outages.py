@@ -206,7 +206,7 @@ async def test_a_half_open_subscription_is_replaced(redis_url: str, cluster_name
             if b"subscribe" in data:
                 subscribed.put_nowait(None)
                 if next(number) == 1:
-                    return  # the first subscription hears nothing after its confirmation
+                    return  # the first subscription receives nothing after its confirmation
 
     server = await asyncio.start_server(forward, "127.0.0.1", 0)
     url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"

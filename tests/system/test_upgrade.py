@@ -55,7 +55,7 @@ async def answers(addresses: Sequence[str], *, max_tokens: int = 12) -> list[Res
         return await asyncio.gather(*(generation.result() for generation in generations))
 
 
-# What is asked of each call; where nothing is said, its empty request.
+# The request of each call; calls that are not listed get an empty one.
 ASKED: dict[str, Message] = {
     "Generate": question(range(5, 30)),
     "Tokenize": inference_pb2.TokenizeRequest(text="import os"),

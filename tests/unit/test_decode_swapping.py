@@ -129,7 +129,7 @@ def test_shared_blocks_that_were_freed_are_computed_again() -> None:
         bench.step()
     assert bench.inspect().figures["swapped_out"] == 3
 
-    bench.cancel([first, second])  # the first one has the prompt's blocks in slots of its own
+    bench.cancel([first, second])  # the first one has the prompt's blocks in its own slots
     bench.run()
 
     assert bench.inspect().figures["swap_lost"] == 1

@@ -53,7 +53,7 @@ async def test_above_the_bound_only_the_slowest_client_is_ended() -> None:
         assert stopped == []
         quick.put(delta(0, 2, 3))
         assert stopped == ["slow"]
-        slow.put(delta(0, 8, 9))  # its story has not heard yet
+        slow.put(delta(0, 8, 9))  # its request has not been cancelled yet
         assert live_requests.num_buffered_tokens == 3
         with pytest.raises(SlowClient, match="8 tokens were kept"):
             await slow.next_deltas()

@@ -93,5 +93,5 @@ def test_a_prompt_that_is_far_too_long_is_refused_by_tokenizing_only_its_beginni
 
 
 def test_a_prompt_of_few_tokens_is_encoded_whole_for_any_number_of_characters(demo: Tokenization) -> None:
-    for text in (_LINE * 3, _LINE * 700):  # the second is a little too long: resolve says by how many tokens
+    for text in (_LINE * 3, _LINE * 700):  # the second is slightly too long: resolve reports by how many tokens
         assert demo.encode_prompt(text) == demo.encode(text)

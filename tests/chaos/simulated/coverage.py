@@ -43,7 +43,7 @@ _SCHEDULER_MOVES = {
     Reservations: ("grant", "discard", "reserve_pull"),
     PromptExports: ("admit", "start", "_finish", "_abort", "drain", "_lease_tail"),
 }
-_PHRASES = {  # of what a WorkerLost says, where nothing is counted
+_PHRASES = {  # parts of the details of WorkerLost, which no counter counts
     "and another one does": "prompt left a silent worker",
     "did not take a start within": "decode start: late",
 }

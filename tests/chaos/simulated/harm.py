@@ -154,7 +154,7 @@ class Harm:
         world.loop.wake(former)
         self._network.on_change()
         await asyncio.wait([main], timeout=LEAVE_S)
-        may_go_on = member.stop.is_set()  # its successor left meanwhile, and the name is free again
+        may_go_on = member.stop.is_set()  # its successor left in the meantime, and the name is free again
         if main.done():
             is_right = leaves.is_set() or isinstance(main.exception(), Fenced | RegistryUnavailable)
         else:

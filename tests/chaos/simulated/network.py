@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 from tests.chaos.simulated.loop import Process, SimulatedLoop, current
 
-_KEEPALIVE_S = (10.0, 15.0)  # as cluster/serving/serving.py: a ping after so long, and its answer
+_KEEPALIVE_S = (10.0, 15.0)  # as cluster/serving/serving.py: the time until a ping, and the timeout of its answer
 _RESET_S = 0.3
-_CONNECT_S = 20.0  # gRPC's own patience with a host that says nothing
+_CONNECT_S = 20.0  # gRPC's own timeout for a host that does not answer
 
 
 class Listener(Protocol):

@@ -89,7 +89,7 @@ class Mutation:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    seed: int  # of everything that is not said here: latencies, order, contents
+    seed: int  # of everything that the schedule does not fix: latencies, order, contents
     num_routers: int
     num_prefills: int
     num_decodes: int

@@ -33,7 +33,7 @@ class Post(NamedTuple):
     """A numbered message for the network."""
 
     packed: int  # number * 2 + may be duplicated
-    valid_for: int | None  # the hand-off whose lease it says was valid
+    valid_for: int | None  # the hand-off whose lease it confirms
 
 
 Do = Post | import_state.Action
@@ -135,7 +135,7 @@ class Machines:
         if state.phase is ImporterPhase.DELIVERED:
             return DECODING
         state = replace(state, history=(), num_reads=0)
-        if state.reading is not None:  # there is only one, so its number says nothing
+        if state.reading is not None:  # there is only one, so its number has no meaning
             state = replace(state, reading=replace(state.reading, read_id=0))
         if not self.scenario.renewals:
             state = replace(state, renew_at_s=None)

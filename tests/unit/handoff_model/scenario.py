@@ -37,11 +37,12 @@ class Scenario:
     verified: int | None = None  # number of verified leading blocks; the others are used without a check
     cached: bool = False  # the decode workers have each prompt's first block already
     ended: bool = False  # every choice ends with its first token
-    finished: bool = False  # every prefill, before anybody attaches: what a frozen sequence's ticket is
+    finished: bool = False  # every prefill ends before an importer attaches, as for the ticket of a frozen sequence
     hedged: bool = False  # the second attempt does not wait for the first one's failure
     alternatives: int = 0  # further ways to the same blocks
     together: bool = False  # what is on its way to an importer may also come as one
-    wrong: str = ""  # the exporter lies about: prompt, count, digest; or says that it verified nothing: provenance
+    # What the exporter reports wrongly: prompt, count, digest; provenance: it reports unverified blocks.
+    wrong: str = ""
 
     @property
     def is_retry(self) -> bool:
