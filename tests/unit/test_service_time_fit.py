@@ -73,7 +73,7 @@ def errors(fit: ServiceTimeFit, works: Sequence[StepWork], factor: float = 1.0) 
 _SMALL = st.floats(1e-6, 1e-1)
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(st.tuples(_SMALL, _SMALL, _SMALL), st.tuples(_SMALL, _SMALL, _SMALL), st.randoms(use_true_random=False))
 def test_steps_without_noise_give_the_exact_times_from_any_start(
     of_prefill: tuple[float, float, float], of_decode: tuple[float, float, float], chance: random.Random
