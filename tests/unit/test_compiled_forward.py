@@ -84,7 +84,7 @@ def test_a_compiled_engine_reports_its_forward(folder: Path) -> None:
     [
         ({"cpu_kernels": "off"}, "--cpu-kernels off"),
         ({"dtype": "float32"}, "the model computes in float32"),
-        ({"num_threads": 2}, "the kernels run in one thread, not in 2"),
+        ({"num_threads": 2}, "the kernels run in one thread, not in 2; --num-threads 1 enables them"),
         ({"kv_cache_dtype": "int8"}, "the pool keeps KV in int8"),
     ],
 )
