@@ -4,7 +4,7 @@
         config = parse_arguments(WorkerConfig, "prefill_worker", sys.argv[1:])
         ...
 
-    leave(run_process("prefill_worker", main))
+    exit_process(run_process("prefill_worker", main))
 
 Owns exit statuses and signals. The parent process reads the status and the last line of stderr.
 """
@@ -53,7 +53,7 @@ def run_process(name: str, main: Callable[[], Coroutine[None, None, None]]) -> i
     return ExitStatus.OK
 
 
-def leave(status: int) -> NoReturn:
+def exit_process(status: int) -> NoReturn:
     """End the process now, after flushing logs and output. Skips the interpreter's teardown, which takes seconds to
     free torch and gRPC; all resources that need a release have been released by their owners."""
     logging.shutdown()

@@ -3,7 +3,7 @@
 import sys
 
 from cluster.messages import Role
-from cluster.process import announce_ready, leave, run_process, stop_requested
+from cluster.process import announce_ready, exit_process, run_process, stop_requested
 from cluster.settings.config import WorkerConfig
 from cluster.settings.config_sources import parse_arguments
 from worker import start
@@ -15,4 +15,4 @@ async def _main() -> None:
 
 
 if __name__ == "__main__":
-    leave(run_process("prefill_worker", _main))
+    exit_process(run_process("prefill_worker", _main))

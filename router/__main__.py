@@ -2,7 +2,7 @@
 
 import sys
 
-from cluster.process import announce_ready, leave, run_process, stop_requested
+from cluster.process import announce_ready, exit_process, run_process, stop_requested
 from cluster.settings.config import RouterConfig
 from cluster.settings.config_sources import parse_arguments
 from router import app
@@ -14,4 +14,4 @@ async def _main() -> None:
 
 
 if __name__ == "__main__":
-    leave(run_process("router", _main))
+    exit_process(run_process("router", _main))

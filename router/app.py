@@ -133,7 +133,7 @@ class Router:
         finally:
             self._ports.health.stop()
             await self._ports.grpc.stop(_STOP_GRACE_S)
-            await registration.leave()
+            await registration.deregister()
             await self._registry.close()
 
     async def _live(self, registration: Registration, announce: Callable[..., None]) -> int:

@@ -23,7 +23,7 @@ from cluster.request_size import LengthLimits
 from cluster.service_times import ServiceTimes
 from cluster.settings.config import WorkerConfig
 from engine.build import Engine, build_engine
-from engine.kv.host_blocks import HostBlocks, open_host_blocks, with_swaps
+from engine.kv.host_blocks import HostBlocks, allocate_host_blocks, with_swaps
 from engine.scheduling import commands
 from engine.scheduling.batching.swapping import PreemptionCost
 from engine.scheduling.cache_commands import LeasePrefix, PrefixLeased
@@ -59,7 +59,7 @@ async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
     if engine is None:
         return
     swap_bytes = life.config.swap_bytes if life.role is Role.DECODE else 0
-    host_blocks, swap_report = open_host_blocks(engine.pool, swap_bytes)
+    host_blocks, swap_report = allocate_host_blocks(engine.pool, swap_bytes)
     for line in (*engine.report, swap_report):
         _LOG.info(line)
     await WorkerApp(life, engine, host_blocks).run(announce)

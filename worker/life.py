@@ -143,7 +143,7 @@ class WorkerLife:
             stopped.cancel()
             keep.cancel()
             watching.cancel()
-            await registration.leave()
+            await registration.deregister()
             await self._registry.close()
 
     async def end(self) -> None:

@@ -85,7 +85,7 @@ class _Blocks:
 
     def discard(self, handoff_id: int, quarantined: frozenset[int]) -> None:
         assert not quarantined, "a read was broken off"
-        self._pool.release(self._granted.pop(handoff_id))
+        self._pool.drop_references(self._granted.pop(handoff_id))
 
     def release_quarantined(self, block_ids: frozenset[int]) -> None:
         raise AssertionError(f"nothing was in quarantine: {block_ids}")

@@ -53,7 +53,7 @@ class PoolFollower:
                     await wake.wait()
         finally:
             with suppress(RegistryUnavailable):
-                await self._following.leave()
+                await self._following.unfollow()
 
     async def _look(self) -> None:
         try:

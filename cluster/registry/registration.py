@@ -33,7 +33,7 @@ class Registration:
         try:
             refuse_unequal(self.member, others)
         except ConfigError:
-            await self._registry.leave(self.member)
+            await self._registry.deregister(self.member)
             raise
 
     async def join_unless(self, stop: asyncio.Event) -> None:
@@ -83,10 +83,10 @@ class Registration:
                     _LOG.info("the registry is reachable again; registered")
                 reachable = True
 
-    async def leave(self) -> None:
+    async def deregister(self) -> None:
         """Delete the registration, best-effort: it would expire by itself."""
         try:
-            await self._registry.leave(self.member)
+            await self._registry.deregister(self.member)
         except (RegistryUnavailable, Fenced) as error:
             _LOG.info("left without deleting the registration", extra={"error": str(error)})
 

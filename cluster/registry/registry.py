@@ -58,7 +58,7 @@ local generation = math.max(now[1] * 1000 + math.floor(now[2] / 1000), newest + 
     + "return generation"
 )
 _RENEW = _COMPARE + _WRITE + "return {'', before and 0 or 1}"
-_LEAVE = (
+_DEREGISTER = (
     _COMPARE
     + """
 redis.call('DEL', KEYS[1], KEYS[2], KEYS[5])
@@ -103,7 +103,7 @@ class Registry:
         self._redis = open_redis(url, timeout_s)
         self._register = self._redis.register_script(_REGISTER)
         self._renew = self._redis.register_script(_RENEW)
-        self._leave = self._redis.register_script(_LEAVE)
+        self._deregister = self._redis.register_script(_DEREGISTER)
         self._members = self._redis.register_script(_MEMBERS)
         self._scripts: dict[str, AsyncScript] = {}  # of other users of the registry, by source text
 
@@ -134,11 +134,11 @@ class Registry:
         if had_lapsed:
             self._distrust_absence()
 
-    async def leave(self, member: Member) -> None:
+    async def deregister(self, member: Member) -> None:
         """Delete the registration. Raises Fenced."""
         arguments = self._arguments(member)
         self._generations.pop(member.id, None)
-        current, _ = await self._call(self._leave(self._keys(member.id), arguments))
+        current, _ = await self._call(self._deregister(self._keys(member.id), arguments))
         self._not_fenced(member, current)
 
     async def members(self) -> tuple[Member, ...]:

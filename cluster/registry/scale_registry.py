@@ -67,7 +67,7 @@ end
     + _ANSWER
 )
 # ARGV: id. The target is deleted with its follower; the next follower starts with its own.
-_LEAVE = """
+_UNFOLLOW = """
 if redis.call('HGET', KEYS[2], 'id') == ARGV[1] then
     redis.call('DEL', KEYS[1], KEYS[2])
     redis.call('PUBLISH', KEYS[3], 'follower')
@@ -136,8 +136,8 @@ class Following:
         """Yield whenever the target should be read again."""
         return self._registry.news(_CHANNEL)
 
-    async def leave(self) -> None:
-        await self._registry.evaluate(_LEAVE, _NAMES, [self._id])
+    async def unfollow(self) -> None:
+        await self._registry.evaluate(_UNFOLLOW, _NAMES, [self._id])
 
 
 def _target(answer: list[str]) -> ScaleTarget | None:

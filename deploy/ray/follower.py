@@ -52,7 +52,7 @@ class RayFollower:
                         change = self._begin(self._following.target)
         finally:
             with suppress(RegistryUnavailable):
-                await self._following.leave()
+                await self._following.unfollow()
 
     async def _is_followed_here(self) -> bool:
         """Return whether this process is the follower. Renews its registration, also while the pools change."""

@@ -28,7 +28,7 @@ _FAR_STEP = 32
 
 class StaticDecodes:
     """The input tensors of all graphs, at fixed addresses: `batch(size)` is the batch that a graph of `size` rows
-    captures, and `take` copies a step into it."""
+    captures, and `copy_step` copies a step into it."""
 
     def __init__(self, max_size: int, table_width: int, spare_block: int, device: torch.device) -> None:
         self._spare_block = spare_block
@@ -67,7 +67,7 @@ class StaticDecodes:
             starts=(0,) * size,
         )
 
-    def take(self, step: PackedBatch, batch: PackedBatch) -> PackedBatch:
+    def copy_step(self, step: PackedBatch, batch: PackedBatch) -> PackedBatch:
         """Copy a step into the front rows of `batch`, the rest idle. Returns `batch` with the host's values of both."""
         count = len(step.query_lens)
         assert set(step.query_lens) == {1} and count <= len(batch.query_lens), step.query_lens
@@ -170,7 +170,7 @@ class GraphForward:
         if size is None or set(batch.query_lens) != {1} or batch.block_tables.shape[1] > self._decodes.table_width:
             return self._plain(batch)
         graph = self._graphs[size]
-        graph.backend.prepare(self._decodes.take(batch, graph.batch))
+        graph.backend.prepare(self._decodes.copy_step(batch, graph.batch))
         graph.replay()
         logits = self._logits[:count]
         return logits if len(batch.logit_rows) == count else logits[batch.logit_rows]

@@ -104,7 +104,7 @@ class BlockPool:
         fewer."""
         if num_blocks > self.num_available_beside(found):
             return None
-        self.share(found)
+        self.add_references(found)
         fresh = self.reserve(num_blocks)
         assert fresh is not None
         return (*found, *fresh)
@@ -128,43 +128,45 @@ class BlockPool:
     def unverified_among(self, block_ids: Iterable[int]) -> frozenset[int]:
         return frozenset(self._unverified.intersection(block_ids))
 
-    def share(self, block_ids: Sequence[int]) -> None:
+    def add_references(self, block_ids: Sequence[int]) -> None:
         """Add a reference to each block, all of which must be in use or cached."""
         for block_id in block_ids:
             is_idle = self._cache.is_idle(block_id)
-            self._require(self._references[block_id] > 0 or block_id in self._leases or is_idle, "share", block_id)
+            self._require(
+                self._references[block_id] > 0 or block_id in self._leases or is_idle, "add_references", block_id
+            )
             if is_idle:
                 self._cache.use_again(block_id)
             if self._references[block_id] == 0 and block_id not in self._leases:
                 self._num_held += 1
             self._references[block_id] += 1
-        self._history.append(("share", tuple(block_ids)))
+        self._history.append(("add_references", tuple(block_ids)))
 
-    def release(self, block_ids: Sequence[int]) -> None:
+    def drop_references(self, block_ids: Sequence[int]) -> None:
         """Drop one reference of each block, given in the sequence's order. The last reference frees a block unless it
         is leased."""
         for block_id in reversed(block_ids):
-            self._require(self._references[block_id] > 0, "release", block_id)
+            self._require(self._references[block_id] > 0, "drop_references", block_id)
             self._references[block_id] -= 1
             if self._references[block_id] == 0 and block_id not in self._leases:
                 self._num_held -= 1
                 self._free_or_park(block_id)
-        self._history.append(("release", tuple(block_ids)))
+        self._history.append(("drop_references", tuple(block_ids)))
 
-    def lease(self, block_ids: Sequence[int]) -> None:
+    def begin_lease(self, block_ids: Sequence[int]) -> None:
         """Lease blocks in use. They stay leased after their references are dropped."""
         for block_id in block_ids:
-            self._require(self._references[block_id] > 0, "lease", block_id)
+            self._require(self._references[block_id] > 0, "begin_lease", block_id)
             if block_id not in self._leases:
                 self._num_held -= 1
             self._leases[block_id] = self._leases.get(block_id, 0) + 1
-        self._history.append(("lease", tuple(block_ids)))
+        self._history.append(("begin_lease", tuple(block_ids)))
 
     def lease_found(self, block_ids: Sequence[int]) -> None:
         """Lease blocks that `find` returned, whether or not they are referred to."""
-        self.share(block_ids)
-        self.lease(block_ids)
-        self.release(block_ids)
+        self.add_references(block_ids)
+        self.begin_lease(block_ids)
+        self.drop_references(block_ids)
 
     def lease_copied(self, block_ids: Sequence[int]) -> None:
         """Lease found blocks while they are copied, without counting a use for eviction."""

@@ -106,7 +106,7 @@ def with_swaps(runner: Runner, host_blocks: HostBlocks) -> Runner:
     return SwappingRunner(runner, host_blocks)
 
 
-def open_host_blocks(pool: KvPool, swap_bytes: int) -> tuple[HostBlocks | None, str]:
+def allocate_host_blocks(pool: KvPool, swap_bytes: int) -> tuple[HostBlocks | None, str]:
     """Return the swap space of a worker, or None if it has none, and a line for the worker to print."""
     num_slots = swap_bytes // pool.block_bytes
     if not swap_bytes:

@@ -65,7 +65,7 @@ class SequenceAdmission:
             self._pool.keep(command.sealed_block_ids, chain.hashes, chain.parent_of(0))
             if any(token_id is not None for token_id in command.first_tokens):
                 self._admit_choices(command, grant, chain, now_s)
-        self._pool.release(grant.block_ids)  # blocks that no sequence shares are now free, or cached
+        self._pool.drop_references(grant.block_ids)  # blocks that no sequence shares are now free, or cached
         return (_refused(job, refusal),) if refusal is not None else ()
 
     def admit_local(self, job: DecodeJob, now_s: float) -> tuple[Event, ...]:
@@ -97,7 +97,7 @@ class SequenceAdmission:
             sequence.num_cached = grant.num_cached * self._limits.block_size
             sequence.token_ids.append(first_token_id)
             sequence.block_ids = command.sealed_block_ids + command.tail_block_ids[index : index + 1]
-            self._pool.share(sequence.block_ids)
+            self._pool.add_references(sequence.block_ids)
             self._batch.add_ready(sequence, now_s)
 
     def _refusal(self, job: DecodeJob) -> TandemError | None:

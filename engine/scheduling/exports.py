@@ -83,12 +83,12 @@ class TicketLeases:
         sealed_ids = sequence.block_ids[:num_sealed]
         tail = Tail(sequence.block_ids[num_sealed], num_valid) if num_valid else None
         self._tickets[ticket_id] = sealed_ids if tail is None else (*sealed_ids, tail.block_id)
-        self._pool.lease(self._tickets[ticket_id])
+        self._pool.begin_lease(self._tickets[ticket_id])
         return sealed_ids, tail
 
     def extend(self, ticket_id: bytes, block_ids: tuple[int, ...]) -> None:
         """Lease more blocks to the ticket of an export, in the order of its prompt."""
-        self._pool.lease(block_ids)
+        self._pool.begin_lease(block_ids)
         self._tickets[ticket_id] = self._tickets.get(ticket_id, ()) + block_ids
 
     def lease_prefix(self, ticket_id: bytes, block_hashes: SequenceOf[bytes], min_blocks: int) -> tuple[int, ...]:

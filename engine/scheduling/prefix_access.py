@@ -73,7 +73,7 @@ class PrefixAccess:
         block_ids = self._reservations.pop_pull(command.pull_id)
         self._pool.mark_unverified(command.unverified)
         self._pool.keep(block_ids, command.block_hashes, command.root)
-        self._pool.release(block_ids)
+        self._pool.drop_references(block_ids)
 
 
 class CacheEventSubscribers:

@@ -16,7 +16,7 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 
 from cluster.errors import TandemError
-from cluster.process import leave
+from cluster.process import exit_process
 from tests.chaos.load import Load
 from tests.chaos.members import chaos_cluster
 from tests.chaos.plan import Round, make_plan
@@ -132,4 +132,4 @@ def _arguments() -> argparse.Namespace:
 if __name__ == "__main__":
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    leave(main())
+    exit_process(main())

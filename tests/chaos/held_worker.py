@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from cluster.messages import Epoch, Role
-from cluster.process import announce_ready, leave, run_process, stop_requested
+from cluster.process import announce_ready, exit_process, run_process, stop_requested
 from cluster.settings.config import WorkerConfig
 from cluster.settings.config_sources import parse_arguments
 from cluster.settings.transfer_settings import TransferSettings
@@ -144,4 +144,4 @@ async def _main() -> None:
 
 
 if __name__ == "__main__":
-    leave(run_process("held_worker", _main))
+    exit_process(run_process("held_worker", _main))

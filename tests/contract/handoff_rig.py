@@ -189,7 +189,7 @@ class DecodeBlocks:
                     await self.changed.wait()
         finally:
             self._waiting.remove(handoff_id)
-        self.pool.share(cached)
+        self.pool.add_references(cached)
         self.granted[handoff_id] = cached + fresh
         return Reservation(cached + fresh, len(cached))
 
@@ -197,7 +197,7 @@ class DecodeBlocks:
         block_ids = self.granted.pop(handoff_id, ())
         assert quarantined <= set(block_ids)
         self.pool.quarantine(sorted(quarantined), handoff_id)
-        self.pool.release([block_id for block_id in block_ids if block_id not in quarantined])
+        self.pool.drop_references([block_id for block_id in block_ids if block_id not in quarantined])
         self._wake()
 
     def release_quarantined(self, block_ids: frozenset[int]) -> None:
@@ -296,7 +296,7 @@ class Rig:
             prompt_hash=prompt_hash,
             num_choices=num_choices,
         )
-        self.exporter_blocks.lease(block_ids)
+        self.exporter_blocks.begin_lease(block_ids)
         prefill = Prefill(self, issued.ticket_id, issued.signed, num_tokens, num_choices, prompt_hash, block_ids)
         self.prefills[issued.ticket_id] = prefill
         return prefill
@@ -306,7 +306,7 @@ class Rig:
         BlockPool."""
         prefill = self.prefills[ticket_id]
         self.exporter_blocks.end_lease(prefill.block_ids)
-        self.exporter_blocks.release(prefill.block_ids)
+        self.exporter_blocks.drop_references(prefill.block_ids)
         prefill.released.set()
 
     def start_import(

@@ -142,7 +142,7 @@ async def test_blocks_that_the_pool_has_are_not_moved(rig: Rig) -> None:
     assert {block_id for read in rig.watched.reads for block_id in read.local_block_ids}.isdisjoint(shared)
     assert imported.kv_bytes == rig.counters.num_bytes == 2 * rig.target.block_bytes
     rig.decode.finish(1)
-    rig.decode.pool.release(shared)
+    rig.decode.pool.drop_references(shared)
 
 
 async def test_cancelling_does_not_free_blocks_that_other_sequences_share(rig: Rig) -> None:
@@ -162,7 +162,7 @@ async def test_cancelling_does_not_free_blocks_that_other_sequences_share(rig: R
     read.gate.set()
     async with asyncio.timeout(DEADLINE_S):
         await prefill.released.wait()
-    rig.decode.pool.release(shared)
+    rig.decode.pool.drop_references(shared)
 
 
 async def test_many_hand_offs_run_concurrently(rig: Rig) -> None:

@@ -169,7 +169,7 @@ async def test_an_importer_that_waits_for_blocks_can_be_cancelled() -> None:
             with suppress(asyncio.CancelledError):
                 await importing
             await prefill.released.wait()
-        rig.decode.pool.release(running)
+        rig.decode.pool.drop_references(running)
         rig.check_clean()
 
 

@@ -96,6 +96,6 @@ async def test_an_error_that_no_transport_should_raise_ends_the_import_at_once()
             async with asyncio.timeout(DEADLINE_S):
                 await importing
         faults.disarm()
-        rig.decode.pool.release(taken)
+        rig.decode.pool.drop_references(taken)
         await rig.given_up(prefill)
         rig.check_clean()

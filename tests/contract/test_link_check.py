@@ -38,7 +38,7 @@ async def test_blocks_of_other_sequences_are_not_changed() -> None:
         assert bool((rig.source.raw == before[1]).all())
         read = sum(bool((rig.target.raw[block] == rig.source.raw[block]).all()) for block in range(NUM_BLOCKS))
         assert read <= NUM_BLOCKS // 2 // 4, "a quarter of what is free, at most"
-        rig.blocks.pool.release(list(others))
+        rig.blocks.pool.drop_references(list(others))
         rig.check()
 
 
@@ -103,7 +103,7 @@ async def test_a_link_check_without_free_blocks_measures_nothing() -> None:
         assert taken is not None
         with pytest.raises(Overloaded, match="3 blocks are free here"):
             await rig.measure()
-        rig.blocks.pool.release(list(taken))
+        rig.blocks.pool.drop_references(list(taken))
         rig.check()
 
 
@@ -121,7 +121,7 @@ async def test_a_link_check_whose_free_blocks_were_reserved_by_others_ends_soon(
         request = worker_pb2.CheckLinkRequest(exporter=str(EXPORTER), address=rig.address)
         with pytest.raises(Overloaded, match="no 16 blocks became free"):
             await rig.probe(stale).measure(request)
-        rig.blocks.pool.release(list(taken))
+        rig.blocks.pool.drop_references(list(taken))
         rig.check()
 
 

@@ -10,7 +10,7 @@ import os
 import sys
 
 from cluster.messages import Role
-from cluster.process import announce_ready, leave, run_process, stop_requested
+from cluster.process import announce_ready, exit_process, run_process, stop_requested
 from cluster.settings.config import WorkerConfig
 from cluster.settings.config_sources import parse_arguments
 from cluster.settings.transfer_settings import TransferSettings
@@ -51,4 +51,4 @@ async def _serve(config: WorkerConfig, source: FaultSource) -> None:
 
 
 if __name__ == "__main__":
-    leave(run_process("decode_worker", _main))
+    exit_process(run_process("decode_worker", _main))

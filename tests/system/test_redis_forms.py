@@ -66,7 +66,7 @@ async def test_registration_events_and_fencing_work_with_every_form_of_redis(for
             await registry.register(member(incarnation="newer"))
             with pytest.raises(Fenced):
                 await registry.renew(member())
-            await registry.leave(member(incarnation="newer"))
+            await registry.deregister(member(incarnation="newer"))
             assert await registry.members() == ()
         await registry.close()
 

@@ -56,7 +56,7 @@ async def test_a_watcher_receives_joins_states_and_departures_at_once(registry: 
             await until(watch, lambda members: len(members) == 1)
             await registry.renew(member(state=MemberState.READY))
             await until(watch, lambda members: members[0].state is MemberState.READY)
-            await registry.leave(member())
+            await registry.deregister(member())
             await until(watch, lambda members: members == ())
 
 
@@ -85,7 +85,7 @@ async def test_a_member_that_renews_stays_far_beyond_its_lease(brief_registry: R
 async def test_the_newer_incarnation_wins_and_the_older_is_fenced(registry: Registry) -> None:
     await registry.register(member(incarnation="old"))
     await registry.register(member(incarnation="new"))
-    for attempt in (registry.renew, registry.leave):
+    for attempt in (registry.renew, registry.deregister):
         with pytest.raises(Fenced, match="incarnation new"):
             await attempt(member(incarnation="old"))
     assert await registry.members() == (member(incarnation="new"),)

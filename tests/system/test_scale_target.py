@@ -30,7 +30,7 @@ async def test_without_a_follower_a_target_is_refused_with_what_to_do(registry: 
         await targets.set(None, 3)
     follower = following(registry)
     assert await follower.report(reached=1) == ""
-    await follower.leave()
+    await follower.unfollow()
     with pytest.raises(Unavailable, match="tandem up"):
         await targets.set(None, 3)
 
@@ -78,7 +78,7 @@ async def test_one_process_follows_at_a_time_and_the_next_starts_with_its_own_po
     await first.report(reached=1)
     assert await second.report(reached=0) == "first"
     assert (second.target.prefill, second.target.decode) == (2, 2), "another one's target is none of its business"
-    await first.leave()
+    await first.unfollow()
     assert await second.report(reached=0) == ""
     target = await ScaleTargets(registry).read()
     assert target is not None and (target.prefill, target.decode, target.follower) == (2, 2, "second")

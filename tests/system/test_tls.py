@@ -128,6 +128,6 @@ async def test_a_worker_of_another_authority_gets_no_work(
         status = {member.member_id: member for member in (await tls_cluster.status()).members}
         assert not status["decode1"].figures and status["decode0"].figures
     finally:
-        await registry.leave(stranger)
+        await registry.deregister(stranger)
         await registry.close()
         await server.stop(0.0)

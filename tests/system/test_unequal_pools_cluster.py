@@ -56,7 +56,7 @@ async def test_a_complete_cluster_refuses_a_request_that_no_worker_can_hold_at_o
             with pytest.raises(grpc.aio.AioRpcError, match="holds 512") as refused:
                 await ask(unequal, _long(max_tokens=600))
     finally:
-        await follower.leave()
+        await follower.unfollow()
         await registry.close()
     _is_named(refused.value)
 

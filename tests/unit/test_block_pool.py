@@ -48,7 +48,7 @@ class _Pool(RuleBasedStateMachine):
         num_missing = len(tokens) - len(found)
         if self.pool.num_available_beside(found) < num_missing:
             return
-        self.pool.share(found)
+        self.pool.add_references(found)
         fresh = self.pool.reserve(num_missing)
         assert fresh is not None and not set(fresh) & set(found)
         self.hold_anew(fresh)
@@ -67,19 +67,19 @@ class _Pool(RuleBasedStateMachine):
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
         block_ids = data.draw(st.sampled_from(self.holders))
-        self.pool.share(block_ids)
+        self.pool.add_references(block_ids)
         self.holders.append(block_ids)
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        self.pool.release(self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1))))
+        self.pool.drop_references(self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1))))
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
     def lease(self, data: st.DataObject) -> None:
         block_ids = data.draw(st.sampled_from(self.holders))
-        self.pool.lease(block_ids)
+        self.pool.begin_lease(block_ids)
         self.leases.append(block_ids)
 
     @precondition(lambda self: self.leases)
@@ -120,7 +120,7 @@ class _Pool(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for holder in self.holders:
-            self.pool.release(holder)
+            self.pool.drop_references(holder)
         for lease in self.leases:
             self.pool.end_lease(lease)
         self.pool.end_quarantine(self.quarantined)
@@ -145,8 +145,8 @@ def test_a_block_is_leased_until_the_last_of_its_leases_ends() -> None:
     block_ids = pool.reserve(1)
     assert block_ids is not None
     for _ in range(2):
-        pool.lease(block_ids)
-    pool.release(block_ids)
+        pool.begin_lease(block_ids)
+    pool.drop_references(block_ids)
 
     pool.end_lease(block_ids)
     assert pool.state(block_ids[0]) is BlockState.LEASED
@@ -160,7 +160,7 @@ def test_cached_blocks_are_found_until_no_other_block_is_left_to_reserve() -> No
     assert block_ids is not None
     pool.keep(block_ids, [b"a", b"b"], _ROOT)
     assert pool.find([b"a", b"b", b"c"]) == block_ids
-    pool.release(block_ids)
+    pool.drop_references(block_ids)
 
     assert pool.counts()["cached"] == 2 and pool.find([b"a", b"x"]) == block_ids[:1]
     first = pool.reserve(1)
@@ -175,10 +175,10 @@ def test_found_blocks_do_not_count_as_available_beside_themselves() -> None:
     block_ids = pool.reserve(2)
     assert block_ids is not None
     pool.keep(block_ids, [b"a", b"b"], _ROOT)
-    pool.release(block_ids)
+    pool.drop_references(block_ids)
 
     assert (pool.num_available, pool.num_available_beside(block_ids)) == (3, 1)
-    pool.share(block_ids)
+    pool.add_references(block_ids)
     assert pool.num_available == pool.num_available_beside(block_ids) == 1
     assert pool.reserve(2) is None
 
@@ -189,7 +189,7 @@ def test_the_first_of_two_blocks_with_equal_content_is_kept() -> None:
     assert first is not None and second is not None
     pool.keep(first, [b"a"], _ROOT)
     pool.keep(second, [b"a"], _ROOT)
-    pool.release(first + second)
+    pool.drop_references(first + second)
 
     assert pool.find([b"a"]) == first
     assert pool.counts() == {"quarantined": 0, "leased": 0, "held": 0, "cached": 1, "free": 1}
@@ -199,8 +199,8 @@ def test_a_leased_block_is_not_free_when_its_last_reference_goes() -> None:
     pool = BlockPool(1)
     block_ids = pool.reserve(1)
     assert block_ids is not None
-    pool.lease(block_ids)
-    pool.release(block_ids)
+    pool.begin_lease(block_ids)
+    pool.drop_references(block_ids)
 
     assert pool.state(block_ids[0]) is BlockState.LEASED
     assert pool.reserve(1) is None
@@ -208,16 +208,18 @@ def test_a_leased_block_is_not_free_when_its_last_reference_goes() -> None:
     assert pool.reserve(1) == block_ids
 
 
-@pytest.mark.parametrize("operation", ["release", "share", "lease", "end_lease", "quarantine", "end_quarantine"])
+@pytest.mark.parametrize(
+    "operation", ["drop_references", "add_references", "begin_lease", "end_lease", "quarantine", "end_quarantine"]
+)
 def test_an_illegal_operation_raises_with_the_history_of_the_block(operation: str) -> None:
     pool = BlockPool(2)
     block_ids = pool.reserve(1)
     assert block_ids is not None
-    pool.release(block_ids)
+    pool.drop_references(block_ids)
 
     more = (1,) if operation == "quarantine" else ()
     with pytest.raises(
-        AssertionError, match=rf"illegal {operation} of block 0 \(free, 0 references\).*reserve release"
+        AssertionError, match=rf"illegal {operation} of block 0 \(free, 0 references\).*reserve drop_references"
     ):
         getattr(pool, operation)(block_ids, *more)
 
@@ -226,8 +228,8 @@ def test_a_shared_or_leased_block_cannot_be_quarantined() -> None:
     pool = BlockPool(2)
     shared, leased = pool.reserve(1), pool.reserve(1)
     assert shared is not None and leased is not None
-    pool.share(shared)
-    pool.lease(leased)
+    pool.add_references(shared)
+    pool.begin_lease(leased)
 
     for block_ids in (shared, leased):
         with pytest.raises(AssertionError, match="illegal quarantine"):

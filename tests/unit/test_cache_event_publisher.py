@@ -33,7 +33,7 @@ class _Worker:
         block_ids = self.pool.reserve(1)
         assert block_ids is not None
         self.pool.keep(block_ids, [block_hash], b"root")
-        self.pool.release(block_ids)
+        self.pool.drop_references(block_ids)
         self.answer()
 
     def answer(self) -> None:

@@ -62,7 +62,7 @@ def _hits(prompts: _Prompts, num_blocks: int, eviction: str) -> list[int]:
         block_ids = pool.reserve_beside(found, len(hashes) - len(found))
         assert block_ids is not None
         pool.keep(block_ids, hashes, _ROOT)
-        pool.release(block_ids)
+        pool.drop_references(block_ids)
         hits.append(len(found))
     pool.check()
     return hits
@@ -156,7 +156,7 @@ def test_random_use_keeps_the_pool_consistent_and_evicts_children_before_parents
             pool.keep(block_ids, hashes, _ROOT)
             held.append(block_ids)
         while held and (block_ids is None or dice.random() < 0.5):
-            pool.release(held.pop(dice.randrange(len(held))))
+            pool.drop_references(held.pop(dice.randrange(len(held))))
             block_ids = ()
         pool.check()
         kept = set(pool._cache._blocks)

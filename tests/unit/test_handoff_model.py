@@ -53,7 +53,7 @@ class _Twin:
                 pass
 
     def decoded(self, handoff: int) -> None:
-        self.pool.release(self._decoding.pop(handoff))
+        self.pool.drop_references(self._decoding.pop(handoff))
 
     def grant(self, world: Draft) -> None:
         for grant in self._reservations.grant(lambda claim: self._scenario.watermark):

@@ -11,7 +11,7 @@ from cluster.messages import DecodeJob, MemberId, Sampling, SequenceStart, Token
 from cluster.protocol.hashing import nameless_chains
 from cluster.settings.engine_settings import EngineSettings
 from engine.build import Engine
-from engine.kv.host_blocks import HostBlocks, SwappingRunner, open_host_blocks, with_swaps
+from engine.kv.host_blocks import HostBlocks, SwappingRunner, allocate_host_blocks, with_swaps
 from engine.scheduling.commands import AdmitLocal, StepTokens
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.scheduler import SequenceScheduler
@@ -117,10 +117,10 @@ class _Launcher:
 
 
 def test_without_host_memory_swapping_is_off_with_the_reason(engine: Engine) -> None:
-    assert open_host_blocks(engine.pool, 0) == (None, "swap: off (--swap-space 0)")
-    none, line = open_host_blocks(engine.pool, 1 << 60)
+    assert allocate_host_blocks(engine.pool, 0) == (None, "swap: off (--swap-space 0)")
+    none, line = allocate_host_blocks(engine.pool, 1 << 60)
     assert none is None and "the host could not allocate" in line
-    few, line = open_host_blocks(engine.pool, 3 * engine.pool.block_bytes + 1)
+    few, line = allocate_host_blocks(engine.pool, 3 * engine.pool.block_bytes + 1)
     assert few is not None and few.num_slots == 3 and "3 blocks" in line
     assert few.copy_s_per_block() > 0
 

@@ -11,7 +11,7 @@ import torch
 from cluster.messages import Sampling
 from engine.build import Engine, build_engine
 from engine.kv.capacity import CONTEXT_BYTES, MARGIN_BYTES
-from engine.kv.host_blocks import open_host_blocks, with_swaps
+from engine.kv.host_blocks import allocate_host_blocks, with_swaps
 from engine.scheduling.step import BlockSwap, Chunk, DraftRequest, Launcher, Sample, StepPlan
 from engine.speculation.draft_model import with_draft_model
 from engine.steps.runner import ModelRunner
@@ -142,7 +142,7 @@ def test_swapped_blocks_come_back_by_copies_between_pinned_memory_and_the_device
     gpu: PretendGpu, build: Callable[..., Engine]
 ) -> None:
     engine = build()
-    host_blocks, line = open_host_blocks(engine.pool, 4 * engine.pool.block_bytes)
+    host_blocks, line = allocate_host_blocks(engine.pool, 4 * engine.pool.block_bytes)
     assert host_blocks is not None and line == "swap: 4 blocks in host memory"
     runner = with_swaps(engine.runner, host_blocks)
     assert isinstance(runner, Launcher) and isinstance(engine.pool.raw, OnGpu)

@@ -27,10 +27,10 @@ def test_a_pool_forgets_provenance_only_when_a_block_is_reserved_again() -> None
     assert first is not None
     pool.mark_unverified(first)
     pool.keep(first, (b"h",), b"root")
-    pool.release(first)
+    pool.drop_references(first)
     assert pool.find((b"h",)) == first and pool.unverified_among(first) == set(first), "cached, and still not verified"
-    pool.share(first)
-    pool.release(first)
+    pool.add_references(first)
+    pool.drop_references(first)
     again = pool.reserve(2)
     assert again is not None and pool.unverified_among(again) == frozenset()
     pool.check()

@@ -85,12 +85,12 @@ class BlockTables:
         """Free all blocks of a sequence and its slots in the swap space."""
         assert not sequence.num_steps_in_flight, f"sequence {sequence.number} is freed while a step in flight uses it"
         self._swaps.discard(sequence)
-        self._pool.release(sequence.block_ids + sequence.spare_ids)
+        self._pool.drop_references(sequence.block_ids + sequence.spare_ids)
         sequence.block_ids = sequence.spare_ids = ()
 
     def free_spare(self, sequence: Sequence) -> None:
         """Free the spare block of a choice that ended before the choices were split."""
-        self._pool.release(sequence.spare_ids[:1])
+        self._pool.drop_references(sequence.spare_ids[:1])
         sequence.spare_ids = sequence.spare_ids[1:]
 
     def num_lacking(self, sequence: Sequence) -> int:
@@ -129,7 +129,7 @@ class BlockTables:
     def trim(self, sequence: Sequence) -> None:
         """Return the blocks that only rejected draft tokens used."""
         num_used = blocks_for(sequence.num_computed, self._block_size)
-        self._pool.release(sequence.block_ids[num_used:])
+        self._pool.drop_references(sequence.block_ids[num_used:])
         sequence.block_ids = sequence.block_ids[:num_used]
 
     def copy_shared_tail(self, sequence: Sequence) -> tuple[BlockCopy, ...]:
@@ -142,7 +142,7 @@ class BlockTables:
         sequence.block_ids, sequence.spare_ids = (*sequence.block_ids[:-1], target), ()
         if self._pool.unverified_among((source,)):
             self._pool.mark_unverified((target,))
-        self._pool.release((source,))
+        self._pool.drop_references((source,))
         return (BlockCopy(source, target),)
 
     def split_choices(self, sequence: Sequence, new_number: Callable[[], int]) -> list[Sequence]:
@@ -152,7 +152,7 @@ class BlockTables:
         sequence.choices, sequence.num_slots, sequence.spare_ids = choices[:1], 1, ()
         others = []
         for place, choice in enumerate(choices[1:]):
-            self._pool.share(sequence.block_ids)
+            self._pool.add_references(sequence.block_ids)
             others.append(sequence.split_off(new_number(), choice, spare_ids[place : place + 1]))
         return others
 

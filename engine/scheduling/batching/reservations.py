@@ -117,7 +117,7 @@ class Reservations:
         foreign = quarantined - set(block_ids)
         assert not foreign, f"hand-off {handoff_id} quarantines {sorted(foreign)}, which it does not hold"
         self._pool.quarantine(sorted(quarantined), handoff_id)
-        self._pool.release([block_id for block_id in block_ids if block_id not in quarantined])
+        self._pool.drop_references([block_id for block_id in block_ids if block_id not in quarantined])
 
     def reserve_pull(
         self, pull_id: int, block_hashes: Sequence[bytes], *, num_to_leave: int

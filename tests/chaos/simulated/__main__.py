@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from cluster.process import leave
+from cluster.process import exit_process
 
 if TYPE_CHECKING:
     from tests.chaos.simulated.record import Run
@@ -98,4 +98,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

@@ -86,7 +86,7 @@ class RedisServer:
             return holder, 0
         return "", int(self._write(keys, values, int(values[5])))
 
-    def leave(self, keys: Sequence[str], values: Sequence[Any]) -> tuple[str, int]:
+    def deregister(self, keys: Sequence[str], values: Sequence[Any]) -> tuple[str, int]:
         if holder := self._other_holder(keys, values):
             return holder, 0
         for key in (keys[0], keys[1], keys[4]):
@@ -125,7 +125,7 @@ class RedisClient:
         self._scripts = {
             registry._REGISTER: server.register,
             registry._RENEW: server.renew,
-            registry._LEAVE: server.leave,
+            registry._DEREGISTER: server.deregister,
             registry._MEMBERS: server.members,
             scale_registry._ANSWER: server.no_scale_target,
         }

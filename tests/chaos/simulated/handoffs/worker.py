@@ -168,7 +168,7 @@ class Worker:
         found = self.pool.find(hashes)
         block_ids = self.pool.reserve_beside(found, num_blocks - len(found))
         if block_ids is not None:
-            self.pool.lease(block_ids)
+            self.pool.begin_lease(block_ids)
             self._leased[ticket_id] = block_ids
             return Reservation(block_ids, len(found))
         return None
@@ -182,7 +182,7 @@ class Worker:
 
     def let_go(self, block_ids: Sequence[int]) -> None:
         """One reference less; what is free then is written over."""
-        self.pool.release(block_ids)
+        self.pool.drop_references(block_ids)
         self._freed(block_ids)
 
     def _release(self, ticket_id: bytes) -> None:
