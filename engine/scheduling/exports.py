@@ -1,5 +1,5 @@
-"""What leaves a worker through tickets: leases of blocks, frozen sequences, and prompts that are computed for export.
-Pure. Owned by the scheduler.
+"""The exports of a worker, which leave it through tickets: leases of blocks, frozen sequences, and prompts that are
+computed for export. Pure. Owned by the scheduler.
 
 A ticket pins its blocks until it is released, even if its sequence ends. One block may belong to several tickets,
 because the choices of one prompt share blocks and are frozen one by one.
