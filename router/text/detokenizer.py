@@ -145,7 +145,7 @@ class Vocabulary:
     change."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Raises ConfigError for a decoder whose text depends on the last token."""
+        """Prepare to stream this decoder. Raises ConfigError for one whose text depends on the last token."""
         added = tokenizer.get_added_tokens_decoder()
         special = {token.content for token in added.values() if token.special}
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)

@@ -42,7 +42,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Load the tokenizer and the template. Raises ConfigError if the template is not valid Jinja."""
+        """Compile the template. Raises ConfigError if it is not valid Jinja."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
