@@ -27,6 +27,7 @@ _SECONDS = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
 )
+_ERRORS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
@@ -40,6 +41,10 @@ def _gauge(text: str, *labels: str) -> Metric:
 
 def _seconds(text: str, *labels: str) -> Metric:
     return Metric(Kind.HISTOGRAM, text, labels, _SECONDS)
+
+
+def _error(text: str) -> Metric:
+    return Metric(Kind.HISTOGRAM, text, (), _ERRORS)
 
 
 def _tokens(text: str, *labels: str) -> Metric:
@@ -67,6 +72,12 @@ METRICS: dict[str, Metric] = {
     ),
     "tandem_tickets_reissued_total": _counter(
         "tickets reissued to another decode worker, by the failure of the previous one", "leg", "reason"
+    ),
+    "tandem_ttft_prediction_error_ratio": _error(
+        "difference between predicted and real time to first token, as a share of the real one"
+    ),
+    "tandem_itl_prediction_error_ratio": _error(
+        "the same for the mean time between a request's tokens, of requests with at least 8 tokens"
     ),
     "tandem_placement_decisions_total": _counter("choices of workers, by the criterion that decided", "reason"),
     "tandem_local_prefills_total": _counter("prompts prefilled on a decode worker", "reason"),

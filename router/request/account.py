@@ -22,6 +22,9 @@ class PhaseName(StrEnum):
     RETRY = "retry"  # from a failure until the next token
 
 
+_LEAST_TOKENS_COMPARED = 8  # of a choice: fewer say little about the time between tokens
+
+
 class RequestAccount:
     """Written from the request's arrival until its client has left."""
 
@@ -36,6 +39,7 @@ class RequestAccount:
         self._reasons: list[str] = []
         self._worker_times: list[WorkerTime] = []
         self._transport, self._kv_bytes = "", 0
+        self._predicted: tuple[float, float, float] | None = None  # TTFT, time between tokens, made at this time
         self._last_delivery_s: dict[int, float] = {}  # by choice
         self._num_tokens: dict[int, int] = {}  # by choice: tokens that the client was given
         self.num_cached: int | None = None  # prompt tokens that the first prefill found in the prefix cache
@@ -71,6 +75,11 @@ class RequestAccount:
     def set_workers(self, prefill: str = "", decode: str = "") -> None:
         """Record which workers the present attempt asks."""
         self.prefill_member, self.decode_member = prefill, decode
+
+    def predict(self, ttft_s: float, itl_s: float, now_s: float) -> None:
+        """Record what placement predicted from `now_s` on. The first prediction of a request counts."""
+        if self._predicted is None:
+            self._predicted = (ttft_s, itl_s, now_s)
 
     def add_member(self, member: str) -> None:
         """Record a worker that serves the request. Members are listed once, in the order in which they joined."""
@@ -139,3 +148,18 @@ class RequestAccount:
             self._telemetry.observe("tandem_ttft_seconds", ledger.ttft_s)
         for num_tokens in self._num_tokens.values():
             self._telemetry.observe("tandem_output_length_tokens", num_tokens)
+        if outcome == "ok" and not self._reasons:
+            self._publish_errors()
+
+    def _publish_errors(self) -> None:
+        """Compare the prediction with what the client experienced. A request that was retried is not compared."""
+        if self._predicted is None or self._first_token_s is None:
+            return
+        ttft_s, itl_s, at_s = self._predicted
+        if (real_s := self._first_token_s - at_s) > 0:
+            self._telemetry.observe("tandem_ttft_prediction_error_ratio", abs(ttft_s - real_s) / real_s)
+        for choice, num_tokens in self._num_tokens.items():
+            decoding_s = self._last_delivery_s[choice] - self._first_token_s
+            if num_tokens >= _LEAST_TOKENS_COMPARED and decoding_s > 0:
+                real_s = decoding_s / (num_tokens - 1)
+                self._telemetry.observe("tandem_itl_prediction_error_ratio", abs(itl_s - real_s) / real_s)

@@ -95,3 +95,17 @@ async def test_without_a_known_speed_every_request_is_served_all_the_same() -> N
         await router.connected()
         assert len((await answer_to(router, ask())).token_ids[0]) == 8
         assert router.telemetry.value("tandem_placement_decisions_total", reason="unknown_speed") == 1
+
+
+async def test_predictions_are_compared_with_what_the_client_experienced() -> None:
+    async with router_under_test(placement="auto") as router:
+        await _pool(router, 1, 1)
+        await answer_to(router, ask())
+        assert router.telemetry.value("tandem_ttft_prediction_error_ratio") == 1
+
+
+async def test_nothing_is_compared_where_nothing_was_predicted() -> None:
+    async with router_under_test(placement="least-loaded") as router:
+        await _pool(router, 1, 1)
+        await answer_to(router, ask())
+        assert router.telemetry.value("tandem_ttft_prediction_error_ratio") == 0

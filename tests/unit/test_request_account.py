@@ -69,3 +69,37 @@ def test_worker_times_are_listed_beside_the_phases_and_do_not_change_them() -> N
     ledger = account.ledger(15.0)
     assert ledger.worker_times == (WorkerTime("p@1", 4.0, 1.0, 0.5),)
     assert sum(phase.duration_s for phase in ledger.phases) == ledger.wall_s
+
+
+def test_predictions_are_compared_with_the_first_token_and_with_the_mean_time_between_tokens() -> None:
+    telemetry = Telemetry()
+    account = RequestAccount(telemetry, 10.0)
+    account.record_admission(4)
+    account.predict(ttft_s=1.5, itl_s=0.1, now_s=11.0)
+    account.predict(ttft_s=9.0, itl_s=9.0, now_s=12.0)  # of a later attempt
+    account.record_delivery([ChoiceDelta(choice=0, first_index=0, token_ids=(1,))], 12.0)
+    account.record_delivery([ChoiceDelta(choice=0, first_index=1, token_ids=(2,) * 10)], 14.0)
+    account.end(14.0)
+    account.publish("ok", 14.0)
+    text = telemetry.render().decode()
+    assert "tandem_ttft_prediction_error_ratio_sum 0.5" in text  # 1.5 s predicted, 1 s real
+    assert "tandem_itl_prediction_error_ratio_sum 0.5" in text  # 0.1 s predicted, 0.2 s real
+
+
+def test_few_tokens_and_retried_or_failed_requests_are_not_compared() -> None:
+    for outcome, num_tokens, reasons, num_compared in (
+        ("ok", 2, (), 1),
+        ("ok", 9, ("worker_lost",), 0),
+        ("cancelled", 9, (), 0),
+    ):
+        telemetry = Telemetry()
+        account = RequestAccount(telemetry, 0.0)
+        account.record_admission(4)
+        account.predict(ttft_s=1.0, itl_s=0.1, now_s=0.0)
+        for reason in reasons:
+            account.add_reason(reason)
+        account.record_delivery([ChoiceDelta(choice=0, first_index=0, token_ids=(1,))], 1.0)
+        account.record_delivery([ChoiceDelta(choice=0, first_index=1, token_ids=(2,) * (num_tokens - 1))], 2.0)
+        account.publish(outcome, 2.0)
+        assert telemetry.value("tandem_ttft_prediction_error_ratio") == num_compared
+        assert telemetry.value("tandem_itl_prediction_error_ratio") == 0
