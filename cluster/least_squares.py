@@ -6,6 +6,7 @@ from functools import cache
 from itertools import combinations
 
 _RIDGE = 1e-9  # of each feature's own square: equations that cannot tell features apart share between them
+_LEAST_NORM = 1e-100  # of a feature over all measurements: the squares of smaller numbers have too few digits
 
 
 class NormalEquations:
@@ -33,14 +34,14 @@ class NormalEquations:
         self._sums = [mine + factor * theirs for mine, theirs in zip(self._sums, other._sums, strict=True)]
 
     def solve(self) -> tuple[float, ...]:
-        """Return the best coefficients that are not negative; 0 for a feature that was 0 in every measurement.
+        """Return the best coefficients that are not negative; 0 for a feature that was (nearly) 0 in every measurement.
 
         The best ones are the least-squares solution of some subset of the features, the others being 0. All subsets are
         tried, the largest first; a full solution without negative coefficients is the best at once.
         """
         size = self.num_features
         norms = [math.sqrt(self._sums[self._at(i, i)]) for i in range(size)]
-        present = [i for i in range(size) if norms[i] > 0]
+        present = [i for i in range(size) if norms[i] > _LEAST_NORM]
         best, best_gain = [0.0] * size, 0.0
         for subset in _subsets(tuple(present)):
             coefficients = self._solve_subset(subset, norms)
