@@ -2,7 +2,7 @@
 
 Its flags are a worker's; a --member-id that begins with "prefill" makes it a prefill worker, any other a decode worker.
 FAULT_CONTROL is the path of a Unix socket: after `held` the next step waits until the other side releases it; `flipped`
-changes its first token.
+changes its first token. With PROMPT_SECONDS the worker predicts that it computes any part of a prompt in that time.
 """
 
 import asyncio
@@ -64,6 +64,8 @@ async def _main() -> None:
         return dataclasses.replace(engine, runner=runner)
 
     app.build_engine = build_hanging
+    if seconds := os.environ.get("PROMPT_SECONDS"):
+        app.WorkerApp._compute_s = lambda *_: float(seconds)
     await start.run(config, Role(role), stop=stop_requested(), announce=announce_ready)
 
 
