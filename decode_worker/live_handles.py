@@ -18,6 +18,7 @@ class Arrival:
     """The result of the import of a sequence, reported once with its start."""
 
     first_token_id: int
+    queue_s: float  # until this worker had room for its blocks
     transfer_s: float
     kv_bytes: int
     transport: str

@@ -25,6 +25,7 @@ def started(event: Started, begun: Mapping[int, Arrival | None]) -> worker_pb2.W
     arrivals = [arrival for arrival in begun.values() if arrival is not None]
     if arrivals:
         message.first_token_ids = wire.pack_ids([arrival.first_token_id for arrival in arrivals])
+        message.queue_s += arrivals[0].queue_s
         message.transfer_s = arrivals[0].transfer_s
         message.kv_bytes = arrivals[0].kv_bytes
         message.transport = arrivals[0].transport

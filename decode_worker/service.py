@@ -258,7 +258,13 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         ]
         for handle, first in live:
             if handle not in cancelled:
-                arrival = Arrival(first.token_id, imported.exposed_transfer_s, imported.kv_bytes, imported.transport)
+                arrival = Arrival(
+                    first_token_id=first.token_id,
+                    queue_s=imported.queue_s,
+                    transfer_s=imported.exposed_transfer_s,
+                    kv_bytes=imported.kv_bytes,
+                    transport=imported.transport,
+                )
                 self._handles.arrive(job.router, handle, arrival)
         if cancelled:
             self._steps.post(commands.CancelSequences(job.router, cancelled))
@@ -271,10 +277,11 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
 
     def _on_started(self, event: commands.Started) -> None:
         begun = self._handles.begin(event.router, event.handles, _now_s())
-        self._telemetry.observe("tandem_decode_queue_seconds", event.queue_s)
         self._telemetry.count("tandem_prefix_cached_tokens_total", event.num_cached)
         if begun:  # else all were cancelled during their first step
-            self._streams.send(event.router, router_messages.started(event, begun))
+            message = router_messages.started(event, begun)
+            self._telemetry.observe("tandem_decode_queue_seconds", message.started.queue_s)
+            self._streams.send(event.router, message)
 
     def _on_step(self, event: commands.StepTokens) -> None:
         by_router: dict[MemberId, list[commands.SequenceToken]] = {}

@@ -76,7 +76,8 @@ class ImportedBlocks:
     transport: str
     num_cached: int  # leading sealed blocks that the pool had already; they were not read
     kv_bytes: int  # read over the transport and verified as --kv-verify requires
-    exposed_transfer_s: float  # from the end of the prefill's last step to settled
+    queue_s: float  # after the end of the prefill's last step, until this worker had room for the blocks
+    exposed_transfer_s: float  # from that end to settled, without `queue_s`
     total_s: float
     unverified_block_ids: frozenset[int] = frozenset()  # not verified, here or at a worker before
 
@@ -102,7 +103,8 @@ class HandOffDriver:
         self.answer: asyncio.Future[ImportedBlocks] = loop.create_future()
         self._ended = asyncio.Event()
         self._began_s = context.clock.now_s()
-        self._finished_s = self._began_s
+        self._finished_s = self._began_s  # when the prefill's last step ended
+        self._room_asked_s = self._reserved_s = self._began_s
         self._pieces: list[tuple[float, int]] = []  # when each piece had been read, and its bytes
         self._transports = TransportChoice(
             epoch=plan.epoch,
@@ -248,12 +250,14 @@ class HandOffDriver:
         self._apply(events.CallEnded())
 
     async def _reserve(self, num_blocks: int) -> None:
+        self._room_asked_s = self._context.clock.now_s()
         try:
             reservation = await self._blocks.reserve(self.handoff_id, num_blocks)
         except Exception as error:  # noqa: BLE001 - this hand-off ends now, and gives everything back
             self._cause = _message_of(error)
             self._apply(events.Unreservable())
         else:
+            self._reserved_s = self._context.clock.now_s()
             self._apply(events.Reserved(reservation.block_ids, reservation.num_cached, self._unverified(reservation)))
 
     def _unverified(self, reservation: Reservation) -> frozenset[int]:
@@ -342,8 +346,10 @@ class HandOffDriver:
         kv_bytes = action.num_read * self._context.wire.memory.block_bytes
         self._count("ok", None)
         self._context.counters.moved(transport=self._transports.transport, num_bytes=kv_bytes)
+        queue_s = max(0.0, self._reserved_s - max(self._room_asked_s, self._finished_s))
+        exposed_s = now_s - self._finished_s - queue_s
         num_exposed = sum(num_bytes for ended_s, num_bytes in self._pieces if ended_s > self._finished_s)
-        self._transports.record_hand_off(num_exposed, now_s - self._finished_s)
+        self._transports.record_hand_off(num_exposed, exposed_s)
         if self.answer.done():  # the request was cancelled in this turn of the loop
             self._blocks.discard(self.handoff_id, frozenset())
         else:
@@ -355,7 +361,8 @@ class HandOffDriver:
                     transport=self._transports.transport,
                     num_cached=action.num_cached,
                     kv_bytes=kv_bytes,
-                    exposed_transfer_s=now_s - self._finished_s,
+                    queue_s=queue_s,
+                    exposed_transfer_s=exposed_s,
                     total_s=now_s - self._began_s,
                     unverified_block_ids=action.unverified_block_ids,
                 )

@@ -71,6 +71,7 @@ async def test_blocks_arrive_while_later_ones_are_not_sealed(rig: Rig) -> None:
         imported = await importing
     assert rig.holds(prefill, imported)
     assert 0 <= imported.exposed_transfer_s <= imported.total_s
+    assert imported.queue_s == 0  # there was room before the prefill ended
     rig.decode.finish(1)
     await prefill.released.wait()
 

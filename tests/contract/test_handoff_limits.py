@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from cluster.clock import ManualClock
+from cluster.clock import ManualClock, MonotonicClock
 from cluster.errors import HandOffReason
 from cluster.settings.transfer_settings import TransferSettings
 from kvtransfer.exporter.ticket_driver import IncomingCall
@@ -142,17 +142,21 @@ async def test_an_importer_without_blocks_waits_and_holds_nothing() -> None:
     async with handoff_rig("tcp", num_decode_blocks=4) as rig:
         running = rig.decode.pool.reserve(2)
         assert running is not None
-        prefill = rig.prefill(2 * BLOCK_SIZE + 1)
+        prefill, clock = rig.prefill(2 * BLOCK_SIZE + 1), MonotonicClock()
         importing = rig.start_import(prefill)
         prefill.compute()
         async with asyncio.timeout(DEADLINE_S):
             await rig.decode.asked.wait()
         assert rig.decode.pool.num_free == 2 and not rig.watched.reads
+        waits_s = clock.now_s()
         rig.decode.granted[0] = running
         rig.decode.finish(0)
+        waited_s = clock.now_s() - waits_s
         async with asyncio.timeout(DEADLINE_S):
-            assert rig.holds(prefill, await importing)
+            imported = await importing
+            assert rig.holds(prefill, imported)
             await prefill.released.wait()
+        assert waited_s <= imported.queue_s <= imported.total_s - imported.exposed_transfer_s
         rig.decode.finish(1)
         rig.check_clean()
 

@@ -13,7 +13,7 @@ def _arrived(*handles: int) -> LiveHandles:
     live = LiveHandles(max_waiting_jobs=4)
     live.add_job(_ROUTER, handles)
     for handle in handles:
-        live.arrive(_ROUTER, handle, Arrival(10 * handle, 0.25, 4096, "tcp"))
+        live.arrive(_ROUTER, handle, Arrival(10 * handle, 1.5, 0.25, 4096, "tcp"))
     return live
 
 
@@ -28,6 +28,7 @@ async def test_a_choice_cancelled_during_the_first_step_hides_no_other_first_tok
     started = router_messages.started(event, begun).started
     assert (list(started.handles), len(started.first_token_ids)) == ([1, 3], 8)
     assert (started.transport, started.kv_bytes) == ("tcp", 4096)
+    assert (started.queue_s, started.transfer_s) == (2.0, 0.25)  # the wait for room is part of the queue
 
 
 async def test_a_start_with_only_cancelled_choices_reports_no_sequence() -> None:

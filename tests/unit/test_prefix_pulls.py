@@ -70,7 +70,7 @@ class _Importer:
         except (HandOffFailed, asyncio.CancelledError):
             blocks.discard(handoff_id, frozenset())
             raise
-        return ImportedBlocks(reservation.block_ids, (), (), "tcp", reservation.num_cached, 0, 0.0, 0.0)
+        return ImportedBlocks(reservation.block_ids, (), (), "tcp", reservation.num_cached, 0, 0.0, 0.0, 0.0)
 
 
 class _Bench:
