@@ -42,6 +42,7 @@ class Capacity:
     max_input_length: int = 0  # 0: no limit
     max_output_length: int = 0  # 0: no limit
     max_prefill_tokens: int = 0  # prompt tokens in one step; 0: unknown
+    slo_tpot_us: int = 0  # target for a step with running sequences, in microseconds; 0: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,12 @@
 
 Workers fit these models to their own steps and send them with every heartbeat; routers predict with them. All times are
 the worker's own time for the work, in seconds, without waiting in any queue. Nothing is fitted here.
+
+`StepLimit` is the rule for steps that compute prompts beside running sequences. Workers plan by it, and routers predict
+by it.
 """
 
+import math
 from dataclasses import dataclass
 
 
@@ -41,6 +45,25 @@ class PrefillTimes:
 
     def seconds(self, num_new: int, attended: float) -> float:
         return self.step_s + self.per_token_s * num_new + self.per_token_context_s * attended
+
+    def added_s(self, num_new: int, context: float) -> float:
+        """Predict the seconds that a chunk behind `context` tokens adds to a step that computes prompts anyway."""
+        return self.per_token_s * num_new + self.per_token_context_s * attended_tokens(num_new, context)
+
+    def tokens_within(self, seconds: float, context: float, most: int) -> int:
+        """Return the largest number of tokens, up to `most`, for which `added_s` is at most `seconds`."""
+        if self.added_s(most, context) <= seconds:
+            return most
+        if seconds <= 0:
+            return 0
+        # added_s is linear * n + square * n * n, and grows with n: it is more than `seconds` at `most`.
+        square = self.per_token_context_s / 2
+        linear = self.per_token_s + self.per_token_context_s * (context + 0.5)
+        found = min(most - 1, int(2 * seconds / (linear + math.sqrt(linear * linear + 4 * square * seconds))))
+        # The quotient is rounded, so the largest number may be the next one or the one before.
+        if self.added_s(found + 1, context) <= seconds:
+            return found + 1
+        return max(0, found - (self.added_s(found, context) > seconds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +141,66 @@ class ServiceTimes:
         factor = self.mixed.factor if self.mixed is not None else 1.0
         return max(prefill_s, decode_s, factor * self.both_s(work))
 
+    def prompts_within_s(self, seconds: float, batch: int, context: int) -> float:
+        """Return for how long the tokens of prompts (`PrefillTimes.added_s`) may be computed in a step of at most
+        `seconds` that decodes as in `step_s`. Negative if the step's fixed part alone takes too long."""
+        prefill_s = seconds
+        if batch:
+            factor = self.mixed.factor if self.mixed is not None else 1.0
+            both_s = seconds / factor if factor else math.inf
+            fixed_once_s = min(self.prefill.step_s, self.decode.step_s)
+            prefill_s = min(seconds, both_s - self.decode.seconds(batch, context) + fixed_once_s)
+        return prefill_s - self.prefill.step_s
+
     def both_s(self, work: StepWork) -> float:
         """Return what a mixed step would take if its parts added up, with the larger step_s counted once."""
         prefill_s = self.prefill.seconds(work.num_new, work.attended)
         decode_s = self.decode.seconds(work.batch, work.context)
         return prefill_s + decode_s - min(self.prefill.step_s, self.decode.step_s)
+
+
+QUIET_FACTOR = 1.5
+MIN_PATIENCE_S = 0.25
+_NEWTON_STEPS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimit:
+    """How long a step may take that computes prompts beside running sequences.
+
+    A step may take `target_s`, or `QUIET_FACTOR` times the same step without prompts if there is no target. A prompt
+    that waits makes the limit grow: once it has waited for as long as it takes to be computed alone (its patience, at
+    least `MIN_PATIENCE_S`), prompts get half of the worker's time; after three times as long three quarters. So prompts
+    are computed as fast as they arrive wherever the worker can do so at all, and no factor between the two has to be
+    tuned.
+    """
+
+    target_s: float = 0.0  # 0: none
+
+    def seconds(self, quiet_s: float, age_s: float, alone_s: float) -> float:
+        """Return the limit of a step that takes `quiet_s` without prompts. `age_s`: how long the oldest prompt has
+        waited; `alone_s`: how long it takes to be computed alone."""
+        aged_s = quiet_s * (1 + max(0.0, age_s) / self.patience_s(alone_s))
+        return max(self.target_s or QUIET_FACTOR * quiet_s, aged_s)
+
+    def patience_s(self, alone_s: float) -> float:
+        """Return how long a prompt waits until prompts get half of the worker's time."""
+        return max(alone_s, MIN_PATIENCE_S)
+
+    def prompts_s(self, added_s: float, quiet_s: float, alone_s: float) -> float:
+        """Predict how long steps that take `quiet_s` without prompts need to compute prompts that add `added_s` to them
+        in all, if the oldest has waited for nothing at the start. The lengths of steps count as continuous."""
+        patience_s = self.patience_s(alone_s)
+        # The prompts' share of the time is constant at first, and age / (age + patience) from `even_s` on.
+        first_share = 1 - quiet_s / self.seconds(quiet_s, 0.0, alone_s)
+        even_s = patience_s * first_share / (1 - first_share)
+        if added_s <= first_share * even_s:
+            return added_s / first_share if added_s else 0.0
+        total_s = even_s + added_s + patience_s  # Newton's method on a convex function, which converges from any start
+        for _ in range(_NEWTON_STEPS):
+            aged_s = total_s - even_s - patience_s * math.log((total_s + patience_s) / (even_s + patience_s))
+            total_s -= (first_share * even_s + aged_s - added_s) * (total_s + patience_s) / total_s
+        return total_s
+
+
+NO_STEP_TARGET = StepLimit()

@@ -20,7 +20,7 @@ from cluster.messages import Role
 from cluster.process import lasting
 from cluster.protocol.wire import link_speeds_to_wire
 from cluster.request_size import LengthLimits
-from cluster.service_times import ServiceTimes
+from cluster.service_times import ServiceTimes, StepLimit
 from cluster.settings.config import WorkerConfig
 from engine.build import Engine, build_engine
 from engine.kv.host_blocks import HostBlocks, allocate_host_blocks, with_swaps
@@ -79,7 +79,7 @@ class WorkerApp:
             host_blocks.copy_s_per_block() if host_blocks else None, lambda num_tokens: self._compute_s(num_tokens, 0)
         )
         self._steps = StepLoop[commands.Command, commands.Event](
-            _scheduler(life, engine, limits, cost),
+            _scheduler(life, engine, limits, cost, lambda: self._fit.times),
             runner,
             self._clock,
             life.on_loop(self._on_events),
@@ -249,7 +249,13 @@ def _engine(config: WorkerConfig, role: Role) -> Engine:
     return with_draft_model(config, engine) if drafts else engine
 
 
-def _scheduler(life: WorkerLife, engine: Engine, limits: SchedulerLimits, cost: PreemptionCost) -> SequenceScheduler:
+def _scheduler(
+    life: WorkerLife,
+    engine: Engine,
+    limits: SchedulerLimits,
+    cost: PreemptionCost,
+    times: Callable[[], ServiceTimes | None],
+) -> SequenceScheduler:
     return SequenceScheduler(
         limits,
         new_chain=life.new_chain,
@@ -258,6 +264,7 @@ def _scheduler(life: WorkerLife, engine: Engine, limits: SchedulerLimits, cost: 
         policy=make_policy(life.config.scheduling_policy),
         lengths=LengthPredictor(),
         new_drafter=drafter_factory(life.config, lambda: fixed_rows(engine)) if life.role is Role.DECODE else None,
+        times=times,
     )
 
 
@@ -272,5 +279,6 @@ def _limits(config: WorkerConfig, engine: Engine, host_blocks: HostBlocks | None
         watermark=config.watermark,
         num_swap_slots=host_blocks.num_slots if host_blocks else 0,
         lengths=LengthLimits(config.max_input_length, config.max_output_length),
+        step_limit=StepLimit(config.slo_tpot_ms / 1000),
         prefix_eviction=config.prefix_eviction,
     )

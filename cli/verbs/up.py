@@ -20,7 +20,7 @@ from cluster.process import announce_ready
 from cluster.serving.tls import load_tls
 from cluster.settings.config import RouterConfig
 from cluster.settings.config_sources import add_flags, load_config
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.engine_settings import EngineSettings, setting
 from cluster.settings.transfer_settings import TransferSettings, require_exact_wire, require_one_quantisation
 
 HELP = "start a cluster on this machine and keep it until Ctrl-C"
@@ -31,6 +31,12 @@ _START_TIMEOUT_S = 300.0
 @dataclass(frozen=True, kw_only=True)
 class UpConfig(EngineSettings, TransferSettings, RouterConfig):
     """Every setting of every process that `tandem up` starts, checked before it starts any."""
+
+    slo_tpot_ms: float = setting(
+        0.0,
+        "target in milliseconds for the mean time per later token: --placement auto chooses by it, and workers limit"
+        " prompts beside running sequences to it; 0: none, and workers limit prompts to 1.5 times a step without them",
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", self.model or str(DEMO_MODEL))

@@ -62,6 +62,11 @@ class WorkerConfig(ClusterSettings, EngineSettings, TransferSettings):
     """A prefill or decode worker."""
 
     port: int = setting(0, "gRPC port; 0: a free port")
+    slo_tpot_ms: float = setting(
+        0.0,
+        "target in milliseconds for a step with running sequences, to which prompts beside them are limited; 0: 1.5"
+        " times the same step without prompts",
+    )
     heartbeat_s: float = setting(1.0, "seconds between two heartbeats to each router")
     canary_interval_s: float = setting(0.0, "seconds until an idle worker runs a test generation; 0: never")
     stream_grace_s: float = setting(2.0, "seconds in which a router whose stream broke may reconnect")
@@ -76,6 +81,7 @@ class WorkerConfig(ClusterSettings, EngineSettings, TransferSettings):
         _require_port("port", self.port)
         require(self.canary_interval_s >= 0, f"--canary-interval-s must not be negative, not {self.canary_interval_s}")
         require(self.stream_grace_s >= 0, f"--stream-grace-s must not be negative, not {self.stream_grace_s}")
+        _require_no_negative(self, "slo_tpot_ms")
         require(
             0 < self.heartbeat_s <= self.registration_ttl_s / 2,
             f"--heartbeat-s must be positive and at most half of --registration-ttl-s ({self.registration_ttl_s:g} s),"
@@ -128,8 +134,7 @@ class RouterConfig(ClusterSettings):
         for name in ("max_attempts", "max_live_requests", "max_buffered_tokens", "max_message_bytes"):
             require(getattr(self, name) >= 1, f"{flag_of(name)} must be at least 1, not {getattr(self, name)}")
         require_lengths(self.max_model_len, self.max_input_length, self.max_output_length)
-        for name in ("slo_ttft_ms", "slo_tpot_ms"):
-            require(getattr(self, name) >= 0, f"{flag_of(name)} must not be negative, not {getattr(self, name):g}")
+        _require_no_negative(self, "slo_ttft_ms", "slo_tpot_ms")
         require(self.client_stall_s > 0, f"--client-stall-s must be positive, not {self.client_stall_s}")
         require(self.request_timeout_s > 0, f"--request-timeout-s must be positive, not {self.request_timeout_s}")
         require(self.stream_grace_s >= 0, f"--stream-grace-s must not be negative, not {self.stream_grace_s}")
@@ -155,6 +160,11 @@ def _shown(name: str, value: object) -> object:
     if name == "redis":  # hide the user and password before the host, and the options after a question mark
         return re.sub(r"\?.*", "?***", re.sub(r"//.*@", "//***@", str(value)))
     return "***" if name == "api_key" else value
+
+
+def _require_no_negative(config: WorkerConfig | RouterConfig, *names: str) -> None:
+    for name in names:
+        require(getattr(config, name) >= 0, f"{flag_of(name)} must not be negative, not {getattr(config, name):g}")
 
 
 def _require_port(name: str, port: int) -> None:

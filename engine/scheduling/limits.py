@@ -19,6 +19,7 @@ from cluster.request_size import (
     handoff_shortage,
     prefill_shortage,
 )
+from cluster.service_times import NO_STEP_TARGET, StepLimit
 from engine.scheduling.commands import AdmitImported
 from engine.scheduling.schedule import sealed_blocks, tail_length
 
@@ -36,6 +37,7 @@ class SchedulerLimits:
     watermark: float = 0.0
     num_swap_slots: int = 0  # blocks that fit into the swap space
     lengths: LengthLimits = NO_LIMITS
+    step_limit: StepLimit = NO_STEP_TARGET  # of steps that compute prompts beside running sequences
     prefix_eviction: str = "value"
 
     @property
@@ -54,6 +56,7 @@ class SchedulerLimits:
             max_input_length=self.lengths.max_input_length,
             max_output_length=self.lengths.max_output_length,
             max_prefill_tokens=self.max_prefill_tokens,
+            slo_tpot_us=round(1e6 * self.step_limit.target_s),
         )
 
     def num_needed(self, num_tokens: int, num_choices: int) -> int:

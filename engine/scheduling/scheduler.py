@@ -5,12 +5,15 @@ sequence gets slots and blocks. Every running decode gets one token of a step; p
 sequence is decoded here, or it is an export: a prompt whose KV another worker imports.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from cluster import holders
 from cluster.errors import DeadlineExceeded, StepFailed, TandemError
 from cluster.messages import FinishReason, MemberId, SampledToken
 from cluster.protocol.hashing import NATIVE, NewChain
+from cluster.service_times import ServiceTimes
 from engine.kv.block_pool import BlockPool
 from engine.scheduling.admission import SequenceAdmission
 from engine.scheduling.batching.batch import Batch
@@ -52,7 +55,7 @@ from engine.scheduling.length_prediction import LengthPredictor
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policies import FirstCome, Policy
 from engine.scheduling.prefix_access import PrefixAccess
-from engine.scheduling.schedule import ChunkBudget
+from engine.scheduling.schedule import ChunkBudget, PromptTime
 from engine.scheduling.speculation import NewDrafter, Speculation
 from engine.scheduling.step import UNKNOWN_TOKEN, Chunk, DrawnToken, StepPlan, StepResult
 from engine.scheduling.steps_in_flight import PlannedStep, StepsInFlight, started_events
@@ -71,9 +74,13 @@ class SequenceScheduler:
         policy: Policy | None = None,
         lengths: LengthPredictor | None = None,
         new_drafter: NewDrafter | None = None,
+        times: Callable[[], ServiceTimes | None] = lambda: None,
     ) -> None:
-        """`lengths`: predicts output lengths; without it only the watermark is kept available for growth."""
+        """`lengths`: predicts output lengths; without it only the watermark is kept available for growth. `times`: the
+        speed of this worker, by which prompts beside running sequences are limited; while it returns None, they use all
+        of `max_prefill_tokens`."""
         self._limits = limits
+        self._times = times
         self._cost = cost or PreemptionCost()
         pool = self._pool = BlockPool(limits.num_blocks, limits.prefix_eviction)
         swaps = self._swaps = SwapSpace(limits.num_swap_slots, self._cost)
@@ -231,7 +238,7 @@ class SequenceScheduler:
         self._batch.begin_step(now_s)
         decoding = [*self._batch.decoding(now_s), *self._batch.resume_swapped(now_s)]
         budget = ChunkBudget(self._limits.max_prefill_tokens, len(decoding))
-        prompts = self._batch.prompt_parts(budget, now_s)
+        prompts = self._batch.prompt_parts(budget, partial(self._prompt_time, decoding), now_s)
         parts = [*((sequence, 1) for sequence in decoding), *prompts]
         swaps_out, swaps_in = self._swaps.swaps_out, self._swaps.swaps_in
         if not parts and not swaps_out:
@@ -246,6 +253,16 @@ class SequenceScheduler:
         plan = StepPlan(chunks, copies, swaps_out, swaps_in)
         self._in_flight.begin(plan, tuple(sequence for sequence, _ in parts), now_s)
         return announced, plan
+
+    def _prompt_time(self, decoding: list[Sequence], age_s: float, num_oldest: int) -> PromptTime | None:
+        """Return the time for prompts in a step in which these sequences decode; None: they are not limited. `age_s`:
+        how long the oldest prompt, of `num_oldest` tokens, has waited. The batch class is not protected."""
+        times = self._times()
+        if times is None or all(sequence.group.job.is_batch for sequence in decoding):
+            return None
+        batch, context = len(decoding), sum(len(sequence.token_ids) for sequence in decoding)
+        limit_s = self._limits.step_limit.seconds(times.step_s(batch, context), age_s, times.prefill_s(num_oldest))
+        return PromptTime(times.prefill, times.prompts_within_s(limit_s, batch, context), self._limits.block_size)
 
     def _end_step(self, plan: StepPlan, *, has_failed: bool) -> PlannedStep:
         self._steps += 1

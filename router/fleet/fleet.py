@@ -18,6 +18,7 @@ from cluster.member import Capacity, Member, MemberState, fingerprint_difference
 from cluster.messages import LinkSpeed, MemberId, Role
 from cluster.observe.telemetry import Telemetry
 from cluster.registry.scale_target import ScaleTarget
+from cluster.service_times import StepLimit
 from router.fleet.decode_peer import DecodePeer
 from router.fleet.decode_stream import DecodeStream
 from router.fleet.membership import DeregisteredWorkers
@@ -378,6 +379,7 @@ def _work_ahead(peer: Peer, batch: SequenceBatch, now_s: float) -> WorkAhead | N
         batch=batch,
         max_chunk=max_chunk or DEFAULT_MAX_CHUNK,
         max_running=max_running,
+        step_limit=StepLimit(capacity.slo_tpot_us / 1e6 if capacity is not None else 0.0),
     )
 
 

@@ -66,17 +66,18 @@ def _prefill(work: WorkAhead, own: PromptWork) -> _Prompt:
     """Predict a prefill behind the worker's queue and beside its running sequences."""
     batch, queue = work.batch, work.prompts
     num_running = min(batch.num_running, work.max_running)
-    ahead_s = work.prompt_s(queue.work, num_running)
+    ahead = work.prompt_steps(queue.work, num_running)
     done_s = min(queue.elapsed_s, work.prompt_s(queue.first, num_running))
-    own_s = max(0.0, work.prompt_s(queue.work + own, num_running) - ahead_s)
-    num_steps = work.num_steps(own)
+    both = work.prompt_steps(queue.work + own, num_running)
+    own_s = max(0.0, both.seconds - ahead.seconds)
+    num_steps = max(work.num_steps(own), both.number - ahead.number)
     quiet_s = work.step_s(num_running, work.context_of(num_running))
     slower_s = max(0.0, own_s - num_steps * quiet_s)
     return _Prompt(
-        end_s=max(0.0, ahead_s - done_s) + own_s,
+        end_s=max(0.0, ahead.seconds - done_s) + own_s,
         own_s=own_s,
         last_step_s=own_s / num_steps,
-        running_itl_s=quiet_s + slower_s / max(1.0, batch.left) if num_running else 0.0,
+        running_itl_s=quiet_s + slower_s / max(1.0, batch.left, num_steps) if num_running else 0.0,
         delay_s=num_running * slower_s,
     )
 

@@ -1,12 +1,15 @@
 """Random work for a decode worker's scheduler: arrivals, hand-offs, cancels, failing steps and deadlines."""
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from cluster.service_times import ServiceTimes, StepLimit
 from cluster.settings.engine_settings import SCHEDULING_POLICIES
 from engine.scheduling.commands import Quiet
 from tests.unit.export_bench import limits
-from tests.unit.scheduler_bench import HandOff, SchedulerBench, known_lengths
+from tests.unit.scheduler_bench import SPEEDS, HandOff, SchedulerBench, known_lengths
 
 
 def _prompt(num_shared: int, rest: list[int]) -> list[int]:
@@ -35,6 +38,8 @@ class AnySchedule(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", *SCHEDULING_POLICIES]),
         is_predicting=st.booleans(),
         draft_period=st.sampled_from([0, 0, 1, 3, 50]),
+        times=st.sampled_from(SPEEDS),
+        target_s=st.sampled_from([0.0, 3.0]),
     )
     def start(
         self,
@@ -49,21 +54,25 @@ class AnySchedule(RuleBasedStateMachine):
         policy: str,
         is_predicting: bool,
         draft_period: int,
+        times: ServiceTimes | None,
+        target_s: float,
     ) -> None:
+        small = limits(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_prefill_tokens=max_prefill_tokens,
+            watermark=watermark,
+            max_queue=5,
+            num_swap_slots=num_swap_slots,
+        )
         self.bench = SchedulerBench(
-            limits(
-                num_blocks=num_blocks,
-                block_size=block_size,
-                max_num_seqs=max_num_seqs,
-                max_prefill_tokens=max_prefill_tokens,
-                watermark=watermark,
-                max_queue=5,
-                num_swap_slots=num_swap_slots,
-            ),
+            replace(small, step_limit=StepLimit(target_s)),
             wire_dtype=wire_dtype,
             policy=policy,
             lengths=known_lengths() if is_predicting else None,
             draft_period=draft_period,
+            times=times,
         )
         # A copy costs as much as four tokens: a sequence with one open block is computed again.
         self.bench.cost.copy_s_per_block = 1.0

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from cluster.messages import MemberId, PrefillJob, Sampling, TokenStops
 from cluster.protocol.hashing import NATIVE, BlockChain, keyed_chains, nameless_chains
+from cluster.service_times import ServiceTimes
 from engine.scheduling.batching.swapping import PreemptionCost
 from engine.scheduling.cache_commands import AdmitPull, LeasePrefix, PrefixLeased, PullReserved, ReservePull
 from engine.scheduling.commands import (
@@ -118,6 +119,7 @@ class ExportBench:
     wire_dtype: str = NATIVE
     policy: str = "fcfs"
     lengths: LengthPredictor | None = None
+    times: ServiceTimes | None = None  # by which prompts beside running sequences are limited
     now_s: float = 0.0
     steps: int = 0
     tickets: dict[bytes, Exported] = field(default_factory=dict)
@@ -137,6 +139,7 @@ class ExportBench:
             policy=make_policy(self.policy),
             lengths=self.lengths,
             new_drafter=self._new_drafter(),
+            times=lambda: self.times,
         )
         self.runner = FakePagedRunner(self.limits.num_blocks, self.limits.block_size)
         self._num_tickets = 0

@@ -7,6 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
 from cluster.messages import DecodeJob, FinishReason, MemberId, Sampling, SequenceStart, TokenStops
+from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
 from engine.scheduling.batching.sequences import Sequence
 from engine.scheduling.commands import (
     AdmitImported,
@@ -36,6 +37,15 @@ from tests.unit.export_bench import ExportBench
 from tests.unit.fake_paged_runner import VOCAB_SIZE, next_token
 
 ROUTER = MemberId("router", "1")
+
+
+def speed(seconds: float) -> ServiceTimes:
+    """A worker whose decode steps take `seconds`, and which adds the third of that per token of a prompt."""
+    return ServiceTimes(PrefillTimes(seconds, seconds / 3, 0.0, 0.0), DecodeTimes(seconds, 0.0, 0.0, 0.0))
+
+
+# None: prompts are not limited. A bench's step takes one second, so prompts of a slow worker never count as old.
+SPEEDS = (None, speed(1.0), speed(1e6))
 
 
 def known_lengths(num_output: int = 6) -> LengthPredictor:

@@ -15,7 +15,7 @@ from engine.scheduling.step import BlockSwap, StepPlan
 from engine.scheduling.steps_in_flight import StepsInFlight
 from tests.unit.ahead_bench import AheadBench
 from tests.unit.export_bench import limits
-from tests.unit.scheduler_bench import HandOff, known_lengths
+from tests.unit.scheduler_bench import SPEEDS, HandOff, known_lengths
 
 # Beside the first ones some that notice what those do not: places taken, swaps and starts under a running step.
 _SEEDS = (*range(36), 49, 52, 57, 152, 226, 244, 256, 263)
@@ -42,6 +42,7 @@ class Play:
             policy=dice.choice(["fcfs", "fcfs", *SCHEDULING_POLICIES]),
             lengths=known_lengths() if dice.random() < 0.3 else None,
             draft_period=dice.choice([0] * 9 + [3]),
+            times=random.Random(seed + 1).choice(SPEEDS),  # of its own, so that the seeds above still notice the same
         )
         token_s = dice.choice([0.5, 9.0])
         self.bench.cost.copy_s_per_block, self.bench.cost.compute_s = 1.0, lambda num_tokens: token_s * num_tokens

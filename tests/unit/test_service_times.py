@@ -16,6 +16,7 @@ from cluster.service_times import (
     MixedTimes,
     PrefillTimes,
     ServiceTimes,
+    StepLimit,
     StepWork,
     attended_tokens,
 )
@@ -70,6 +71,51 @@ def test_more_work_is_never_predicted_to_take_less_time(
     work = StepWork(num_new, attended, batch, context)
     larger = replace(work, **{more: getattr(work, more) + by})
     assert 0.0 <= times.seconds(work) <= times.seconds(larger) * (1 + 1e-12)
+
+
+@given(_models(), _COUNT, st.floats(0, 1e5), st.integers(1, 4096))
+def test_the_tokens_within_a_time_are_the_most_that_fit(
+    times: ServiceTimes, context: int, seconds: float, most: int
+) -> None:
+    prefill = times.prefill
+    found = prefill.tokens_within(seconds, context, most)
+    assert 0 <= found <= most
+    assert not found or prefill.added_s(found, context) <= seconds
+    assert found == most or prefill.added_s(found + 1, context) > seconds
+    assert prefill.tokens_within(-1.0, context, most) == (most if prefill.added_s(most, context) <= -1.0 else 0)
+
+
+@given(_models(), _COUNT, st.integers(0, 100), _COUNT, st.floats(1, 100), st.integers(1, 4096))
+def test_prompts_within_the_time_left_by_a_batch_keep_the_step_within_its_limit(
+    times: ServiceTimes, context: int, batch: int, total: int, factor: float, most: int
+) -> None:
+    limit_s = factor * max(times.step_s(batch, total), 1e-3)
+    found = times.prefill.tokens_within(times.prompts_within_s(limit_s, batch, total), context, most)
+    if found:
+        assert times.mixed_step_s(found, context, batch, total) <= limit_s * (1 + 1e-9)
+    if found < most:
+        assert times.mixed_step_s(found + 1, context, batch, total) >= limit_s * (1 - 1e-9)
+
+
+def test_a_step_may_take_its_target_and_more_the_longer_a_prompt_has_waited() -> None:
+    assert StepLimit().seconds(0.01, 0.0, 0.3) == pytest.approx(1.5 * 0.01)
+    assert StepLimit(0.04).seconds(0.01, 0.0, 0.3) == 0.04
+    assert StepLimit(0.04).seconds(0.01, 1.5, 0.3) == pytest.approx(6 * 0.01)
+    assert StepLimit().seconds(0.01, 1.0, 0.001) == pytest.approx(5 * 0.01)  # a short prompt's patience is 0.25 s
+
+
+@pytest.mark.parametrize("target_s", [0.0, 0.005, 0.04])
+@pytest.mark.parametrize("added_s", [0.0, 0.001, 0.05, 0.3, 3.0, 40.0])
+def test_the_time_of_prompts_under_the_limit_is_that_of_its_steps_one_by_one(target_s: float, added_s: float) -> None:
+    limit, quiet_s, alone_s = StepLimit(target_s), 0.0001, 0.3
+    if target_s:
+        limit = StepLimit(target_s / 100)
+    now_s, left_s = 0.0, added_s
+    while left_s > 0:
+        step_s = min(limit.seconds(quiet_s, now_s, alone_s), quiet_s + left_s)
+        left_s -= step_s - quiet_s
+        now_s += step_s
+    assert limit.prompts_s(added_s, quiet_s, alone_s) == pytest.approx(now_s, rel=0.02, abs=2e-4)
 
 
 @pytest.mark.parametrize("mixed", [None, MixedTimes(1.2, 0.3)])

@@ -33,8 +33,9 @@ slot, and a sequence that cannot grow gives up its slot to an export. A job that
 refused at admission.
 """
 
+import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from engine.kv.block_pool import BlockPool
 from engine.scheduling.batching.block_tables import BlockTables
@@ -45,7 +46,10 @@ from engine.scheduling.batching.sequences import Sequence
 from engine.scheduling.batching.swapping import SwapSpace
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policies import Policy
-from engine.scheduling.schedule import ChunkBudget
+from engine.scheduling.schedule import ChunkBudget, PromptTime
+
+# Called with how many seconds the oldest prompt has waited, and its number of tokens; returns None for no limit.
+NewPromptTime = Callable[[float, int], PromptTime | None]
 
 
 class Batch:
@@ -72,6 +76,7 @@ class Batch:
         self._watermark = Watermark(limits, self._queues, tables)
         self._preemption = Preemption(self._ranking, self._queues, tables, pool, reservations, self._watermark)
         self._ended_in_flight: set[Sequence] = set()  # ended, but a step in flight writes to their blocks
+        self._lacked_room_s = -math.inf  # when prompts last waited for blocks or slots, not for their part of a step
 
     @property
     def num_waiting(self) -> int:
@@ -154,19 +159,25 @@ class Batch:
             resumed.append(sequence)
         return resumed
 
-    def prompt_parts(self, budget: ChunkBudget, now_s: float) -> list[tuple[Sequence, int]]:
+    def prompt_parts(self, budget: ChunkBudget, prompt_time: NewPromptTime, now_s: float) -> list[tuple[Sequence, int]]:
         """Divide the step's remaining budget among prompts: running ones in rank order, each after the waiting ones
-        that go before it. Return each with its number of tokens. Waiting sequences that get tokens start to run."""
+        that go before it. Return each with its number of tokens. Waiting sequences that get tokens start to run.
+        `prompt_time` is called if there are prompts, and limits them."""
         # The last token of an export is a prompt's too; that of a sequence decoded here is computed like a decode.
         running = deque(
             s for s in self._queues.running if s.num_left > 1 or (s.group.export is not None and s.num_left)
         )
-        parts = []
-        while budget.left and (sequence := self._next_prompt(running, now_s)) is not None:
+        parts: list[tuple[Sequence, int]] = []
+        if not running and not len(self._queues.waiting):
+            return parts
+        budget.limit_prompts(prompt_time(*self._oldest((*running, *self._queues.waiting), now_s)))
+        while budget.has_room_for_prompts and (sequence := self._next_prompt(running, now_s)) is not None:
             sequence.run(now_s)
-            parts.append((sequence, budget.take(sequence.num_left)))
+            parts.append((sequence, budget.take_for_prompt(sequence.num_left, sequence.num_computed)))
         for sequence in running:
             sequence.wait(now_s)
+        if budget.has_room_for_prompts and len(self._queues.waiting):
+            self._lacked_room_s = now_s
         return parts
 
     def split_choices(self, sequence: Sequence, new_number: Callable[[], int], now_s: float) -> list[Sequence]:
@@ -258,6 +269,16 @@ class Batch:
             if num_slots < sequence.num_slots:
                 break
             self._queues.start_running(sequence, now_s)
+
+    def _oldest(self, prompts: Iterable[Sequence], now_s: float) -> tuple[float, int]:
+        """Return for how many seconds the oldest of these prompts has waited for its computation, and its number of
+        tokens. The time until it had blocks and slots does not count, and neither does the batch class."""
+        entitled = (s for s in prompts if s.num_left > 1 and not s.group.job.is_batch)
+        oldest = min(entitled, key=lambda sequence: sequence.group.admitted_s, default=None)
+        if oldest is None:
+            return 0.0, 0
+        since_s = max(oldest.group.admitted_s, self._lacked_room_s)
+        return now_s - since_s, len(oldest.token_ids) - oldest.num_cached
 
     def _next_prompt(self, running: deque[Sequence], now_s: float) -> Sequence | None:
         """Return the prompt that comes next: the first waiting one if it displaces the first of `running` and can

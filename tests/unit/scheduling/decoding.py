@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from cluster.messages import DecodeJob, MemberId, Sampling, SequenceStart, TokenStops
 from cluster.protocol.hashing import nameless_chains
+from cluster.service_times import ServiceTimes
 from engine.scheduling.commands import AdmitLocal, Command, Event, Failed, Inspect, Inspected, StepTokens
 from engine.scheduling.length_prediction import LengthPredictor
 from engine.scheduling.limits import SchedulerLimits
@@ -168,6 +169,11 @@ def limits(**changed: int | float) -> SchedulerLimits:
 
 
 def scheduler(
-    decode_limits: SchedulerLimits, policy: Policy | None = None, lengths: LengthPredictor | None = None
+    decode_limits: SchedulerLimits,
+    policy: Policy | None = None,
+    lengths: LengthPredictor | None = None,
+    times: ServiceTimes | None = None,
 ) -> SequenceScheduler:
-    return SequenceScheduler(decode_limits, new_chain=nameless_chains(), policy=policy, lengths=lengths)
+    return SequenceScheduler(
+        decode_limits, new_chain=nameless_chains(), policy=policy, lengths=lengths, times=lambda: times
+    )
