@@ -29,7 +29,7 @@ settings.load_profile("any machine")
 def pytest_configure(config: pytest.Config) -> None:
     """Configure the process that was started, and each one that pytest-xdist starts."""
     start_reaper(os.environ)
-    config.pluginmanager.register(StacksOfSlowTests())
+    config.pluginmanager.register(StacksOfSlowTests(limit_s=float(config.getini("timeout"))))
     gc.disable()  # until all tests are collected
 
 

@@ -2,10 +2,12 @@
 
 A wait that ends by its deadline reports only the deadline. So while a test runs for long, a thread of the test process
 writes down, a few times, the stack of every thread and of every asyncio task. The report of a failed test has the
-result as a section; that of a passed test has none.
+result as a section; that of a passed test has none. A test that reaches its time limit ends its process without a
+report, so the last snapshot before that is printed.
 """
 
 import asyncio
+import os
 import sys
 import threading
 import time
@@ -22,16 +24,24 @@ _TITLE = "Stacks while the test ran"
 class StacksOfSlowTests:
     """Keeps the snapshots of the test that runs now. One instance serves one test process."""
 
-    def __init__(self, *, first_s: float = 10.0, every_s: float = 20.0) -> None:
-        """The first snapshot is made after `first_s`: the waits of most tests have deadlines of 20 or 60 s."""
-        self._first_s, self._every_s = first_s, every_s
+    def __init__(self, *, first_s: float = 10.0, every_s: float = 20.0, limit_s: float, spare_s: float = 5.0) -> None:
+        """The first snapshot is made after `first_s`: the waits of most tests have deadlines of 20 or 60 s. The last
+        one is printed `spare_s` before the test's limit, on what is standard error now. `limit_s`: of a test that has
+        no mark `timeout`."""
+        self._first_s, self._every_s, self._limit_s, self._spare_s = first_s, every_s, limit_s, spare_s
+        self._last_s = 0.0  # of the test that runs now
+        self._error_output = os.dup(2)  # tests run with another one
         self._changed = threading.Condition()
         self._began_s: float | None = None  # None: no test runs
+        self._test = ""
         self._snapshots: list[str] = []
         threading.Thread(target=self._watch, name="stacks of slow tests", daemon=True).start()
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self) -> Generator[None, object, object]:
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        mark = item.get_closest_marker("timeout")
+        self._test = item.nodeid
+        self._last_s = (float(mark.args[0]) if mark is not None and mark.args else self._limit_s) - self._spare_s
         self._set(time.monotonic())
         try:
             return (yield)
@@ -57,12 +67,21 @@ class StacksOfSlowTests:
                 self._changed.wait(self._due_in_s())
                 if self._due_in_s() == 0.0 and self._began_s is not None:
                     self._snapshots.append(_snapshot(time.monotonic() - self._began_s))
+                    if len(self._snapshots) > _MOST:
+                        self._print(f"{self._test} is about to reach its time limit\n{self._snapshots[-1]}\n")
 
     def _due_in_s(self) -> float | None:
         """Return the time to the next snapshot; None if there will be none."""
-        if self._began_s is None or len(self._snapshots) == _MOST:
+        num_made = len(self._snapshots)
+        if self._began_s is None or num_made > _MOST:
             return None
-        return max(0.0, self._began_s + self._first_s + self._every_s * len(self._snapshots) - time.monotonic())
+        due_s = self._first_s + self._every_s * num_made if num_made < _MOST else self._last_s
+        return max(0.0, self._began_s + due_s - time.monotonic())
+
+    def _print(self, text: str) -> None:
+        data = text.encode(errors="replace")
+        while data:
+            data = data[os.write(self._error_output, data) :]
 
 
 def _snapshot(age_s: float) -> str:

@@ -10,7 +10,7 @@ _PLUGIN = """
     from tests.stacks_of_slow_tests import StacksOfSlowTests
 
     def pytest_configure(config):
-        config.pluginmanager.register(StacksOfSlowTests(first_s=0.02, every_s=0.02))
+        config.pluginmanager.register(StacksOfSlowTests(first_s=0.02, every_s=0.02, limit_s=120.0))
 """
 _TESTS = """
     import asyncio
@@ -37,3 +37,27 @@ def test_a_failed_test_reports_the_tasks_that_it_waited_for(pytester: pytest.Pyt
     result.assert_outcomes(passed=1, failed=1)
     assert str(result.stdout).count("Stacks while the test ran") == 1
     result.stdout.fnmatch_lines(["*task *a_wait_in_vain*", "*await asyncio.Event().wait()*"])
+
+
+_HANGS = """
+    import asyncio
+    import pytest
+
+    @pytest.mark.timeout(1, method="thread")
+    def test_that_hangs():
+        asyncio.run(a_wait_without_end())
+
+    async def a_wait_without_end():
+        await asyncio.Event().wait()
+"""
+
+
+def test_a_test_that_ends_its_process_shows_its_stacks_before(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(_PLUGIN.replace("limit_s=120.0", "limit_s=120.0, spare_s=0.9"))
+    pytester.makepyfile(_HANGS)
+    pytester.syspathinsert(Path(__file__).parents[2])
+    result = pytester.runpytest_subprocess(
+        "-n", "1", "--max-worker-restart=0", "-o", "asyncio_default_fixture_loop_scope=function"
+    )
+    assert result.ret != 0
+    result.stderr.fnmatch_lines(["*test_that_hangs is about to reach its time limit*", "*task *a_wait_without_end*"])
