@@ -16,6 +16,7 @@
     ├── NotFound                  no such member, or no such sequence there
     ├── Overloaded                try again later
     │   ├── QueueFull
+    │   ├── SloUnattainable       no worker can keep the latency targets that the client asked for, as predicted
     │   ├── TooManyFrozen
     │   ├── SlowClient
     │   └── BuffersFull           the tokens buffered for clients would exceed the router's limit
@@ -133,6 +134,10 @@ class Overloaded(TandemError):
 
 class QueueFull(Overloaded):
     reason = "queue_full"
+
+
+class SloUnattainable(Overloaded):
+    reason = "slo_unattainable"
 
 
 class TooManyFrozen(Overloaded):

@@ -82,6 +82,8 @@ class GenerateRequest:
     cache_salt: str = ""  # KV of equal beginnings is shared among requests of one salt only
     priority: int = 0  # lower goes first, if the workers' scheduling policy uses priorities
     is_batch: bool = False  # uses only capacity that no other request needs
+    slo_ttft_s: float | None = None  # asks for its first token within this time; None: any time will do
+    slo_tpot_s: float | None = None  # asks for this mean time between the tokens of a choice
     resume_from: tuple[ResumedChoice, ...] | None = None  # one per choice: resumes an accepted request
     resume_number: int = 0  # with `resume_from`: from 1, higher in each later call of the client; 0: the first call
     acceptance: bytes = b""  # with `resume_from`: what the router gave that accepted the request

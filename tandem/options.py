@@ -14,7 +14,7 @@ Message = Mapping[str, str]  # {"role": "system" | "user" | "assistant", "conten
 _KINDS: Mapping[str, type] = {
     **dict.fromkeys(("model", "request_id", "label", "cache_salt"), str),
     **dict.fromkeys(("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "priority"), Integral),
-    **dict.fromkeys(("temperature", "top_p", "min_p"), Real),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "slo_ttft_s", "slo_tpot_s"), Real),
     **dict.fromkeys(("ignore_eos", "is_batch"), bool),
 }
 _KIND_NAMES = {str: "a str", Integral: "an integer", Real: "a number", bool: "True or False"}
@@ -50,6 +50,8 @@ class GenerateOptions(TypedDict, total=False):
     cache_salt: str  # only requests of one salt share KV of equal beginnings
     priority: int  # lower values first, if the workers' scheduling policy uses priorities
     is_batch: bool  # the batch class: only uses capacity that no other request needs
+    slo_ttft_s: float  # refused at once if its first token is predicted later than this
+    slo_tpot_s: float  # the same for the mean time between tokens
 
 
 def generate_request(
@@ -89,6 +91,8 @@ def generate_request(
         cache_salt=options.get("cache_salt", ""),
         priority=options.get("priority", 0),
         is_batch=options.get("is_batch", False),
+        slo_ttft_s=options.get("slo_ttft_s"),
+        slo_tpot_s=options.get("slo_tpot_s"),
     )
 
 

@@ -7,9 +7,9 @@ them, and openai_errors.py shapes refusals. The pipeline, which gRPC shares, gen
 import time
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -20,13 +20,14 @@ from cluster.settings.config import CLIENT_STALL_S
 from router.http.edge import Edge
 from router.http.openai_errors import error_response, invalid_body, json_bytes, status_response
 from router.http.openai_responses import ChatShape, CompletionShape, Envelope, Shape
-from router.http.openai_schema import ChatCompletionRequest, CompletionRequest
+from router.http.openai_schema import ChatCompletionRequest, CompletionRequest, SloHeaders
 from router.http.openai_stream import EventStream, Generates, WholeResponse
 from router.request.live_requests import LiveRequests
 from router.request.validation import check_model
 from router.text.model_files import ModelInfo
 from router.text.tokenization import Tokenization
 
+_SloHeaders = Annotated[SloHeaders, Header()]
 _NO_PATH = "there is no such path; GET /docs lists the paths"
 
 
@@ -76,21 +77,26 @@ def _add_generation(app: FastAPI, pipeline: Generates, live_requests: LiveReques
     model = tokenization.model_info.name
 
     @app.post("/v1/completions", summary="Continues one or more prompts")
-    async def completions(body: CompletionRequest, request: Request) -> Response:
+    async def completions(body: CompletionRequest, slo: _SloHeaders, request: Request) -> Response:
         shape = CompletionShape(tokenization, body.return_token_ids)
-        return await answer(body, request, shape, ("cmpl", "text_completion", "text_completion"))
+        return await answer(body, slo, request, shape, ("cmpl", "text_completion", "text_completion"))
 
     @app.post("/v1/chat/completions", summary="Continues a conversation")
-    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
+    async def chat_completions(body: ChatCompletionRequest, slo: _SloHeaders, request: Request) -> Response:
         shape = ChatShape(tokenization, body.return_token_ids)
-        return await answer(body, request, shape, ("chatcmpl", "chat.completion", "chat.completion.chunk"))
+        names = "chatcmpl", "chat.completion", "chat.completion.chunk"
+        return await answer(body, slo, request, shape, names)
 
     async def answer(
-        body: CompletionRequest | ChatCompletionRequest, request: Request, shape: Shape, names: tuple[str, str, str]
+        body: CompletionRequest | ChatCompletionRequest,
+        slo: SloHeaders,
+        request: Request,
+        shape: Shape,
+        names: tuple[str, str, str],
     ) -> Response:
         prefix, kind, chunk_kind = names
         label: str = request.state.request_id
-        requests = body.requests(label)
+        requests = slo.apply(body.requests(label))
         created, include_usage = int(time.time()), body.stream_options.include_usage
         envelope = Envelope(f"{prefix}-{label}", model, created, kind, chunk_kind, include_usage)
         if body.stream:

@@ -107,9 +107,9 @@ def _description(error: Mapping[str, Any]) -> str:
 
 
 def _path(location: Sequence[str | int]) -> str:
-    """Convert ('body', 'messages', 0, 'role') to messages[0].role."""
+    """Convert ('body', 'messages', 0, 'role') to messages[0].role, and ('header', 'x-name') to x-name."""
     path = ""
-    for step in location:
+    for step in location[1:] if location[:1] == ("header",) else location:
         if isinstance(step, int):
             path += f"[{step}]"
         elif step != "body":

@@ -4,7 +4,8 @@ No field is ignored: a field that Tandem does not support is refused by name, un
 behaviour. The pipeline, which gRPC shares, checks the ranges.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -158,6 +159,24 @@ class Message(_Strict):
     def value(self) -> ChatMessage:
         role = "system" if self.role == "developer" else self.role
         return ChatMessage(role, "\n".join(part.text for part in self.content))
+
+
+class SloHeaders(BaseModel):
+    """The latency targets of a request, in headers: bodies stay as OpenAI defines them."""
+
+    x_slo_ttft_ms: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="refuse the request at once if its first token is predicted later than this many milliseconds",
+    )
+    x_slo_tpot_ms: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="the same for the mean time between the tokens of a choice"
+    )
+
+    def apply(self, requests: Sequence[GenerateRequest]) -> list[GenerateRequest]:
+        ttft_s, tpot_s = (None if ms is None else ms / 1000 for ms in (self.x_slo_ttft_ms, self.x_slo_tpot_ms))
+        return [replace(request, slo_ttft_s=ttft_s, slo_tpot_s=tpot_s) for request in requests]
 
 
 class _Request(_Strict):

@@ -26,6 +26,7 @@ from router.pipeline.hedges import Hedges, Hedging, Overtaken
 from router.pipeline.migration import Migrations
 from router.pipeline.worker_choice import PairHealth, WorkerChoice
 from router.policies.breakers import BreakerPolicy
+from router.policies.candidates import SloTargets
 from router.policies.hedging import claim
 from router.policies.placement import Placement, Policy
 from router.policies.sequence_progress import OutputLengths
@@ -237,6 +238,7 @@ class Pipeline:
             outbox=live.outbox,
             clock=self._clock,
             expected_output=self._outputs.expected(request.stops.max_tokens),
+            targets=SloTargets.of_request(live.request.slo_ttft_s, live.request.slo_tpot_s),
             keeps_queue_position=acceptance.is_recent(self._wall_us()),
         )
 

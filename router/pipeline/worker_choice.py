@@ -251,4 +251,5 @@ def facts_of(admitted: AdmittedRequest, size: RequestSize) -> RequestFacts:
         num_committed=size.num_committed,
         too_small=frozenset(admitted.too_small),
         expected_output=max(1.0, admitted.expected_output - size.num_committed),
+        targets=admitted.targets,
     )

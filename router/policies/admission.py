@@ -1,15 +1,16 @@
 """Admission control, and the early refusal of requests that would be served too late. Pure.
 
 The early refusal uses the same predictions as placement: of the time when the prefill will have ended, with all work
-that was sent to the workers before. So a burst is not admitted because the requests before it have not reached decode.
+that was sent to the workers before. So a burst is not admitted because the requests before it have not reached decode,
+and the requests after it are not refused because of sequences that will have ended by then.
 """
 
 from collections.abc import Sequence
 
-from cluster.errors import Overloaded, QueueFull
+from cluster.errors import Overloaded, QueueFull, SloUnattainable
 from cluster.observe.service_rate import ServiceRate, bounded_retry_s
-from router.policies.candidates import Pair, RequestFacts, WorkerLoad
-from router.policies.prediction import predict
+from router.policies.candidates import NO_TARGETS, Pair, RequestFacts, WorkerLoad
+from router.policies.prediction import Prediction, predict
 
 
 class AdmissionControl:
@@ -45,7 +46,10 @@ def early_refusal(
     time_left_s: float,
 ) -> Overloaded | None:
     """Return why a new request should be refused before any worker is asked; None: it should not. `ways`: the pairs
-    from which placement will choose. Without one, or while the speed of a worker is not known, the request waits."""
+    from which placement will choose. Without one, or while the speed of a worker is not known, the request waits.
+
+    Only the deadline and the targets in `request`, which its client asked for, refuse. Those of the whole cluster
+    never do."""
     fitting = (filter(request.fits_prefill, prefills), filter(request.fits_decode, decodes))
     for pool, loads in zip(("prefill", "decode"), map(list, fitting), strict=True):
         if loads and all(load.full_for_s > 0 for load in loads):
@@ -53,11 +57,18 @@ def early_refusal(
                 f"the queues of all {len(loads)} {pool} workers are full; try again",
                 retry_after_s=bounded_retry_s(min(load.full_for_s for load in loads)),
             )
-    predictions = [predict(prefill, decode, request) for prefill, decode in ways]
-    known = [prediction for prediction in predictions if prediction is not None]
-    if not known or len(known) < len(predictions):
+    known = _predictions(ways, request)
+    if not known:
         return None
-    return _late(min(prediction.ttft_s for prediction in known), time_left_s)
+    late = _late(min(prediction.ttft_s for prediction in known), time_left_s)
+    return late or _missed_targets(ways, request, known)
+
+
+def _predictions(ways: Sequence[Pair], request: RequestFacts, after_s: float = 0.0) -> list[Prediction]:
+    """Return the predictions of all ways; none if the speed of a worker is not known."""
+    predictions = [predict(prefill, decode, request, after_s=after_s) for prefill, decode in ways]
+    known = [prediction for prediction in predictions if prediction is not None]
+    return known if len(known) == len(predictions) else []
 
 
 def _late(ttft_s: float, time_left_s: float) -> Overloaded | None:
@@ -68,3 +79,34 @@ def _late(ttft_s: float, time_left_s: float) -> Overloaded | None:
         f" {time_left_s:.3g} s; allow more, or try again",
         retry_after_s=bounded_retry_s(ttft_s - time_left_s),
     )
+
+
+_RETRY_STEPS_S = tuple(0.1 * 1.25**number for number in range(26))  # up to 26 s
+
+
+def _missed_targets(
+    ways: Sequence[Pair], request: RequestFacts, predictions: Sequence[Prediction]
+) -> SloUnattainable | None:
+    """Return why no way keeps all targets of the request; None if one does. The retry time is the earliest at which one
+    is predicted to; none if even idle workers are too slow."""
+    if request.targets == NO_TARGETS or _is_kept(request, predictions):
+        return None
+    waits = (wait_s for wait_s in _RETRY_STEPS_S if _is_kept(request, _predictions(ways, request, wait_s)))
+    retry_after_s = next(waits, None)
+    ttft_s, itl_s = min(p.ttft_s for p in predictions), min(p.itl_s for p in predictions)
+    targets = request.targets
+    misses = [
+        f"{name} is predicted to be {predicted_s:.3g} s at best, the request asks for {target_s:.3g} s"
+        for name, predicted_s, target_s in (
+            ("the time to first token", ttft_s, targets.ttft_s),
+            ("the time between tokens", itl_s, targets.itl_s),
+        )
+        if predicted_s > target_s
+    ]
+    problem = "; ".join(misses) or "no worker is predicted to keep both latency targets"
+    advice = "allow more, or try again" if retry_after_s is not None else "allow more"
+    return SloUnattainable(f"{problem}; {advice}", retry_after_s=retry_after_s)
+
+
+def _is_kept(request: RequestFacts, predictions: Sequence[Prediction]) -> bool:
+    return any(not request.targets.missed(prediction.ttft_s, prediction.itl_s) for prediction in predictions)

@@ -27,12 +27,21 @@ class SloTargets:
         """Return targets given in milliseconds; 0: none."""
         return SloTargets(ttft_ms / 1000 or math.inf, itl_ms / 1000 or math.inf)
 
+    @staticmethod
+    def of_request(ttft_s: float | None, itl_s: float | None) -> "SloTargets":
+        """Return the targets of a request; None: none."""
+        return SloTargets(math.inf if ttft_s is None else ttft_s, math.inf if itl_s is None else itl_s)
+
     def preferring(self, other: "SloTargets") -> "SloTargets":
         """Return the targets of `other` where it has any."""
         return SloTargets(
             other.ttft_s if other.ttft_s < math.inf else self.ttft_s,
             other.itl_s if other.itl_s < math.inf else self.itl_s,
         )
+
+    def missed(self, ttft_s: float, itl_s: float) -> int:
+        """Return how many of the targets a request with these times misses."""
+        return (ttft_s > self.ttft_s) + (itl_s > self.itl_s)
 
 
 NO_TARGETS = SloTargets()

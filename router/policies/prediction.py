@@ -25,21 +25,25 @@ class Prediction:
     num_cached: int  # tokens of the prompt that the worker that computes it has cached
 
 
-def predict(prefill: WorkerLoad | None, decode: WorkerLoad, request: RequestFacts) -> Prediction | None:
+def predict(
+    prefill: WorkerLoad | None, decode: WorkerLoad, request: RequestFacts, *, after_s: float = 0.0
+) -> Prediction | None:
     """Predict a request at one candidate; `prefill` None: the decode worker computes the prompt. Returns None if the
-    speed of one of them is not known."""
+    speed of one of them is not known.
+
+    `after_s`: predict it as if it were sent so much later, and nothing else arrived until then."""
     computing = prefill if prefill is not None else decode
     if computing.work is None or decode.work is None:
         return None
     num_cached = request.cached_tokens.get(computing.member, 0)
-    prompt = _prefill(computing.work, PromptWork.of(request.num_prompt_tokens, num_cached))
+    prompt = _prefill(computing.work, PromptWork.of(request.num_prompt_tokens, num_cached), after_s)
     kv_bytes = 0.0
     exposed_s = 0.0
     if prefill is not None and request.max_tokens > 1:
         kv_bytes = _kv_bytes(decode, request)
         exposed_s = _exposed_s(decode.work, transfer_s(prefill, decode, kv_bytes) or 0.0, prompt)
     num_later = max(0.0, request.expected_output - 1)
-    joined = _joined(decode.work, request, prompt.end_s) if num_later else _NOTHING_JOINED
+    joined = _joined(decode.work, request, prompt.end_s, after_s) if num_later else _NOTHING_JOINED
     itl_s = joined.step_s + (exposed_s + joined.wait_s) / max(1.0, num_later) if num_later else 0.0
     return Prediction(
         ttft_s=prompt.end_s,
@@ -62,12 +66,12 @@ class _Prompt:
     delay_s: float  # the sum over all sequences that run at the worker
 
 
-def _prefill(work: WorkAhead, own: PromptWork) -> _Prompt:
+def _prefill(work: WorkAhead, own: PromptWork, after_s: float) -> _Prompt:
     """Predict a prefill behind the worker's queue and beside its running sequences."""
     batch, queue = work.batch, work.prompts
     num_running = min(batch.num_running, work.max_running)
     ahead = work.prompt_steps(queue.work, num_running)
-    done_s = min(queue.elapsed_s, work.prompt_s(queue.first, num_running))
+    done_s = min(queue.elapsed_s, work.prompt_s(queue.first, num_running)) + after_s
     both = work.prompt_steps(queue.work + own, num_running)
     own_s = max(0.0, both.seconds - ahead.seconds)
     num_steps = max(work.num_steps(own), both.number - ahead.number)
@@ -109,11 +113,14 @@ class _Joined:
 _NOTHING_JOINED = _Joined(0.0, 0.0, 0.0, 0.0)
 
 
-def _joined(work: WorkAhead, request: RequestFacts, at_s: float) -> _Joined:
-    """Predict the batch at the time when the prefill will have ended."""
+def _joined(work: WorkAhead, request: RequestFacts, prefill_s: float, after_s: float) -> _Joined:
+    """Predict the batch at the time when the prefill will have ended, `prefill_s` after the request was sent. Sequences
+    that are being prefilled when it is sent will all have joined by then, and none of them will have ended."""
     batch = work.batch
     now_s = work.step_s(batch.num_running, work.context_of(batch.num_running))
-    num_present = _still_running(batch.num_running, batch.left, now_s, at_s) + batch.num_joining
+    at_s = after_s + prefill_s
+    num_present = _still_running(batch.num_running, batch.left, now_s, at_s)
+    num_present += _still_running(batch.num_joining, batch.left, now_s, after_s)
     num_others = min(num_present, work.max_running)
     num_after = min(num_present + request.num_choices, work.max_running)
     own_context = request.num_prompt_tokens + request.expected_output / 2

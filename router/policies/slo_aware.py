@@ -71,12 +71,8 @@ class SloAware:
         return found
 
     def _num_violations(self, prediction: Prediction, targets: SloTargets) -> int:
-        misses = (
-            prediction.ttft_s > targets.ttft_s,
-            prediction.itl_s > targets.itl_s,
-            prediction.running_itl_s > self._targets.itl_s,
-        )
-        return sum(misses)
+        own = targets.missed(prediction.ttft_s, prediction.itl_s)
+        return own + (prediction.running_itl_s > self._targets.itl_s)
 
     def _best(self, found: Sequence[Candidate]) -> tuple[Candidate, PlacementReason]:
         """Return the best candidate and the criterion that left only this one."""

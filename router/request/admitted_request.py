@@ -5,6 +5,7 @@ attempt starts are the same.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from copy import copy
 
@@ -14,6 +15,7 @@ from cluster.messages import DecodeJob, MemberId, PrefillJob, PrefixSource, Samp
 from cluster.request_size import RequestSize
 from router.fleet.decode_events import SequencesStarted
 from router.fleet.prefill_peer import FirstTokens
+from router.policies.candidates import NO_TARGETS, SloTargets
 from router.policies.hedging import Execution, may_append
 from router.request.account import PhaseName, RequestAccount
 from router.request.choice import Choice
@@ -36,9 +38,12 @@ class AdmittedRequest:
         outbox: Outbox,
         clock: Clock,
         expected_output: float,
+        targets: SloTargets = NO_TARGETS,
         keeps_queue_position: bool = False,
     ) -> None:
         """`expected_output`: tokens that a choice is expected to generate in all, at least 1.
+
+        `targets`: the times that the client asked for, from the request's arrival.
 
         `keeps_queue_position`: the request is new, or it resumes one whose first deadline has not passed."""
         self.request_id = request_id
@@ -51,6 +56,7 @@ class AdmittedRequest:
         self.execution = Execution()
         for choice in self.choices:
             choice.execution = self.execution
+        self._targets = targets
         self._deadline_s = deadline_s
         self._outbox = outbox
         self._clock = clock
@@ -73,6 +79,15 @@ class AdmittedRequest:
         if left_s <= 0:
             raise DeadlineExceeded("no time is left")
         return left_s
+
+    @property
+    def targets(self) -> SloTargets:
+        """The times that the client asked for, from now. Once it has a token, any time until the next first one will
+        do."""
+        if self._targets == NO_TARGETS:
+            return NO_TARGETS
+        age_s = self._clock.now_s() - self.account.began_s
+        return SloTargets(math.inf if self._has_tokens else self._targets.ttft_s - age_s, self._targets.itl_s)
 
     def size(self, num_committed: int = 0, num_choices: int = 1) -> RequestSize:
         """Return what a worker must be able to hold. `num_committed`: output tokens that are prefilled with the

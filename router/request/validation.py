@@ -85,6 +85,8 @@ def check(request: GenerateRequest, model: ModelInfo) -> None:
         request.timeout_s is None or 0 < request.timeout_s < math.inf,
         f"the request's timeout must be positive, not {request.timeout_s}",
     )
+    for name, slo_s in (("slo_ttft_s", request.slo_ttft_s), ("slo_tpot_s", request.slo_tpot_s)):
+        _require(slo_s is None or 0 < slo_s < math.inf, f"{name} must be positive, not {slo_s}")
     _check_sampling(request.sampling)
     _check_stop(request.stop, model)
     if request.resume_from is not None:

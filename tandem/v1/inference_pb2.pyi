@@ -97,7 +97,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "stop", "n", "logprobs", "cache_salt", "priority", "is_batch", "resume_from", "label")
+    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "stop", "n", "logprobs", "cache_salt", "priority", "is_batch", "resume_from", "label", "slo_ttft_s", "slo_tpot_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +112,8 @@ class GenerateRequest(_message.Message):
     IS_BATCH_FIELD_NUMBER: _ClassVar[int]
     RESUME_FROM_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
+    SLO_TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    SLO_TPOT_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -126,7 +128,9 @@ class GenerateRequest(_message.Message):
     is_batch: bool
     resume_from: ResumeFrom
     label: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., is_batch: bool = ..., resume_from: _Optional[_Union[ResumeFrom, _Mapping]] = ..., label: _Optional[str] = ...) -> None: ...
+    slo_ttft_s: float
+    slo_tpot_s: float
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., is_batch: bool = ..., resume_from: _Optional[_Union[ResumeFrom, _Mapping]] = ..., label: _Optional[str] = ..., slo_ttft_s: _Optional[float] = ..., slo_tpot_s: _Optional[float] = ...) -> None: ...
 
 class ResumeFrom(_message.Message):
     __slots__ = ("choices", "acceptance", "resume_number")

@@ -19,7 +19,7 @@ from router.fleet.supervision import WorkerTimeouts
 from router.pipeline.migration import Migrations
 from router.pipeline.pipeline import Pipeline, PipelineSettings
 from router.policies.breakers import BreakerPolicy
-from router.policies.candidates import NO_TARGETS
+from router.policies.candidates import NO_TARGETS, SloTargets
 from router.policies.prefix_index import PrefixIndex
 from router.policies.slo_aware import policy
 from router.request.live_requests import LiveRequests
@@ -65,6 +65,7 @@ class RouterUnderTest:
         grace_s: float = 1.0,
         absence_s: float = 0.0,
         placement: str = "least-loaded",
+        targets: SloTargets = NO_TARGETS,
         migration_timeout_s: float = 10.0,
         breakers: BreakerPolicy | None = None,
         tokenization: Tokenization | None = None,
@@ -93,7 +94,7 @@ class RouterUnderTest:
             telemetry=self.telemetry,
             follow_cache_events=CacheEventFollower(index).follow,
         )
-        chooser = policy(placement, NO_TARGETS, random.random)
+        chooser = policy(placement, targets, random.random)
         self.migrations = Migrations(
             router=self.member.id,
             fleet=self.fleet,

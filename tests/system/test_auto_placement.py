@@ -4,7 +4,11 @@ import asyncio
 from collections import Counter
 from dataclasses import replace
 
+import pytest
+
+from cluster.errors import SloUnattainable
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
+from router.policies.candidates import SloTargets
 from tests.system.router_harness import Answer, RouterUnderTest, answer_to, ask, router_under_test
 from tests.system.scripted_decode import ScriptedDecode
 from tests.system.scripted_workers import ScriptedPrefill
@@ -26,6 +30,12 @@ async def _pool(
     await router.connected()
     await router.knows_speeds()
     return prefills, decodes
+
+
+async def _refusal(router: RouterUnderTest, **targets: float) -> SloUnattainable:
+    with pytest.raises(SloUnattainable) as refused:
+        await answer_to(router, replace(ask(prompt=LONG), **targets))  # type: ignore[arg-type]
+    return refused.value
 
 
 async def _reached(prefill: ScriptedPrefill) -> None:
@@ -109,3 +119,37 @@ async def test_nothing_is_compared_where_nothing_was_predicted() -> None:
         await _pool(router, 1, 1)
         await answer_to(router, ask())
         assert router.telemetry.value("tandem_ttft_prediction_error_ratio") == 0
+
+
+@pytest.mark.parametrize("placement", ["auto", "least-loaded"])
+async def test_a_target_of_the_client_that_cannot_be_kept_refuses_under_every_policy(placement: str) -> None:
+    async with router_under_test(placement=placement) as router:
+        (prefill,), _ = await _pool(router, 1, 1)
+        assert (await _refusal(router, slo_ttft_s=0.5)).retry_after_s is None  # the prompt alone takes a second
+        assert "between tokens" in (await _refusal(router, slo_tpot_s=0.001)).message
+        assert router.telemetry.value("tandem_requests_refused_total", reason="slo_unattainable") == 2
+        assert prefill.jobs == []
+        answer = await answer_to(router, replace(ask(prompt=LONG), slo_ttft_s=30.0, slo_tpot_s=1.0))
+        assert len(answer.token_ids[0]) == 8
+
+
+async def test_a_target_is_refused_until_the_prompt_ahead_will_have_been_computed() -> None:
+    async with router_under_test(placement="auto") as router:
+        (prefill,), (decode,) = await _pool(router, 1, 1)
+        decode.service_times = replace(TIMES, prefill=PrefillTimes(0.0, 10.0, 0.0, 0.0))  # never alone
+        await router.knows_speeds()
+        prefill.before_first_tokens.close()
+        ahead = asyncio.create_task(answer_to(router, ask(prompt=LONG * 10, max_tokens=2)))
+        await _reached(prefill)
+        retry_after_s = (await _refusal(router, slo_ttft_s=6.0)).retry_after_s
+        assert retry_after_s is not None and 1.0 < retry_after_s < 7.0
+        prefill.before_first_tokens.open()
+        await ahead
+        assert len((await answer_to(router, replace(ask(prompt=LONG), slo_ttft_s=6.0))).token_ids[0]) == 8
+
+
+async def test_targets_of_the_whole_cluster_refuse_nobody() -> None:
+    async with router_under_test(placement="auto", targets=SloTargets(0.001, 0.000001)) as router:
+        await _pool(router, 1, 1)
+        assert len((await answer_to(router, ask(prompt=LONG))).token_ids[0]) == 8
+        assert router.telemetry.value("tandem_placement_decisions_total", reason="ttft") == 1

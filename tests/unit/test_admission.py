@@ -1,16 +1,19 @@
 """Admission control: when a refused client should retry, and which requests would be served too late."""
 
-from dataclasses import replace
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import pytest
 
-from cluster.errors import Overloaded, QueueFull
+from cluster.errors import Overloaded, QueueFull, SloUnattainable
 from cluster.member import Capacity
 from cluster.messages import MemberId
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
 from router.policies.admission import AdmissionControl, early_refusal
-from router.policies.candidates import RequestFacts, WorkerLoad, pairs
-from router.policies.work_ahead import PromptQueue, PromptWork, WorkAhead
+from router.policies.candidates import RequestFacts, SloTargets, WorkerLoad, pairs
+from router.policies.work_ahead import PromptQueue, PromptWork, SequenceBatch, WorkAhead
 
 
 def test_retry_after_follows_the_rate_at_which_places_become_free() -> None:
@@ -92,3 +95,103 @@ def test_a_request_that_would_be_served_after_its_deadline_is_refused_with_both_
 def test_a_full_queue_of_a_worker_that_is_too_small_does_not_count() -> None:
     small = replace(FULL, capacity=Capacity(num_blocks=1, block_size=4, max_num_seqs=1, max_model_len=1000))
     assert _refusal([small], [DECODE], 60.0) is None
+
+
+def _asking(ttft_s: float | None = None, itl_s: float | None = None, max_tokens: int = 2) -> RequestFacts:
+    targets = SloTargets.of_request(ttft_s, itl_s)
+    return replace(REQUEST, targets=targets, max_tokens=max_tokens, expected_output=float(max_tokens))
+
+
+def test_a_target_that_some_worker_keeps_refuses_nobody() -> None:
+    assert _refusal([BUSY, IDLE], [DECODE], 60.0, _asking(ttft_s=1.1, itl_s=0.011)) is None
+
+
+def test_a_first_token_later_than_asked_for_is_refused_until_the_prompts_ahead_are_computed() -> None:
+    refusal = _refusal([BUSY], [DECODE], 60.0, _asking(ttft_s=5.0))
+    assert isinstance(refusal, SloUnattainable)
+    assert "first token" in refusal.message and "11 s" in refusal.message and "5 s" in refusal.message
+    assert refusal.retry_after_s is not None and 6.0 <= refusal.retry_after_s <= 6.0 * 1.25
+
+
+def test_tokens_slower_than_asked_for_are_refused_until_enough_sequences_have_ended() -> None:
+    times = replace(TIMES, decode=DecodeTimes(0.01, 0.01, 0.0, 0.0))
+    busy = WorkAhead(times, batch=SequenceBatch(num_running=10, context=1000, left=50.0))
+    decode = WorkerLoad(MemberId("d2", "1"), "a", 0, work=busy)
+    request = _asking(itl_s=0.06, max_tokens=50)  # a batch of five, itself included
+    refusal = _refusal([IDLE], [decode], 60.0, request)
+    assert isinstance(refusal, SloUnattainable)
+    assert "between tokens" in refusal.message
+    # The ten end evenly within 2 x 50 steps of 0.11 s. The prefill takes one of those seconds.
+    assert refusal.retry_after_s is not None and 5.0 <= refusal.retry_after_s <= 6.6 * 1.25
+    assert _refusal([BUSY], [decode], 60.0, request) is None, "by the end of that prefill enough of them have ended"
+
+
+def test_what_even_idle_workers_cannot_keep_is_refused_without_a_retry_time() -> None:
+    refusal = _refusal([IDLE], [DECODE], 60.0, _asking(ttft_s=0.5))
+    assert isinstance(refusal, SloUnattainable)
+    assert refusal.retry_after_s is None
+
+
+def test_while_a_speed_is_unknown_no_target_refuses() -> None:
+    assert _refusal([BUSY, _load("p4", knows_speed=False)], [DECODE], 60.0, _asking(ttft_s=0.001)) is None
+
+
+ITL_TARGET_S = 0.05  # of a batch of twenty
+SWING_TIMES = ServiceTimes(PrefillTimes(0.2, 0.0, 0.0, 0.0), DecodeTimes(0.01, 0.002, 0.0, 0.0))
+NUM_OUTPUT = 100
+
+
+@dataclass
+class _Served:
+    joins_s: float  # when its prefill ends
+    num_tokens: int = 0
+    end_s: float = math.inf
+
+    @property
+    def itl_s(self) -> float:
+        return (self.end_s - self.joins_s) / (NUM_OUTPUT - 1)
+
+
+def _admitted(seed: int, admits: Callable[[WorkerLoad, WorkerLoad], bool]) -> list[_Served]:
+    """Simulate a minute of bursts, twice as much as decode can do, and return the requests that were admitted."""
+    draws, now_s, served = random.Random(seed), 0.0, list[_Served]()
+    arrivals_s = sorted(5.0 * burst + draws.random() for burst in range(12) for _ in range(40))
+    while arrivals_s or any(one.end_s == math.inf for one in served):
+        running = [one for one in served if one.joins_s <= now_s and one.end_s == math.inf]
+        while arrivals_s and arrivals_s[0] <= now_s:
+            arrivals_s.pop(0)
+            joining = [one for one in served if one.joins_s > now_s]
+            left = sum(NUM_OUTPUT - one.num_tokens for one in running) / max(1, len(running)) or float(NUM_OUTPUT)
+            batch = SequenceBatch(len(running), len(joining), 0, left)
+            prompts, first = PromptWork(len(joining)), PromptWork(min(1, len(joining)))
+            begun_s = now_s - min((one.joins_s - 0.2 for one in joining), default=now_s)
+            work = WorkAhead(SWING_TIMES, PromptQueue(prompts, first, begun_s), max_chunk=1)
+            decode = WorkAhead(SWING_TIMES, batch=batch)
+            if admits(*(WorkerLoad(MemberId(n, "1"), "a", 0, work=w) for n, w in (("p", work), ("d", decode)))):
+                served.append(_Served(max([now_s, *(one.joins_s for one in joining)]) + 0.2))
+        now_s += SWING_TIMES.step_s(len(running), 0) or 0.01
+        for one in running:
+            one.num_tokens += 1
+            if one.num_tokens == NUM_OUTPUT:
+                one.end_s = now_s
+    return served
+
+
+def test_admission_by_prediction_does_not_swing_with_the_decode_batch_of_the_moment() -> None:
+    """The naive rule admits a burst while decode is idle, since none of it has reached decode, and refuses the next one
+    for a batch that will have ended before that one's prefill has."""
+    request = RequestFacts(1, NUM_OUTPUT, 1, expected_output=NUM_OUTPUT, targets=SloTargets(math.inf, ITL_TARGET_S))
+
+    def naive(_: WorkerLoad, decode: WorkerLoad) -> bool:
+        assert decode.work is not None
+        return SWING_TIMES.step_s(decode.work.batch.num_running + 1, 0) <= ITL_TARGET_S
+
+    def predicted(prefill: WorkerLoad, decode: WorkerLoad) -> bool:
+        return early_refusal([prefill], [decode], [(prefill, decode)], request, 600.0) is None
+
+    for seed in range(3):
+        by_now, ahead = _admitted(seed, naive), _admitted(seed, predicted)
+        late_now, late_ahead = ([one for one in found if one.itl_s > ITL_TARGET_S] for found in (by_now, ahead))
+        assert len(late_now) > 0.3 * len(by_now)
+        assert len(late_ahead) <= 0.05 * len(ahead)
+        assert len(ahead) - len(late_ahead) >= 1.2 * (len(by_now) - len(late_now))

@@ -76,11 +76,14 @@ def test_every_option_reaches_the_router() -> None:
             cache_salt="tenant",
             priority=-2,
             is_batch=True,
+            slo_ttft_s=0.5,
+            slo_tpot_s=0.125,
         ).result()
     request = generation_request(servicer)
     assert (request.request_id, request.model, request.n, request.logprobs) == ("mine", "m", 3, 0)
     assert request.HasField("logprobs") and request.cache_salt == "tenant"
     assert (request.priority, request.is_batch) == (-2, True)
+    assert (request.slo_ttft_s, request.slo_tpot_s) == (0.5, 0.125)
     assert tuple(request.token_ids.ids) == (1, 2**32 - 1)
     sampling, stop = request.sampling, request.stop
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 4, 0.25, 0.125)
@@ -98,6 +101,7 @@ def test_omitted_options_stay_unset_in_the_request() -> None:
     assert request.request_id == generation.request_id != ""
     assert not any(request.sampling.HasField(name) for name in ("temperature", "top_k", "top_p", "min_p", "seed"))
     assert not request.stop.HasField("max_tokens")
+    assert not request.HasField("slo_ttft_s") and not request.HasField("slo_tpot_s")
     assert not request.HasField("logprobs")
 
 

@@ -1,4 +1,4 @@
-"""Requests of clients with values of enums that this version does not know."""
+"""Requests of clients on the wire: unset fields, and values of enums that this version does not know."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -49,3 +49,10 @@ def test_a_message_of_a_conversation_without_a_role_is_refused() -> None:
     chat = inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage(content="x")])
     with pytest.raises(InvalidRequest, match="has no role: set one of system, user, assistant"):
         chat_from_wire(chat)
+
+
+def test_unset_latency_targets_differ_from_targets_of_zero_which_validation_refuses() -> None:
+    unset = generate_request_from_wire(inference_pb2.GenerateRequest(text="x"), None)
+    assert (unset.slo_ttft_s, unset.slo_tpot_s) == (None, None)
+    zero = generate_request_from_wire(inference_pb2.GenerateRequest(text="x", slo_ttft_s=0.0, slo_tpot_s=0.0), None)
+    assert (zero.slo_ttft_s, zero.slo_tpot_s) == (0.0, 0.0)

@@ -62,6 +62,20 @@ def test_a_prompt_that_takes_longer_than_predicted_hides_nothing_of_those_behind
     assert predicted(worker(prompts=prompts), worker("d")).ttft_s == pytest.approx(0.8 + 0.4)
 
 
+def test_waiting_before_sending_hides_prompts_ahead_and_ends_sequences_until_the_worker_is_idle() -> None:
+    prefill = worker("p", prompts=ahead(500))
+    decode = worker("d", batch=SequenceBatch(num_running=9, context=900, left=50.0))
+
+    def later(after_s: float) -> Prediction:
+        prediction = predict(prefill, decode, REQUEST, after_s=after_s)
+        assert prediction is not None
+        return prediction
+
+    assert [later(after_s).ttft_s for after_s in (0.0, 0.2, 60.0)] == pytest.approx([0.9, 0.7, 0.4])
+    assert later(0.0).itl_s > later(0.8).itl_s > later(60.0).itl_s
+    assert later(60.0) == predicted(worker("p"), worker("d"))
+
+
 def test_a_cached_prefix_is_not_computed() -> None:
     request = replace(REQUEST, cached_tokens={MemberId("p", "1"): 300})
     prediction = predicted(worker("p"), worker("d"), request)

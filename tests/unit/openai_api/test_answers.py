@@ -132,11 +132,24 @@ def test_the_flex_tier_is_the_batch_class(
     assert (request.is_batch, request.priority) == (is_batch, 0)
 
 
+def test_latency_targets_in_headers_reach_every_prompt_of_the_request(shared: Endpoint) -> None:
+    targets = {"x-slo-ttft-ms": "250", "x-slo-tpot-ms": "12.5"}
+    num_seen = len(shared.pipeline.seen)
+    shared.client.completions.create(model="", prompt=["x", "y"], extra_headers=targets)
+    shared.client.chat.completions.create(model="", messages=USER, extra_headers=targets)
+    seen = shared.pipeline.seen[num_seen:]
+    assert [(request.slo_ttft_s, request.slo_tpot_s) for request in seen] == [(0.25, 0.0125)] * 3
+    paths = shared.http.get("/openapi.json").json()["paths"]
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        assert set(targets) <= {parameter["name"] for parameter in paths[path]["post"]["parameters"]}
+
+
 def test_omitted_fields_are_left_to_the_model(shared: Endpoint) -> None:
     shared.client.chat.completions.create(model="", messages=USER, user="me", extra_body={"top_k": -1})
     request = shared.pipeline.seen[-1]
     assert (request.sampling.temperature, request.sampling.top_p, request.sampling.seed) == (None, None, None)
     assert request.sampling.top_k == 0
+    assert (request.slo_ttft_s, request.slo_tpot_s) == (None, None)
     assert (request.stop.max_tokens, request.logprobs, request.n) == (None, None, 1)
 
 

@@ -245,3 +245,12 @@ def test_a_body_declared_too_large_is_refused_before_any_of_it_is_sent(shared: E
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         connection.sendall(head + b"content-length: 100001\r\n\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize("name", ["x-slo-ttft-ms", "x-slo-tpot-ms"])
+@pytest.mark.parametrize("value", ["0", "-1", "soon", "inf", "nan", "1e999", ""])
+def test_a_latency_target_that_is_no_positive_number_is_refused_by_its_header(
+    shared: Endpoint, name: str, value: str
+) -> None:
+    answer = shared.post("/v1/completions", {"prompt": "x"}, **{name: value})
+    refused(answer, 400, "invalid_request", name, name)
