@@ -17,7 +17,7 @@ from tests.chaos.simulated.calls import Channel
 from tests.chaos.simulated.engine import serial_tokens
 from tests.chaos.simulated.loop import Process
 from tests.chaos.simulated.machine import vocab_size
-from tests.chaos.simulated.schedule import Ask
+from tests.chaos.simulated.schedule import Ask, Schedule
 
 if TYPE_CHECKING:
     from tests.chaos.simulated.world import World
@@ -28,15 +28,28 @@ _AGAIN = "again"
 _known: dict[tuple[tuple[int, ...], int, int, int], tuple[int, ...]] = {}
 
 
+def prompt_of(number: int, family: int, num_shared: int, num_tokens: int) -> tuple[int, ...]:
+    """Return a request's prompt. Prompts of one family share their first `num_shared` tokens."""
+    size = vocab_size()
+    shared = [(family * 7919 + place * 31 + 5) % size for place in range(min(num_shared, num_tokens))]
+    own = [(number * 104_729 + place * 37 + 11) % size for place in range(num_tokens - len(shared))]
+    return tuple(shared + own)
+
+
+def expected_tokens(schedule: Schedule, prompt: tuple[int, ...], seed: int, max_tokens: int) -> tuple[int, ...]:
+    """Return the tokens of a choice that runs alone, without faults."""
+    key = (prompt, seed, max_tokens, schedule.block_size)
+    if key not in _known:
+        _known[key] = serial_tokens(*key[:3], block_size=schedule.block_size, vocab_size=vocab_size())
+    return _known[key]
+
+
 class Client:
     def __init__(self, world: "World", number: int, ask: Ask) -> None:
         self.process = Process(f"client{number}")
         self.number, self.ask = number, ask
         self._world = world
-        size = vocab_size()
-        shared = [(ask.family * 7919 + place * 31 + 5) % size for place in range(min(ask.num_shared, ask.num_tokens))]
-        own = [(number * 104_729 + place * 37 + 11) % size for place in range(ask.num_tokens - len(shared))]
-        self._prompt = tuple(shared + own)
+        self._prompt = prompt_of(number, ask.family, ask.num_shared, ask.num_tokens)
         self._seed = number + 1
         self._got: list[list[int]] = []
         self._ended: set[int] = set()
@@ -151,11 +164,8 @@ class Client:
             self._world.wrong(f"request {self.number}: {what}")
 
     def _expected(self, choice: int) -> tuple[int, ...]:
-        block_size = self._world.schedule.block_size
-        key = (self._prompt, _choice_seed(self._seed, choice), self.ask.max_tokens, block_size)
-        if key not in _known:
-            _known[key] = serial_tokens(*key[:3], block_size=block_size, vocab_size=vocab_size())
-        return _known[key]
+        seed = _choice_seed(self._seed, choice)
+        return expected_tokens(self._world.schedule, self._prompt, seed, self.ask.max_tokens)
 
     def _wants_no_more(self) -> bool:
         return self.ask.cancel_after is not None and sum(map(len, self._got)) >= self.ask.cancel_after

@@ -5,6 +5,7 @@ Wraps production code where it makes a transition or counts a reason, without ch
 """
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -17,11 +18,16 @@ from cluster.observe.telemetry import Telemetry
 from engine.scheduling.batching.preemption import Preemption
 from engine.scheduling.batching.reservations import Reservations
 from engine.scheduling.batching.sequence_queues import SequenceQueues
+from engine.scheduling.batching.sequences import Sequence
 from engine.scheduling.batching.swapping import SwapSpace
 from engine.scheduling.exports import PromptExports, TicketLeases
+from engine.scheduling.schedule import PromptTime
+from engine.scheduling.step import StepPlan
+from engine.scheduling.steps_in_flight import StepsInFlight
 from kvtransfer.protocol import export_machine, import_state, leases
 from router.fleet.decode_stream import DecodeStream
 from router.policies import breakers
+from router.policies.placement import PlacementReason
 from router.request.account import RequestAccount
 
 LABELS = ("side", "leg", "action", "source", "finder", "outcome", "reason")  # those that name a cause
@@ -47,6 +53,8 @@ _PHRASES = {  # parts of the details of WorkerLost, which no counter counts
     "and another one does": "prompt left a silent worker",
     "did not take a start within": "decode start: late",
 }
+# What one step may compute: sequences decoded here, prompts of such sequences, and prompts for export.
+_STEP_WORK = ("decode", "own prompt", "export")
 _SWAP_OUTCOMES = ("swapped_out", "recomputed", "recompute_cheaper", "swap_full")
 
 Count = Callable[[str], None]
@@ -75,6 +83,10 @@ def known() -> tuple[str, ...]:
     names += [f"scheduler: {method.strip('_')}" for methods in _SCHEDULER_MOVES.values() for method in methods]
     names += [f"swap: {outcome}" for outcome in _SWAP_OUTCOMES]
     names += [f"member: {state}" for state in MemberState if state is not MemberState.STARTING]
+    works = [works for number in (1, 2, 3) for works in itertools.combinations(_STEP_WORK, number)]
+    names += [f"step: {' + '.join(work)}" for work in works]
+    names += ["prompt time: limited", *(f"counted: placement_decisions {reason}" for reason in PlacementReason)]
+    names += ["direct request: ok"]
     names.remove("lease: running > running")
     return (*dict.fromkeys(names), "lease: renewed")
 
@@ -107,6 +119,8 @@ def _wrappers(count: Count) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield breakers._Breaker, "move", functools.partial(_before, before=_counting_breaker(count))
     yield DecodeStream, "_converse", functools.partial(_counting_streams, count)
     yield SwapSpace, "swap_out", functools.partial(_counting_swaps, count)
+    yield StepsInFlight, "begin", lambda begun: _before(begun, functools.partial(_count_step, count))
+    yield PromptTime, "take", functools.partial(_counting_limits, count)
     for owner, methods in _SCHEDULER_MOVES.items():
         for method in methods:
             yield owner, method, functools.partial(_after, count=count, name=f"scheduler: {method.strip('_')}")
@@ -139,6 +153,29 @@ def _count_error(count: Count, error: TandemError, message: str, **_: object) ->
     for phrase, name in _PHRASES.items():
         if phrase in message:
             count(name)
+
+
+def _count_step(count: Count, _: StepsInFlight, plan: StepPlan, sequences: tuple[Sequence, ...], now_s: float) -> None:
+    """Count a step by the kinds of its work."""
+    works = set()
+    for sequence, chunk in zip(sequences, plan.chunks, strict=True):
+        is_decoded = chunk.samples and chunk.end - chunk.num_draft_tokens > sequence.group.num_prompt
+        works.add("export" if sequence.group.export is not None else "decode" if is_decoded else "own prompt")
+    if works:  # else the step only swaps
+        count(f"step: {' + '.join(work for work in _STEP_WORK if work in works)}")
+
+
+def _counting_limits(count: Count, take: Any) -> Any:
+    """Count prompts that get less than the step's tokens because of the time between tokens."""
+
+    @functools.wraps(take)
+    def counting(prompt_time: PromptTime, num_tokens: int, *arguments: Any) -> int:
+        taken: int = take(prompt_time, num_tokens, *arguments)
+        if taken < num_tokens:
+            count("prompt time: limited")
+        return taken
+
+    return counting
 
 
 def _counting_hand_off(count: Count) -> Callable[..., None]:

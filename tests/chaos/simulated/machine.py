@@ -212,6 +212,7 @@ def simulated_machine() -> Iterator[None]:
         "router.app.configure_logs": lambda *_: None,
         "router.app.cluster_key": lambda _: b"k" * 32,
         "router.app.HttpServer": _HttpServer,
+        "router.app.random": dice,
         "router.app.HealthPort": _HealthPort,
         "router.app.build_app": lambda **_: None,
         "router.app.MonotonicClock": SimulatedClock,

@@ -101,6 +101,9 @@ class Member:
                 grpc_port=self._port,
                 request_timeout_s=_REQUEST_TIMEOUT_S,
                 max_attempts=schedule.max_attempts,
+                placement=schedule.mix.placement,
+                slo_ttft_ms=schedule.mix.slo_ttft_ms,
+                slo_tpot_ms=schedule.mix.slo_tpot_ms,
             )
         return WorkerConfig(
             **common,
@@ -119,6 +122,7 @@ class Member:
             heartbeat_s=1.0,
             step_timeout_s=1.5,
             stuck_exit_s=6.0,
+            slo_tpot_ms=schedule.mix.slo_tpot_ms,
             **(_tiers(schedule) if self.role == "prefill" else {}),
         )
 

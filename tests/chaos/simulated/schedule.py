@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from random import Random
 
+from tests.chaos.simulated.mix import SEPARATE, Mix, draw_mix
 from tests.chaos.simulated.mutations import MESSAGES
 
-DISTRIBUTION = 4
+DISTRIBUTION = 5
 MAX_MODEL_LEN = 96
 
 
@@ -113,6 +114,7 @@ class Schedule:
     mutations: tuple[Mutation, ...]
     drain_grace_s: float
     max_attempts: int
+    mix: Mix = SEPARATE
 
     def num_blocks(self, role: str, number: int) -> int:
         sizes = self.prefill_blocks if role == "prefill" else self.decode_blocks
@@ -138,6 +140,18 @@ _MUTATED_SHARE = 0.2  # of schedules in which members send messages with a field
 
 
 def make_schedule(seed: int) -> Schedule:
+    """Return the schedule of a seed: work of two separate pools with faults, and what is mixed into it."""
+    separate = _separate(seed)
+    mix = draw_mix(Random(f"{seed} mix"), separate.num_prefills, separate.num_decodes)
+    return replace(_colocated(separate) if mix.is_colocated else separate, mix=mix)
+
+
+def _colocated(schedule: Schedule) -> Schedule:
+    mishaps = tuple(mishap for mishap in schedule.mishaps if mishap.role != "prefill")
+    return replace(schedule, num_prefills=0, prefill_blocks=(), mishaps=mishaps)
+
+
+def _separate(seed: int) -> Schedule:
     dice = Random(seed)
     counts = num_routers, num_prefills, num_decodes = [
         dice.choice((1, 2, 2)),
@@ -186,7 +200,7 @@ def make_schedule(seed: int) -> Schedule:
 def plain_schedule(seed: int) -> Schedule:
     """Return a schedule with large pools and without faults. Tests of one scenario start from it."""
     return replace(
-        make_schedule(seed),
+        _separate(seed),
         prefill_blocks=(96,),
         decode_blocks=(96,),
         block_size=4,

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from tests.chaos.simulated.mix import SEPARATE
 from tests.chaos.simulated.schedule import Ask, Mishap, Schedule
 from tests.chaos.simulated.world import Result
 
@@ -45,6 +46,7 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
             yield replace(schedule, asks=asks[:place] + asks[place + 1 :])
     for place in range(len(schedule.mutations)):
         yield replace(schedule, mutations=schedule.mutations[:place] + schedule.mutations[place + 1 :])
+    yield from _less_mixed(schedule)
     for name in ("read_faults", "speculates", "launches", "disk_blocks", "host_blocks", "swap_blocks"):
         if getattr(schedule, name):
             without: Any = {name: type(getattr(schedule, name))()}
@@ -58,9 +60,25 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
             yield replace(schedule, mishaps=(*mishaps[:place], shorter, *mishaps[place + 1 :]))
 
 
+def _less_mixed(schedule: Schedule) -> Iterator[Schedule]:
+    mix = schedule.mix
+    for place in range(len(mix.direct_asks)):
+        fewer = mix.direct_asks[:place] + mix.direct_asks[place + 1 :]
+        yield replace(schedule, mix=replace(mix, direct_asks=fewer))
+    for simpler in (
+        replace(mix, placement=SEPARATE.placement),
+        replace(mix, slo_ttft_ms=0.0),
+        replace(mix, slo_tpot_ms=0.0),
+        replace(mix, warm_up_s=0.0),
+    ):
+        if simpler != mix:
+            yield replace(schedule, mix=simpler)
+
+
 def _fewer_members(schedule: Schedule) -> Iterator[Schedule]:
     for role in ("router", "prefill", "decode"):
-        if getattr(schedule, f"num_{role}s") > 1:
+        is_named = any(ask.prefill == f"{role}1" or ask.decode == f"{role}1" for ask in schedule.mix.direct_asks)
+        if getattr(schedule, f"num_{role}s") > 1 and not is_named:
             mishaps = tuple(replace(m, number=0) if m.role == role else m for m in schedule.mishaps)
             asks = tuple(replace(ask, router=0) for ask in schedule.asks) if role == "router" else schedule.asks
             fewer: Any = {f"num_{role}s": 1, "mishaps": mishaps, "asks": asks}

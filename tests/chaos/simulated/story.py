@@ -23,6 +23,8 @@ def describe(schedule: Schedule) -> str:
     extras = {
         f"{schedule.swap_blocks} blocks of swap space per decode worker": schedule.swap_blocks,
         "devices compute on their own": schedule.launches,
+        f"placement {schedule.mix.placement}, targets {schedule.mix.slo_ttft_ms:g} ms to the first token and"
+        f" {schedule.mix.slo_tpot_ms:g} ms per token; clients begin after {schedule.mix.warm_up_s:g} s": schedule.mix,
         "sequences draft token ahead": schedule.speculates,
         "reads go wrong": schedule.read_faults,
         f"{schedule.host_blocks} blocks of host memory for prefixes, {schedule.disk_blocks} of disk": (
@@ -36,6 +38,11 @@ def describe(schedule: Schedule) -> str:
             cancels += f", loses its connection after {ask.reconnect_after}"
         prompt = f"{ask.num_tokens} tokens, {ask.max_tokens} more, n={ask.n}"
         lines.append(f"  request {number}: to router {ask.router} at {ask.at_s:.3f} s, {prompt}{cancels}")
+    for number, direct in enumerate(schedule.mix.direct_asks):
+        cancels = "" if direct.cancel_after is None else f", cancels after {direct.cancel_after}"
+        prompt = f"{direct.num_tokens} tokens, {direct.max_tokens} more, n={direct.n}"
+        way = f"to {direct.prefill} and {direct.decode}" if direct.prefill else f"to {direct.decode} alone"
+        lines.append(f"  direct request {number}: {way} at {direct.at_s:.3f} s, {prompt}{cancels}")
     lines += map(_mishap, schedule.mishaps)
     lines += [f"  {each.message}, time {each.occurrence + 1}, is malformed" for each in schedule.mutations]
     return "\n".join(lines)

@@ -28,13 +28,27 @@ from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, Schedule, p
 from tests.chaos.simulated.world import run_schedule
 
 _FIXED = range(50)
+_MIXED = frozenset(
+    {
+        "step: decode + export",
+        "step: decode + own prompt",
+        "prompt time: limited",
+        "direct request: ok",
+        "counted: placement_decisions ttft",
+        "counted: placement_decisions slo",
+        "counted: local_prefills predicted",
+        "counted: local_prefills colocated",
+    }
+)
 
 
 def test_a_fixed_set_of_schedules_loses_repeats_and_leaks_nothing() -> None:
-    met: set[tuple[str, str, str]] = set()
+    met, reached = set[tuple[str, str, str]](), set[str]()
     for seed, result in run_seeds(_FIXED):
         assert not result.violations, f"seed {seed}; `python -m tests.chaos.simulated --seeds 1 --first {seed}` tells"
         met.update(result.hit)
+        reached.update(result.reached)
+    assert reached >= _MIXED
     for phase in Phase:
         assert any(hit[2] == phase for hit in met), f"nothing went wrong when a request was {phase}"
     wanted = {Kind.KILL, Kind.STOP, Kind.DRAIN, Kind.CUT, Kind.RESET, Kind.SUPERSEDED, Kind.CLOCK, Kind.MEMORY}

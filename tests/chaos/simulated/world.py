@@ -8,6 +8,7 @@ from typing import Any
 
 from cluster.errors import DrainIncomplete, Unhealthy
 from tests.chaos.simulated.clients import Client
+from tests.chaos.simulated.direct_client import DirectClient
 from tests.chaos.simulated.disk import Disk
 from tests.chaos.simulated.harm import LEAVE_S, Harm
 from tests.chaos.simulated.loop import Process, SimulatedLoop, Stuck
@@ -81,9 +82,12 @@ class World:
 
     async def run(self) -> None:
         await self._start_all()
+        await asyncio.sleep(self.schedule.mix.warm_up_s)
         clients = [Client(self, number, ask) for number, ask in enumerate(self.schedule.asks)]
         tasks = [self.loop.spawn(client.process, client.run(), f"client {client.number}") for client in clients]
         self._asking = tasks
+        direct_clients = [DirectClient(self, number, ask) for number, ask in enumerate(self.schedule.mix.direct_asks)]
+        direct = [self.loop.spawn(client.process, client.run(), str(client.process)) for client in direct_clients]
         for mishap in self.schedule.mishaps:
             if mishap.phase is None:
                 self.loop.call_later(mishap.at_s, self._strike, mishap, self._place(mishap, {}), 0)
@@ -93,6 +97,8 @@ class World:
                 self.wrong(f"request {client.number} has no end after {_CLIENTS_S:g} s")
             else:
                 self.outcomes[task.result()] += 1
+        for task in direct:
+            self.reached[f"direct request: {await task}"] += 1
         await self._recover()
         await self._become_idle()
         await self._leave_all()

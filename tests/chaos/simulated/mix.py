@@ -1,0 +1,80 @@
+"""What a schedule mixes beyond the work of two separate pools: how routers place requests, the latency targets, and
+direct requests, with which workers of either role prefill, export, import and decode side by side.
+
+Drawn from a random number generator of its own, so the rest of a seed's schedule does not depend on it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+
+@dataclass(frozen=True, slots=True)
+class DirectAsk:
+    """One request that the harness sends to the workers that it names, whatever their roles. No router retries it."""
+
+    at_s: float
+    prefill: str  # place of the worker that exports the prompt; empty: the decoding worker computes it itself
+    decode: str  # place of the worker that decodes
+    family: int  # as of an `Ask`
+    num_shared: int
+    num_tokens: int
+    max_tokens: int
+    n: int = 1
+    cancel_after: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    placement: str = "prefix-aware"
+    slo_ttft_ms: float = 0.0
+    slo_tpot_ms: float = 0.0  # of routers and workers
+    warm_up_s: float = 0.0  # from the start of the last member until clients begin; by then routers know all speeds
+    is_colocated: bool = False  # there is no prefill worker
+    direct_asks: tuple[DirectAsk, ...] = ()
+
+
+SEPARATE = Mix()  # nothing is mixed
+
+_COLOCATED_SHARE = 0.06
+_DIRECT_SHARE = 0.5  # of schedules with direct requests
+_WARM_UP_S = 1.5  # longer than the interval of heartbeats
+_PLACEMENTS = ("prefix-aware", "prefix-aware", "auto", "auto", "auto", "least-loaded", "round-robin")
+
+
+def draw_mix(dice: Random, num_prefills: int, num_decodes: int) -> Mix:
+    is_colocated = dice.random() < _COLOCATED_SHARE
+    roles = {"prefill": 0 if is_colocated else num_prefills, "decode": num_decodes}
+    places = [f"{role}{index}" for role, number in roles.items() for index in range(number)]
+    has_direct = dice.random() < _DIRECT_SHARE
+    direct = [_direct(dice, places) for _ in range(dice.choice((1, 2, 4, 8, 12)))] if has_direct else []
+    return Mix(
+        placement=dice.choice(_PLACEMENTS),
+        slo_ttft_ms=dice.choice((0.0, 0.0, 30.0, 300.0)),
+        slo_tpot_ms=dice.choice((0.0, 0.0, 5.0, 40.0)),
+        warm_up_s=dice.choice((0.0, _WARM_UP_S)),
+        is_colocated=is_colocated,
+        direct_asks=tuple(sorted(direct, key=lambda ask: ask.at_s)),
+    )
+
+
+def _direct(dice: Random, places: Sequence[str]) -> DirectAsk:
+    """Draw a request that one worker serves alone, or that another one exports to it. The usual way, from a prefill to
+    a decode worker, is the rarest."""
+    ways = [("", place) for place in places for _ in range(2 if place.startswith("prefill") else 1)]
+    for prefill in places:
+        for decode in places:
+            if prefill != decode:
+                ways += [(prefill, decode)] * (1 if prefill[:-1] == "prefill" and decode[:-1] == "decode" else 2)
+    prefill, decode = dice.choice(ways)
+    return DirectAsk(
+        at_s=dice.choice((0.0, dice.random() / 4, dice.random() / 4, dice.random(), dice.random() * 3)),
+        prefill=prefill,
+        decode=decode,
+        family=dice.randrange(2),
+        num_shared=dice.choice((0, 8, 17, 33)),
+        num_tokens=dice.choice((dice.randint(1, 12), dice.randint(1, 40), dice.randint(20, 60))),
+        max_tokens=dice.choice((2, dice.randint(2, 30), dice.randint(10, 36))),
+        n=dice.choice((1, 1, 1, 2)),
+        cancel_after=dice.choice((None,) * 7 + (dice.randint(0, 6),)),
+    )
