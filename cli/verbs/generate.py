@@ -58,6 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--is-batch", action="store_true", default=None, help="use only capacity that no other request needs"
     )
     sampling.add_argument(
+        "--slo-ttft-s", type=float, metavar="X", help="refuse it at once if its first token is predicted after X s"
+    )
+    sampling.add_argument("--slo-tpot-s", type=float, metavar="X", help="the same for its mean time between tokens")
+    sampling.add_argument(
         "--timeout-s", type=float, metavar="X", default=600.0, help="timeout in seconds (default: 600)"
     )
 

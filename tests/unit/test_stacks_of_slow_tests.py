@@ -52,10 +52,12 @@ _HANGS = """
 """
 
 
-def test_a_test_that_ends_its_process_shows_its_stacks_before(pytester: pytest.Pytester) -> None:
+def test_a_test_that_ends_its_process_shows_its_stacks_before(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytester.makeconftest(_PLUGIN.replace("limit_s=120.0", "limit_s=120.0, spare_s=0.9"))
     pytester.makepyfile(_HANGS)
-    pytester.syspathinsert(Path(__file__).parents[2])
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     result = pytester.runpytest_subprocess(
         "-n", "1", "--max-worker-restart=0", "-o", "asyncio_default_fixture_loop_scope=function"
     )
