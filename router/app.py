@@ -97,7 +97,10 @@ class Router:
         self._prefix_index = PrefixIndex()
         self._fleet = self._make_fleet()
         self._policy = policy(
-            config.placement, SloTargets.of_ms(config.slo_ttft_ms, config.slo_tpot_ms), draw=random.random
+            config.placement,
+            SloTargets.of_ms(config.slo_ttft_ms, config.slo_tpot_ms),
+            draw=random.random,
+            explore=config.explore,
         )
         self._migrations = Migrations(
             router=self._member.id, fleet=self._fleet, policy=self._policy, telemetry=self._telemetry

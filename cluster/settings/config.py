@@ -109,6 +109,11 @@ class RouterConfig(ClusterSettings):
     slo_tpot_ms: float = setting(
         0.0, "target for the mean time per later token in milliseconds, for --placement auto; 0: none"
     )
+    explore: float = setting(
+        0.0,
+        "share of requests, at most 0.5, that --placement auto sends to the second-best candidate, to measure"
+        " whether disaggregation is worth it; never where a latency target would be missed",
+    )
     max_model_len: int = setting(0, "maximum tokens of prompt plus output; 0: the model's limit")
     max_input_length: int = setting(0, "maximum tokens of a prompt; 0: only --max-model-len applies")
     max_output_length: int = setting(0, "maximum output tokens; 0: only --max-model-len applies")
@@ -135,6 +140,11 @@ class RouterConfig(ClusterSettings):
             require(getattr(self, name) >= 1, f"{flag_of(name)} must be at least 1, not {getattr(self, name)}")
         require_lengths(self.max_model_len, self.max_input_length, self.max_output_length)
         _require_no_negative(self, "slo_ttft_ms", "slo_tpot_ms")
+        require(0 <= self.explore <= 0.5, f"--explore must be from 0 to 0.5, not {self.explore:g}")
+        require(
+            not self.explore or self.placement == "auto",
+            f"--explore needs --placement auto, not {self.placement}: only predictions name a second-best candidate",
+        )
         require(self.client_stall_s > 0, f"--client-stall-s must be positive, not {self.client_stall_s}")
         require(self.request_timeout_s > 0, f"--request-timeout-s must be positive, not {self.request_timeout_s}")
         require(self.stream_grace_s >= 0, f"--stream-grace-s must not be negative, not {self.stream_grace_s}")

@@ -148,8 +148,7 @@ class WorkerChoice:
             if placement is not None and (without_prefill or not is_hasty):
                 admitted.waits(choices[0], None)
                 self._telemetry.count("tandem_placement_decisions_total", reason=placement.reason)
-                if placement.considered:
-                    predicted = placement.considered[0].prediction
+                if (chosen := placement.chosen) is not None and (predicted := chosen.prediction) is not None:
                     admitted.account.predict(predicted.ttft_s, predicted.itl_s, _now_s())
                 return placement
             shortage = self._shortage(facts.size) if placement is None else None

@@ -4,6 +4,7 @@ A policy sees only pairs that can exchange KV and hold the request (router/polic
 times (router/policies/slo_aware.py); the policies here compare loads.
 """
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -23,6 +24,9 @@ SLOW_MARGIN_S = 0.005
 SECOND_LOOK_EVERY = 64
 SECOND_LOOK_MARGIN_S = 1.0
 
+# Candidates of a request that are kept to explain its placement.
+MAX_CONSIDERED = 16
+
 
 class PlacementReason(StrEnum):
     """The criterion that decided between the candidates of a request."""
@@ -37,16 +41,27 @@ class PlacementReason(StrEnum):
     KV_BYTES = "kv_bytes"  # the same, and the least KV is moved
     TIE = "tie"  # equal in everything: drawn
     UNKNOWN_SPEED = "unknown_speed"  # a worker has not reported its speed: decided as by prefix-aware
+    EXPLORED = "explored"  # the second-best candidate, drawn to measure what the best one would have saved
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to serve a request, and what was predicted for it."""
+    """One way to serve a request: what policies compare, and what was predicted for it."""
 
     prefill: MemberId | None  # None: the decode worker computes the prompt
     decode: MemberId
-    prediction: Prediction
-    num_violations: int  # latency targets that it is predicted to miss
+    depth: int  # sequences ahead of the request at these workers
+    num_cached: int  # tokens of the prompt that the worker that computes it has cached
+    prediction: Prediction | None = None  # None: the policy does not predict, or a worker has not reported its speed
+    num_violations: int = 0  # latency targets that it is predicted to miss
+
+    @property
+    def is_pair(self) -> bool:
+        return self.prefill is not None
+
+    @property
+    def members(self) -> tuple[MemberId | None, MemberId]:
+        return self.prefill, self.decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +72,27 @@ class Placement:
     decode: MemberId
     reason: PlacementReason
     is_fallback: bool = False  # there was no pair to choose
-    considered: tuple[Candidate, ...] = ()  # the chosen one first, then the others from best to worst; empty: no
-    # prediction was made
+    considered: tuple[Candidate, ...] = ()  # from the best to the worst, at most `MAX_CONSIDERED`
+    num_candidates: int = 0  # all of them
+    alternative: Candidate | None = None  # the chosen one and this one were drawn from; None: nothing was explored
+    propensity: float = 1.0  # of that draw: the probability with which the chosen one was drawn
+
+    @property
+    def chosen(self) -> Candidate | None:
+        """The candidate that was chosen. None only where no candidate was kept."""
+        return next((each for each in self.considered if each.members == (self.prefill, self.decode)), None)
+
+
+def shortlist(ordered: Sequence[Candidate], chosen: Candidate) -> tuple[Candidate, ...]:
+    """Return the first of these candidates, with the chosen one and the best one of each kind (pair, or worker alone)
+    always among them: `MAX_CONSIDERED` in all."""
+    best = [next((each for each in ordered if each.is_pair is is_pair), chosen) for is_pair in (True, False)]
+    kept = {id(each) for each in (chosen, *best)}
+    for each in ordered:
+        if len(kept) == MAX_CONSIDERED:
+            break
+        kept.add(id(each))
+    return tuple(each for each in ordered if id(each) in kept)
 
 
 class Policy(Protocol):
@@ -96,7 +130,7 @@ class LeastLoaded:
         least = min(map(_depth, found), default=0)
         lightest = [pair for pair in found if _depth(pair) == least]
         best = self._speeds.without_slow(lightest, request.num_prompt_tokens)
-        return self._turns.choose(best, found, PlacementReason.LOWEST_LOAD)
+        return self._turns.choose(best, found, PlacementReason.LOWEST_LOAD, request)
 
 
 class PrefixAware:
@@ -121,7 +155,7 @@ class PrefixAware:
         best = self._speeds.without_slow(cheapest, request.num_prompt_tokens)
         is_for_prefix = any(_share_to_compute(pair, request) < 1 for pair in best)
         reason = PlacementReason.CACHED_PREFIX if is_for_prefix else PlacementReason.LOWEST_LOAD
-        return self._turns.choose(best, found, reason)
+        return self._turns.choose(best, found, reason, request)
 
 
 class RoundRobin:
@@ -139,7 +173,7 @@ class RoundRobin:
         self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts
     ) -> Placement | None:
         found = pairs(prefills, decodes, request)
-        return self._turns.choose(found, found, PlacementReason.TURN)
+        return self._turns.choose(found, found, PlacementReason.TURN, request)
 
 
 class _Turns:
@@ -149,11 +183,13 @@ class _Turns:
         self._turn = 0
         self._last_turn: dict[MemberId, int] = {}
 
-    def choose(self, best: Sequence[Pair], pairs: Sequence[Pair], reason: PlacementReason) -> Placement | None:
+    def choose(
+        self, best: Sequence[Pair], pairs: Sequence[Pair], reason: PlacementReason, request: RequestFacts
+    ) -> Placement | None:
         """Return the pair of `best` that was chosen least recently. Workers in none of `pairs` are forgotten."""
         if not best:
             return None
-        prefill, decode = min(best, key=self._rank)
+        prefill, decode = chosen = min(best, key=self._rank)
         self._turn += 1
         present = {load.member for pair in pairs for load in pair if load is not None}
         self._last_turn = {member: turn for member, turn in self._last_turn.items() if member in present}
@@ -165,6 +201,8 @@ class _Turns:
             decode=decode.member,
             reason=reason if len(pairs) > 1 else PlacementReason.ONLY_CANDIDATE,
             is_fallback=prefill is None,
+            considered=_by_load(chosen, pairs, request),
+            num_candidates=len(pairs),
         )
 
     def _rank(self, pair: Pair) -> tuple[int, str]:
@@ -203,6 +241,21 @@ class _Speeds:
         self._looked_at = {names: look for names, look in self._looked_at.items() if names in present}
         self._looked_at[_names(pair)] = self._num_looks
         return pair
+
+
+def _by_load(chosen: Pair, pairs: Sequence[Pair], request: RequestFacts) -> tuple[Candidate, ...]:
+    """Return the chosen pair, and then those with the lowest load."""
+    others = [pair for pair in pairs if pair is not chosen]
+    lightest = heapq.nsmallest(MAX_CONSIDERED - 1, others, key=_depth)
+    return tuple(candidate_of(prefill, decode, request) for prefill, decode in (chosen, *lightest))
+
+
+def candidate_of(prefill: WorkerLoad | None, decode: WorkerLoad, request: RequestFacts) -> Candidate:
+    """Return a candidate without a prediction."""
+    computing = prefill if prefill is not None else decode
+    cached = min(request.cached_tokens.get(computing.member, 0), request.num_prompt_tokens - 1)
+    member = prefill.member if prefill is not None else None
+    return Candidate(member, decode.member, _depth((prefill, decode)), cached)
 
 
 def _depth(pair: Pair) -> int:

@@ -101,6 +101,19 @@ def test_a_malformed_settings_file_is_refused(tmp_path: Path, content: str, said
         load_config(WorkerConfig, {"config": file}, {})
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"placement": "auto", "explore": 0.6}, "--explore must be from 0 to 0.5"),
+        ({"placement": "auto", "explore": -0.1}, "--explore must be from 0 to 0.5"),
+        ({"explore": 0.02}, "--explore needs --placement auto, not prefix-aware"),
+    ],
+)
+def test_exploration_is_a_small_share_under_the_policy_that_predicts(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(RouterConfig, {"model": "m", **settings}, {})
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.yaml: No such file"):
         load_config(WorkerConfig, {"config": tmp_path / "none.yaml"}, {})

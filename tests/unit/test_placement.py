@@ -1,11 +1,14 @@
 """Placement: the workers that serve a request, and that every request gets workers while there is a decode worker."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.messages import LinkSpeed, MemberId
 from router.policies.candidates import RequestFacts, WorkerLoad
 from router.policies.placement import (
+    MAX_CONSIDERED,
     SECOND_LOOK_EVERY,
     SLOW_MARGIN_S,
     LeastLoaded,
@@ -50,6 +53,25 @@ def test_equal_pairs_are_chosen_in_turn() -> None:
 def test_round_robin_ignores_load() -> None:
     turns, decodes = RoundRobin(), [load("d0", 100), load("d1")]
     assert [names(turns.choose([], decodes, facts()))[1] for _ in range(4)] == ["d0", "d1", "d0", "d1"]
+
+
+def test_policies_without_predictions_keep_the_loads_that_they_compared_the_chosen_pair_first() -> None:
+    prefills, decodes = [load("p0", 3), load("p1", 1)], [load("d0", 2)]
+    request = replace(facts(), cached_tokens={MemberId("p1", "1"): 4})
+    for policy, chosen in ((LeastLoaded(), "p1"), (PrefixAware(), "p1"), (RoundRobin(), "p0")):
+        placement = policy.choose(prefills, decodes, request)
+        assert placement is not None and placement.num_candidates == 2
+        kept = {each.prefill.id: (each.depth, each.num_cached) for each in placement.considered if each.prefill}
+        assert kept == {"p0": (5, 0), "p1": (3, 4)}
+        assert placement.considered[0] is placement.chosen
+        assert names(placement)[0] == chosen
+
+
+def test_of_many_pairs_the_chosen_one_and_the_lightest_are_kept() -> None:
+    decodes = [load(f"d{number}", 100 - number) for number in range(60)]
+    placement = RoundRobin().choose([], decodes, facts())
+    assert placement is not None and placement.num_candidates == 60
+    assert [each.depth for each in placement.considered] == [100, *range(41, 41 + MAX_CONSIDERED - 1)]
 
 
 def test_only_workers_with_equal_fingerprints_form_a_pair() -> None:

@@ -10,7 +10,14 @@ from cluster.messages import MemberId
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
 from cluster.settings.config import RouterConfig
 from router.policies.candidates import NO_TARGETS, RequestFacts, SloTargets, WorkerLoad
-from router.policies.placement import LeastLoaded, Placement, PlacementReason, PrefixAware, RoundRobin
+from router.policies.placement import (
+    MAX_CONSIDERED,
+    LeastLoaded,
+    Placement,
+    PlacementReason,
+    PrefixAware,
+    RoundRobin,
+)
 from router.policies.slo_aware import SloAware, policy
 from router.policies.work_ahead import PromptQueue, PromptWork, SequenceBatch, WorkAhead
 
@@ -100,14 +107,95 @@ def test_equal_seeds_draw_equally() -> None:
     ]
 
 
-def test_every_candidate_is_kept_with_its_prediction_the_chosen_one_first() -> None:
+def test_every_candidate_is_kept_with_its_prediction_the_best_one_first() -> None:
     placement = choose([load("p0"), load("p1", num_ahead=900)], [load("d0", num_ahead=300)])
     assert [(c.prefill.id if c.prefill else None, c.decode.id) for c in placement.considered] == [
         ("p0", "d0"),
         (None, "d0"),
         ("p1", "d0"),
     ]
-    assert [c.prediction.ttft_s for c in placement.considered] == pytest.approx([0.4, 0.7, 1.3])
+    assert [c.prediction.ttft_s for c in placement.considered if c.prediction] == pytest.approx([0.4, 0.7, 1.3])
+    assert placement.chosen is placement.considered[0]
+    assert placement.num_candidates == 3
+
+
+def test_of_many_candidates_the_best_are_kept_and_always_the_best_worker_alone() -> None:
+    prefills = [load(f"p{number}", num_ahead=10 * number) for number in range(40)]
+    placement = choose(prefills, [load("d0", num_ahead=9000)])
+    assert (placement.num_candidates, len(placement.considered)) == (41, MAX_CONSIDERED)
+    assert [c.prefill.id if c.prefill else None for c in placement.considered[-2:]] == ["p14", None]
+
+
+EXPLORES = 0.02
+
+
+def explored(
+    prefills: list[WorkerLoad],
+    decodes: list[WorkerLoad],
+    draw: float,
+    request: RequestFacts = REQUEST,
+    targets: SloTargets = NO_TARGETS,
+) -> Placement:
+    placement = SloAware(targets, lambda: draw, EXPLORES).choose(prefills, decodes, request)
+    assert placement is not None
+    return placement
+
+
+def test_a_small_share_of_the_requests_is_sent_to_the_second_best_candidate() -> None:
+    prefills, decodes = [load("p0"), load("p1", num_ahead=100)], [load("d0", num_ahead=700)]
+    placement = explored(prefills, decodes, draw=0.019)
+    assert (names(placement), placement.reason) == ((None, "d0"), PlacementReason.EXPLORED)
+    assert placement.propensity == EXPLORES
+    assert placement.alternative is placement.considered[0]  # the best one
+    assert placement.chosen is placement.considered[2]  # worse than p1's pair, which is of the same kind as the best
+
+
+def test_all_other_requests_get_the_best_candidate_and_record_what_might_have_been_drawn() -> None:
+    placement = explored([load("p0")], [load("d0", num_ahead=300)], draw=0.021)
+    assert (names(placement), placement.reason) == (("p0", "d0"), PlacementReason.TTFT)
+    assert placement.propensity == 1 - EXPLORES
+    assert placement.alternative is placement.considered[1]
+
+
+def test_the_share_of_explored_requests_is_the_configured_one() -> None:
+    policy = SloAware(NO_TARGETS, random.Random(7).random, 0.1)
+    reasons = Counter(
+        placement.reason
+        for _ in range(2000)
+        if (placement := policy.choose([load("p0")], [load("d0", num_ahead=300)], REQUEST))
+    )
+    assert 160 <= reasons[PlacementReason.EXPLORED] <= 240
+
+
+def test_where_all_candidates_are_of_one_kind_the_second_one_is_explored() -> None:
+    placement = explored([], [load("d0"), load("d1", num_ahead=100), load("d2", num_ahead=200)], draw=0.0)
+    assert (names(placement), placement.is_fallback) == ((None, "d1"), True)
+
+
+def test_exploration_never_misses_a_latency_target() -> None:
+    prefills, decodes = [load("p0"), load("p1", num_ahead=100)], [load("d0", num_ahead=700)]
+    tight = explored(prefills, decodes, draw=0.0, targets=SloTargets(ttft_s=0.6))
+    assert names(tight) == ("p1", "d0")  # the worker alone would miss it
+    own = explored(prefills, decodes, draw=0.0, request=replace(REQUEST, targets=SloTargets(ttft_s=0.45)))
+    assert (names(own), own.reason) == (("p0", "d0"), PlacementReason.SLO)
+    assert (own.alternative, own.propensity) == (None, 1.0)
+
+
+def test_only_first_attempts_without_any_token_are_explored() -> None:
+    prefills, decodes = [load("p0")], [load("d0", num_ahead=300), load("d1", num_ahead=400)]
+    for request in (
+        replace(REQUEST, avoid=frozenset({MemberId("d1", "1")})),
+        replace(REQUEST, num_committed=3),
+    ):
+        placement = explored(prefills, decodes, draw=0.0, request=request)
+        assert (placement.reason is PlacementReason.EXPLORED, placement.alternative) == (False, None)
+
+
+def test_without_a_share_nothing_is_drawn() -> None:
+    placement = SloAware(NO_TARGETS, lambda: pytest.fail("a number was drawn")).choose(
+        [load("p0")], [load("d0", num_ahead=300)], REQUEST
+    )
+    assert placement is not None and placement.alternative is None
 
 
 def test_a_worker_that_failed_this_request_is_the_last_choice_of_every_kind() -> None:
@@ -133,7 +221,7 @@ def test_while_a_speed_is_unknown_load_and_prefix_decide() -> None:
     unknown = WorkerLoad(MemberId("p1", "1"), "a", 0)
     placement = choose([replace(load("p0"), assigned=5), unknown], [load("d0")])
     assert (names(placement), placement.reason) == (("p1", "d0"), PlacementReason.UNKNOWN_SPEED)
-    assert placement.considered == ()
+    assert all(candidate.prediction is None for candidate in placement.considered)
 
 
 def test_every_policy_that_can_be_configured_exists() -> None:
@@ -154,5 +242,7 @@ def test_a_random_fleet_is_never_served_worse_than_the_best_static_arm_predicts(
             [load(f"{role}{n}", num_ahead=draws.randrange(2000), running=draws.randrange(5)) for n in range(3)]
             for role in "pd"
         )
-        found = choose(prefills, decodes).considered
-        assert found[0].prediction.ttft_s <= min(candidate.prediction.ttft_s for candidate in found) * 1.02 + 0.001
+        placement = choose(prefills, decodes)
+        ttfts_s = [candidate.prediction.ttft_s for candidate in placement.considered if candidate.prediction]
+        assert len(ttfts_s) == placement.num_candidates
+        assert ttfts_s[0] <= min(ttfts_s) * 1.02 + 0.001
