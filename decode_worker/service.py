@@ -25,11 +25,10 @@ from cluster.observe.telemetry import Telemetry
 from cluster.protocol import wire
 from cluster.protocol.hashing import NewChain
 from cluster.protocol.received import checked
-from decode_worker import router_messages
 from decode_worker.exports import Exports, FreezeOrder
 from decode_worker.imports import Imports
 from decode_worker.live_handles import Arrival, LiveHandles
-from decode_worker.streams import RouterStreams
+from decode_worker.streams import RouterStreams, failed_message, leaving_message, started_message, step_message
 from engine.scheduling import commands
 from engine.scheduling.limits import SchedulerLimits
 from engine.steps.step_loop import StepLoop
@@ -148,7 +147,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         try:
             yield worker_pb2.WorkerMessage(hello=worker_pb2.WorkerHello(worker=str(self._member)))
             if self._leaves_at_s is not None:
-                yield router_messages.leaving(max(0.0, self._leaves_at_s - _now_s()))
+                yield leaving_message(max(0.0, self._leaves_at_s - _now_s()))
             async for message in stream.drain(connection):
                 yield message
             self._refuse_if_unhealthy()
@@ -183,11 +182,11 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         """Refuse new jobs and notify every router, now or when it connects, so that it moves sequences that will not
         end in time. Return when no sequence is left and the last tokens are sent. Raises DrainIncomplete."""
         self._leaves_at_s = _now_s() + grace_s
-        self._streams.broadcast(router_messages.leaving(grace_s))
+        self._streams.broadcast(leaving_message(grace_s))
         try:
             async with asyncio.timeout(grace_s):
                 await self._handles.until_none()
-                await self._streams.said()
+                await self._streams.until_all_sent()
         except TimeoutError:
             raise DrainIncomplete(
                 f"{len(self._handles)} sequence(s) were left after {grace_s:g} s, which their routers start again"
@@ -279,7 +278,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         begun = self._handles.begin(event.router, event.handles, _now_s())
         self._telemetry.count("tandem_prefix_cached_tokens_total", event.num_cached)
         if begun:  # else all were cancelled during their first step
-            message = router_messages.started(event, begun)
+            message = started_message(event, begun)
             self._telemetry.observe("tandem_decode_queue_seconds", message.started.queue_s)
             self._streams.send(event.router, message)
 
@@ -288,12 +287,12 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         for token in event.tokens:
             by_router.setdefault(token.router, []).append(token)
         for router, tokens in by_router.items():
-            self._streams.send(router, router_messages.step_output(event.step, tokens))
+            self._streams.send(router, step_message(event.step, tokens))
             self._forget(router, frozenset(t.handle for t in tokens if t.token.finish_reason is not None))
         self._telemetry.count("tandem_decode_tokens_total", len(event.tokens))
 
     def _fail(self, router: MemberId, handles: tuple[int, ...], error: TandemError) -> None:
-        self._streams.send(router, router_messages.failed(handles, error))
+        self._streams.send(router, failed_message(handles, error))
         self._forget(router, frozenset(handles))
 
     def _forget(self, router: MemberId, handles: frozenset[int]) -> None:

@@ -1,4 +1,4 @@
-"""The worker's side of the one multiplexed stream per router.
+"""The worker's side of the one multiplexed stream per router: its messages and their delivery.
 
 This module owns the messages that wait to be sent. A stream outlives a broken connection by the grace time, so that a
 router which reconnects finds its sequences running; it detects lost tokens by their indices. The messages of a stream
@@ -7,13 +7,20 @@ are bounded: the stream of a router that does not read is dropped.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
+from cluster.errors import HandOffFailed, TandemError
 from cluster.messages import MemberId
+from cluster.protocol import wire
+from decode_worker.live_handles import Arrival
+from engine.scheduling.commands import SequenceToken, Started
+from tandem.enum_words import FINISH_REASONS
 from tandem.internal.v1 import worker_pb2
+from tandem.v1 import inference_pb2
 
 _MAX_WAITING_BYTES = 32 << 20
 _MESSAGE_BYTES = 512  # memory of one message besides its content
+_LOCAL = "local"  # the transport of a prompt that this worker prefilled itself
 
 
 class RouterStream:
@@ -25,8 +32,8 @@ class RouterStream:
         self._waiting_bytes = 0
         self._heartbeat: worker_pb2.WorkerMessage | None = None  # the latest one, until it is sent
         self._changed = asyncio.Event()
-        self.has_said_all = asyncio.Event()  # no message waits or is being sent
-        self.has_said_all.set()
+        self.all_sent = asyncio.Event()  # no message waits or is being sent
+        self.all_sent.set()
         self._connection: object | None = None
 
     @property
@@ -45,13 +52,13 @@ class RouterStream:
     def send(self, message: worker_pb2.WorkerMessage) -> None:
         self._waiting.append(message)
         self._waiting_bytes += _size(message)
-        self.has_said_all.clear()
+        self.all_sent.clear()
         self._changed.set()
 
     def beat(self, message: worker_pb2.WorkerMessage) -> None:
         """Send a heartbeat. It replaces an earlier one that still waits."""
         self._heartbeat = message
-        self.has_said_all.clear()
+        self.all_sent.clear()
         self._changed.set()
 
     def attach(self, connection: object | None) -> None:
@@ -73,7 +80,7 @@ class RouterStream:
                 self._waiting_bytes -= _size(message)
                 yield message
             else:
-                self.has_said_all.set()
+                self.all_sent.set()
                 self._changed.clear()
                 await self._changed.wait()
 
@@ -131,10 +138,10 @@ class RouterStreams:
             if stream.is_connected:
                 stream.send(message)
 
-    async def said(self) -> None:
+    async def until_all_sent(self) -> None:
         """Wait until every message is sent or its router is lost."""
         for stream in tuple(self._streams.values()):
-            await stream.has_said_all.wait()
+            await stream.all_sent.wait()
 
     def close(self) -> None:
         for router in tuple(self._streams):
@@ -145,13 +152,59 @@ class RouterStreams:
         stream = self._streams.pop(router, None)
         if stream is not None:
             stream.attach(None)
-            stream.has_said_all.set()
+            stream.all_sent.set()
             self._on_gone(router)
 
     def _end_grace(self, router: MemberId) -> None:
         grace = self._graces.pop(router, None)
         if grace is not None:
             grace.cancel()
+
+
+def leaving_message(grace_s: float) -> worker_pb2.WorkerMessage:
+    """Return the message that this worker drains and leaves after `grace_s` seconds."""
+    return worker_pb2.WorkerMessage(leaving=worker_pb2.WorkerLeaving(grace_s=grace_s))
+
+
+def started_message(event: Started, begun: Mapping[int, Arrival | None]) -> worker_pb2.WorkerMessage:
+    """Return the message about sequences that were in a step for the first time.
+
+    `begun` has the import of each sequence that is still live; None if it was prefilled here."""
+    message = worker_pb2.SequenceStarted(
+        handles=begun, queue_s=event.queue_s, transport=_LOCAL, num_cached=event.num_cached
+    )
+    arrivals = [arrival for arrival in begun.values() if arrival is not None]
+    if arrivals:
+        message.first_token_ids = wire.pack_ids([arrival.first_token_id for arrival in arrivals])
+        message.queue_s += arrivals[0].queue_s
+        message.transfer_s = arrivals[0].transfer_s
+        message.kv_bytes = arrivals[0].kv_bytes
+        message.transport = arrivals[0].transport
+    return worker_pb2.WorkerMessage(started=message)
+
+
+def step_message(step: int, tokens: Sequence[SequenceToken]) -> worker_pb2.WorkerMessage:
+    """Return the message with the tokens that one step drew for the sequences of one router."""
+    output = worker_pb2.StepOutput(
+        step=step,
+        handles=wire.pack_ids([t.handle for t in tokens]),
+        token_ids=wire.pack_ids([t.token.token_id for t in tokens]),
+        indices=wire.pack_ids([t.index for t in tokens]),
+    )
+    if any(t.token.logprobs is not None for t in tokens):
+        for t in tokens:
+            logprobs = t.token.logprobs
+            output.logprobs.append(wire.logprobs_to_wire(logprobs) if logprobs else inference_pb2.PositionLogprobs())
+    for t in tokens:
+        if t.token.finish_reason is not None:
+            finish_reason = FINISH_REASONS.number(t.token.finish_reason)
+            output.ends.append(worker_pb2.SequenceEnd(handle=t.handle, finish_reason=finish_reason))
+    return worker_pb2.WorkerMessage(step=output)
+
+
+def failed_message(handles: Sequence[int], error: TandemError) -> worker_pb2.WorkerMessage:
+    reason = str(error.handoff_reason) if isinstance(error, HandOffFailed) else error.reason
+    return worker_pb2.WorkerMessage(failed=worker_pb2.SequenceFailed(handles=handles, reason=reason, detail=str(error)))
 
 
 def _size(message: worker_pb2.WorkerMessage) -> int:

@@ -21,14 +21,14 @@ async def test_a_leaving_worker_waits_until_its_last_message_is_written() -> Non
     streams, connection = RouterStreams(grace_s=60.0, on_gone=lambda _: None), object()
     stream = streams.connect(_ROUTER, connection)
     streams.send(_ROUTER, _LAST)
-    said = asyncio.create_task(streams.said())
+    sent = asyncio.create_task(streams.until_all_sent())
     async with aclosing(stream.drain(connection)) as read:
-        assert await _is_pending(said)
+        assert await _is_pending(sent)
         assert await anext(read) == _LAST
-        assert await _is_pending(said)
+        assert await _is_pending(sent)
         following = asyncio.ensure_future(anext(read))  # gRPC asks for the next one when it has written this one
         async with asyncio.timeout(10):
-            await said
+            await sent
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
 
@@ -38,8 +38,8 @@ async def test_a_leaving_worker_waits_for_a_router_that_may_reconnect_but_not_fo
     streams.connect(_ROUTER, connection)
     streams.send(_ROUTER, _LAST)
     streams.disconnect(_ROUTER, connection)
-    said = asyncio.create_task(streams.said())
-    assert await _is_pending(said)
+    sent = asyncio.create_task(streams.until_all_sent())
+    assert await _is_pending(sent)
     streams.close()
     async with asyncio.timeout(10):
-        await said
+        await sent

@@ -1,8 +1,8 @@
 """The origin of each sequence at a decode worker is reported with its start, even when other choices are cancelled."""
 
 from cluster.messages import MemberId
-from decode_worker import router_messages
 from decode_worker.live_handles import Arrival, LiveHandles
+from decode_worker.streams import started_message
 from engine.scheduling import commands
 
 _ROUTER = MemberId("router", "1")
@@ -25,7 +25,7 @@ async def test_a_choice_cancelled_during_the_first_step_hides_no_other_first_tok
 
     assert {handle: arrival.first_token_id for handle, arrival in begun.items() if arrival} == {1: 10, 3: 30}
     event = commands.Started(_ROUTER, (1, 2, 3), queue_s=0.5, num_cached=0)
-    started = router_messages.started(event, begun).started
+    started = started_message(event, begun).started
     assert (list(started.handles), len(started.first_token_ids)) == ([1, 3], 8)
     assert (started.transport, started.kv_bytes) == ("tcp", 4096)
     assert (started.queue_s, started.transfer_s) == (2.0, 0.25)  # the wait for room is part of the queue
@@ -41,5 +41,5 @@ async def test_a_prompt_prefilled_by_the_decode_worker_has_no_first_tokens_to_co
     live = LiveHandles(max_waiting_jobs=4)
     live.add_job(_ROUTER, (1, 2))
     event = commands.Started(_ROUTER, (1, 2), queue_s=0.5, num_cached=0)
-    started = router_messages.started(event, live.begin(_ROUTER, (1, 2), 1.0)).started
+    started = started_message(event, live.begin(_ROUTER, (1, 2), 1.0)).started
     assert (list(started.handles), started.first_token_ids, started.transport) == ([1, 2], b"", "local")
