@@ -1,16 +1,18 @@
-"""The live sequences of each router, from Start until their last token or error.
+"""The live sequences of each router at a decode worker, from Start until their last token or error. Pure.
 
-This module also stores the result of an import until the start of its sequences is reported, and signals when no
-sequence is left. It runs on the event loop; the time is an argument.
+This module also stores the result of an import until the start of its sequences is reported. It counts the jobs that
+wait for their KV or for a slot, from Start until their first step, and bounds their number; jobs that the step thread
+has not received yet count too. The time is an argument.
 """
 
-import asyncio
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from cluster.errors import QueueFull
 from cluster.messages import MemberId
-from decode_worker.waiting_jobs import WaitingJobs
+from cluster.observe.service_rate import ServiceRate
+
+Key = tuple[MemberId, int]  # a router and its handle
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +29,8 @@ class Arrival:
 class LiveHandles:
     def __init__(self, *, max_waiting_jobs: int) -> None:
         self._live: dict[MemberId, set[int]] = {}
-        self._arrivals: dict[tuple[MemberId, int], Arrival] = {}
+        self._arrivals: dict[Key, Arrival] = {}
         self._waiting = WaitingJobs(max_waiting_jobs)
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     def __len__(self) -> int:
         return sum(map(len, self._live.values()))
@@ -39,7 +39,7 @@ class LiveHandles:
     def num_waiting_jobs(self) -> int:
         return len(self._waiting)
 
-    def names(self) -> Iterator[tuple[MemberId, int]]:
+    def names(self) -> Iterator[Key]:
         """Return the router and the handle of every live sequence."""
         return ((router, handle) for router, handles in self._live.items() for handle in handles)
 
@@ -54,7 +54,6 @@ class LiveHandles:
         """Add the sequences of one Start call."""
         self._live.setdefault(router, set()).update(handles)
         self._waiting.add(router, handles)
-        self._idle.clear()
 
     def add_thawed(self, router: MemberId, handle: int) -> None:
         """Add the new handle of a thawed sequence."""
@@ -83,8 +82,46 @@ class LiveHandles:
             self._arrivals.pop((router, handle), None)
         if not live:
             del self._live[router]
-        if not self._live:
-            self._idle.set()
 
-    async def until_none(self) -> None:
-        await self._idle.wait()
+
+class WaitingJobs:
+    """The jobs that the worker has accepted and not started."""
+
+    def __init__(self, max_jobs: int) -> None:
+        self._max_jobs = max_jobs
+        self._jobs: dict[int, set[Key]] = {}
+        self._job_of: dict[Key, int] = {}
+        self._next_number = 0
+        self._rate = ServiceRate()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def refusal(self) -> QueueFull | None:
+        """Return the error with which one more job is refused, or None."""
+        if len(self._jobs) < self._max_jobs:
+            return None
+        return QueueFull(
+            f"{len(self._jobs)} jobs wait here for their KV or a place, the maximum for --max-queue and --max-num-seqs:"
+            " try later",
+            retry_after_s=self._rate.retry_after_s(),
+        )
+
+    def add(self, router: MemberId, handles: Iterable[int]) -> None:
+        """Add the sequences of one job."""
+        keys = {(router, handle) for handle in handles}
+        self._jobs[self._next_number] = keys
+        self._job_of.update(dict.fromkeys(keys, self._next_number))
+        self._next_number += 1
+
+    def remove(self, router: MemberId, handles: Iterable[int], now_s: float) -> None:
+        """Remove sequences that started or ended. Ignores sequences that were not waiting."""
+        for handle in handles:
+            number = self._job_of.pop((router, handle), None)
+            if number is None:
+                continue
+            job = self._jobs[number]
+            job.discard((router, handle))
+            if not job:
+                del self._jobs[number]
+                self._rate.note_end(now_s)

@@ -83,6 +83,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             grace_s=stream_grace_s,
         )
         self._handles = LiveHandles(max_waiting_jobs=limits.max_queue + limits.max_num_seqs)
+        self._sequence_ended = asyncio.Event()
         self._leaves_at_s: float | None = None  # by the event loop's clock; None: this worker is not draining
         self.num_local_prefills = 0
 
@@ -185,7 +186,9 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self._streams.broadcast(leaving_message(grace_s))
         try:
             async with asyncio.timeout(grace_s):
-                await self._handles.until_none()
+                while len(self._handles):
+                    self._sequence_ended.clear()
+                    await self._sequence_ended.wait()
                 await self._streams.until_all_sent()
         except TimeoutError:
             raise DrainIncomplete(
@@ -298,6 +301,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
     def _forget(self, router: MemberId, handles: frozenset[int]) -> None:
         self.exports.forget(router, handles)
         self._handles.remove(router, handles, _now_s())
+        self._sequence_ended.set()
 
 
 def _now_s() -> float:

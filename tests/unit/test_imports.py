@@ -60,7 +60,7 @@ PURE = [
     "cluster.settings.transfer_settings",
     "cluster.observe.stand_still",
     "worker.watchdog",
-    "decode_worker.waiting_jobs",
+    "decode_worker.live_handles",
     "engine.kv.block_pool",
     "engine.kv.capacity",
     "engine.kv.layout",

@@ -1,11 +1,15 @@
-"""The origin of each sequence at a decode worker is reported with its start, even when other choices are cancelled."""
+"""Live sequences of a decode worker: the origin of each is reported with its start, even when other choices are
+cancelled, and the number of waiting jobs is bounded before the step thread receives them."""
 
+import pytest
+
+from cluster.errors import QueueFull
 from cluster.messages import MemberId
-from decode_worker.live_handles import Arrival, LiveHandles
+from decode_worker.live_handles import Arrival, LiveHandles, WaitingJobs
 from decode_worker.streams import started_message
 from engine.scheduling import commands
 
-_ROUTER = MemberId("router", "1")
+_ROUTER, _OTHER = MemberId("router", "1"), MemberId("other", "1")
 
 
 def _arrived(*handles: int) -> LiveHandles:
@@ -17,7 +21,7 @@ def _arrived(*handles: int) -> LiveHandles:
     return live
 
 
-async def test_a_choice_cancelled_during_the_first_step_hides_no_other_first_token() -> None:
+def test_a_choice_cancelled_during_the_first_step_hides_no_other_first_token() -> None:
     live = _arrived(1, 2, 3)
     live.remove(_ROUTER, frozenset({2}), 0.0)
 
@@ -31,15 +35,47 @@ async def test_a_choice_cancelled_during_the_first_step_hides_no_other_first_tok
     assert (started.queue_s, started.transfer_s) == (2.0, 0.25)  # the wait for room is part of the queue
 
 
-async def test_a_start_with_only_cancelled_choices_reports_no_sequence() -> None:
+def test_a_start_with_only_cancelled_choices_reports_no_sequence() -> None:
     live = _arrived(1, 2)
     live.remove(_ROUTER, frozenset({1, 2}), 0.0)
     assert live.begin(_ROUTER, (1, 2), 1.0) == {}
 
 
-async def test_a_prompt_prefilled_by_the_decode_worker_has_no_first_tokens_to_compare() -> None:
+def test_a_prompt_prefilled_by_the_decode_worker_has_no_first_tokens_to_compare() -> None:
     live = LiveHandles(max_waiting_jobs=4)
     live.add_job(_ROUTER, (1, 2))
     event = commands.Started(_ROUTER, (1, 2), queue_s=0.5, num_cached=0)
     started = started_message(event, live.begin(_ROUTER, (1, 2), 1.0)).started
     assert (list(started.handles), started.first_token_ids, started.transport) == ([1, 2], b"", "local")
+
+
+def test_a_job_beyond_the_limit_is_refused_until_a_waiting_job_has_begun() -> None:
+    waiting = WaitingJobs(2)
+    waiting.add(_ROUTER, (1,))
+    waiting.add(_OTHER, (1,))
+    assert isinstance(waiting.refusal(), QueueFull)
+    waiting.remove(_OTHER, (1,), 1.0)
+    assert waiting.refusal() is None
+
+
+def test_a_job_waits_until_all_its_sequences_have_begun_or_ended_and_counts_once() -> None:
+    waiting = WaitingJobs(1)
+    waiting.add(_ROUTER, range(100))
+    assert len(waiting) == 1
+    waiting.remove(_ROUTER, range(99), 1.0)
+    assert waiting.refusal() is not None
+    waiting.remove(_ROUTER, (99, 100), 1.0)
+    waiting.remove(_ROUTER, (99,), 1.0)
+    assert len(waiting) == 0
+
+
+def test_retry_after_follows_the_rate_at_which_jobs_begin() -> None:
+    waiting, now_s = WaitingJobs(1), 0.0
+    for handle in range(50):
+        waiting.add(_ROUTER, (handle,))
+        now_s += 3.0
+        waiting.remove(_ROUTER, (handle,), now_s)
+    waiting.add(_ROUTER, (0,))
+    refusal = waiting.refusal()
+    assert refusal is not None
+    assert refusal.retry_after_s == pytest.approx(3.0, rel=0.1)
