@@ -22,7 +22,7 @@ from benchmarks.machine import about
 from cluster.settings.engine_settings import EngineSettings
 from engine.build import Engine, build_engine
 from engine.kv.host_blocks import HostBlocks, SwappingRunner
-from engine.scheduling.batching.swapping import PreemptionCost
+from engine.scheduling.batching.block_tables import PreemptionCost
 from engine.scheduling.schedule import blocks_for
 from engine.scheduling.step import BlockSwap, Chunk, StepPlan
 

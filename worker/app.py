@@ -25,7 +25,7 @@ from cluster.settings.config import WorkerConfig
 from engine.build import Engine, build_engine
 from engine.kv.host_blocks import HostBlocks, allocate_host_blocks, with_swaps
 from engine.scheduling import commands
-from engine.scheduling.batching.swapping import PreemptionCost
+from engine.scheduling.batching.block_tables import PreemptionCost
 from engine.scheduling.cache_commands import LeasePrefix, PrefixLeased
 from engine.scheduling.length_prediction import LengthPredictor
 from engine.scheduling.limits import SchedulerLimits

@@ -17,7 +17,7 @@ from cluster.service_times import ServiceTimes
 from engine.kv.block_pool import BlockPool
 from engine.scheduling.admission import SequenceAdmission
 from engine.scheduling.batching.batch import Batch
-from engine.scheduling.batching.block_tables import BlockTables
+from engine.scheduling.batching.block_tables import BlockTables, PreemptionCost, SwapSpace
 from engine.scheduling.batching.reservations import Reservations
 from engine.scheduling.batching.sequences import (
     Group,
@@ -28,7 +28,6 @@ from engine.scheduling.batching.sequences import (
     reaches_last_known,
     until_finished,
 )
-from engine.scheduling.batching.swapping import PreemptionCost, SwapSpace
 from engine.scheduling.commands import (
     AdmitExport,
     AdmitImported,

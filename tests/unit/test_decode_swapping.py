@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.messages import FinishReason
-from engine.scheduling.batching.swapping import PreemptionCost
+from engine.scheduling.batching.block_tables import PreemptionCost
 from engine.scheduling.step import StepPlan
 from tests.unit.export_bench import limits
 from tests.unit.fake_paged_runner import num_tokens

@@ -73,7 +73,6 @@ PURE = [
     "engine.scheduling.batching.preemption",
     "engine.scheduling.batching.reservations",
     "engine.scheduling.batching.sequence_queues",
-    "engine.scheduling.batching.swapping",
     "engine.scheduling.cache_commands",
     "engine.scheduling.commands",
     "engine.scheduling.exports",

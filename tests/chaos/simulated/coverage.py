@@ -15,11 +15,11 @@ from unittest import mock
 from cluster.errors import HandOffFailed, HandOffReason, TandemError
 from cluster.member import Member, MemberState
 from cluster.observe.telemetry import Telemetry
+from engine.scheduling.batching.block_tables import SwapSpace
 from engine.scheduling.batching.preemption import Preemption
 from engine.scheduling.batching.reservations import Reservations
 from engine.scheduling.batching.sequence_queues import SequenceQueues
 from engine.scheduling.batching.sequences import Sequence
-from engine.scheduling.batching.swapping import SwapSpace
 from engine.scheduling.exports import PromptExports, TicketLeases
 from engine.scheduling.schedule import PromptTime
 from engine.scheduling.step import StepPlan
