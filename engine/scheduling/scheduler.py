@@ -18,7 +18,7 @@ from engine.kv.block_pool import BlockPool
 from engine.scheduling.admission import SequenceAdmission
 from engine.scheduling.batching.batch import Batch
 from engine.scheduling.batching.block_tables import BlockTables, PreemptionCost, SwapSpace
-from engine.scheduling.batching.reservations import Reservations
+from engine.scheduling.batching.queues import Reservations
 from engine.scheduling.batching.sequences import (
     Group,
     LiveSequences,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from engine.kv.block_pool import BlockPool
-from engine.scheduling.batching.reservations import Reservations, block_request_of
+from engine.scheduling.batching.queues import Reservations, block_request_of
 from engine.scheduling.commands import Reserve
 from kvtransfer.protocol import import_state
 from tests.unit.handoff_model.machines import Do, Post

@@ -40,8 +40,7 @@ from collections.abc import Callable, Iterable
 from engine.kv.block_pool import BlockPool
 from engine.scheduling.batching.block_tables import BlockTables, SwapSpace
 from engine.scheduling.batching.preemption import Preemption, Watermark
-from engine.scheduling.batching.reservations import BlockGrant, Reservations
-from engine.scheduling.batching.sequence_queues import Ranking, SequenceQueues
+from engine.scheduling.batching.queues import BlockGrant, Ranking, Reservations, SequenceQueues
 from engine.scheduling.batching.sequences import Sequence
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policies import Policy

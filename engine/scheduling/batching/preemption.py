@@ -17,8 +17,7 @@ from dataclasses import dataclass
 
 from engine.kv.block_pool import BlockPool
 from engine.scheduling.batching.block_tables import BlockTables
-from engine.scheduling.batching.reservations import BlockRequest, Reservations
-from engine.scheduling.batching.sequence_queues import Ranking, SequenceQueues
+from engine.scheduling.batching.queues import BlockRequest, Ranking, Reservations, SequenceQueues
 from engine.scheduling.batching.sequences import Sequence
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policies import Rank
