@@ -30,8 +30,7 @@ from router.pipeline.hedges import Hedges, Overtaken
 from router.pipeline.migration import Migrations
 from router.pipeline.worker_choice import PairHealth, WorkerChoice
 from router.policies.work_ahead import PromptWork
-from router.request.admitted_request import AdmittedRequest
-from router.request.choice import Choice
+from router.request.admitted_request import AdmittedRequest, Choice
 from router.running import branches, running
 
 _REISSUED = "ticket_reissued"

@@ -32,8 +32,7 @@ from router.pipeline.failures import (
 )
 from router.policies.sequence_progress import SequenceProgress
 from router.policies.work_ahead import PromptWork
-from router.request.admitted_request import AdmittedRequest
-from router.request.choice import Choice
+from router.request.admitted_request import AdmittedRequest, Choice
 from router.running import running
 
 

@@ -15,8 +15,7 @@ from router.fleet.prefill_peer import PrefillPeer
 from router.pipeline.failures import DECODE, PREFILL, AttemptFailed
 from router.pipeline.worker_choice import WorkerChoice
 from router.policies.hedging import Action, Execution, HedgeBudget, Race, RaceOutcome, decide
-from router.request.admitted_request import AdmittedRequest
-from router.request.choice import Choice
+from router.request.admitted_request import AdmittedRequest, Choice
 
 Answer = TypeVar("Answer")
 GoOn = Callable[["Hedges", AdmittedRequest, Sequence[Choice]], Coroutine[Any, Any, None]]

@@ -31,8 +31,7 @@ from router.policies.hedging import claim
 from router.policies.placement import Placement, Policy
 from router.policies.sequence_progress import OutputLengths
 from router.request.account import PhaseName
-from router.request.admitted_request import AdmittedRequest
-from router.request.choice import Choice
+from router.request.admitted_request import AdmittedRequest, Choice
 from router.request.live_requests import LiveRequest, LiveRequests
 from router.request.request_acceptance import STREAM_ID_BYTES, Acceptance, AcceptanceSigner, accept
 from router.request.validation import MessageLimits, ResolvedRequest, check, resolve

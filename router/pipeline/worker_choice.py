@@ -25,8 +25,7 @@ from router.policies.admission import early_refusal
 from router.policies.breakers import BreakerPolicy, BreakerState, Pair, PairBreakers, Trial
 from router.policies.candidates import RequestFacts, WorkerLoad, has_large_pair, is_servable
 from router.policies.placement import LeastLoaded, Placement, Policy
-from router.request.admitted_request import AdmittedRequest
-from router.request.choice import Choice
+from router.request.admitted_request import AdmittedRequest, Choice
 
 _LOG = logging.getLogger("tandem.router.pairs")
 

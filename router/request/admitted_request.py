@@ -1,27 +1,121 @@
 """One admitted request while it is served: its choices, its account, its attempts, and the jobs for its workers.
 
-Owned by one call of the pipeline. Every token passes `deliver`, so the client's tokens and those from which a resumed
+One call of the pipeline owns it. Every token passes `deliver`, so the client's tokens and those from which a resumed
 attempt starts are the same.
+
+`Choice.append` is the only place where a token is appended: exactly once and in order, whatever the workers send. All
+other state of a choice (detokenizer, stop matcher) is replayed from its tokens and never sent.
 """
 
 import itertools
 import math
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 
 from cluster.clock import Clock
-from cluster.errors import DeadlineExceeded, NoWorkerLargeEnough
-from cluster.messages import DecodeJob, MemberId, PrefillJob, PrefixSource, SampledToken, SequenceStart
+from cluster.errors import DeadlineExceeded, InvalidRequest, NoWorkerLargeEnough
+from cluster.messages import DecodeJob, FinishReason, MemberId, PrefillJob, PrefixSource, SampledToken, SequenceStart
 from cluster.request_size import RequestSize
 from router.fleet.decode_events import SequencesStarted
 from router.fleet.prefill_peer import FirstTokens
 from router.policies.candidates import NO_TARGETS, SloTargets
-from router.policies.hedging import Execution, may_append
+from router.policies.hedging import Execution, Race, may_append
 from router.request.account import PhaseName, RequestAccount
-from router.request.choice import Choice
 from router.request.outbox import Outbox
 from router.request.validation import ResolvedRequest
 from router.requests import ChoiceDelta, ResumedChoice, Usage
+from router.text.text_stream import TextStream
+
+
+class OutOfOrder(Exception):
+    """A token came twice, or a token before it is missing, so its attempt cannot be trusted any more."""
+
+
+class Choice:
+    """One continuation of a request: its committed tokens and their text."""
+
+    def __init__(self, number: int, request: ResolvedRequest, text: TextStream) -> None:
+        self.number = number
+        self.execution = Execution()
+        self.race: Race | None = None
+        self.seed = request.seeds[number]
+        self.ended = False
+        self._request = request
+        self._text = text
+        self._committed: list[int] = []
+
+    @property
+    def committed(self) -> tuple[int, ...]:
+        return tuple(self._committed)
+
+    @property
+    def num_committed(self) -> int:
+        return len(self._committed)
+
+    @property
+    def num_missing(self) -> int:
+        """The number of tokens that the choice may still get."""
+        return self._request.stops.max_tokens - len(self._committed)
+
+    def append(self, index: int, token: SampledToken) -> ChoiceDelta:
+        """Append the token at `index` and return the client's delta for it. Raises OutOfOrder."""
+        if self.ended or index != len(self._committed):
+            expected = "none" if self.ended else str(len(self._committed))
+            raise OutOfOrder(f"choice {self.number} got token {index}, expected {expected}")
+        self._committed.append(token.token_id)
+        finish_reason, stop_cause, text = token.finish_reason, None, ""
+        if finish_reason is FinishReason.STOP:  # EOS or a stop token, which has no text
+            text = self._text.flush()
+            stop_cause = str(token.token_id) if token.token_id in self._request.named_stop_token_ids else None
+        else:
+            grown = self._text.push((token.token_id,))
+            text, stop_cause = grown.text, grown.stopped_by
+            if stop_cause is not None:
+                finish_reason = FinishReason.STOP
+            elif finish_reason is FinishReason.LENGTH:
+                text += self._text.flush()
+        self.ended = finish_reason is not None
+        return ChoiceDelta(
+            choice=self.number,
+            first_index=index,
+            token_ids=(token.token_id,),
+            text=text,
+            logprobs=(token.logprobs,) if token.logprobs is not None else (),
+            finish_reason=finish_reason,
+            stop_cause=stop_cause,
+        )
+
+    def resume(self, has: ResumedChoice) -> ChoiceDelta | None:
+        """Replay the tokens that the client received from another router. Returns the text or the end that it has
+        missed; tokens that did not reach it are sampled again. Raises InvalidRequest if no choice can have had these
+        tokens."""
+        assert not self._committed, "only a new choice can be resumed"
+        text, ending = [], None
+        for index, token_id in enumerate(has.token_ids):
+            if self.ended:
+                raise InvalidRequest(f"resume_from: choice {self.number} has ended with its token {index - 1}")
+            ending = self.append(index, SampledToken(token_id, None, self._finish_reason(token_id)))
+            text.append(ending.text)
+        missed = "".join(text)[has.num_characters :]
+        if sum(map(len, text)) < has.num_characters:
+            raise InvalidRequest(
+                f"resume_from: choice {self.number} has {has.num_characters} characters, its tokens make"
+                f" {sum(map(len, text))}"
+            )
+        if has.finish_reason is not None:
+            self.ended = True
+            return None
+        if ending is None or not (missed or self.ended):
+            return None
+        return replace(ending, first_index=len(has.token_ids), token_ids=(), text=missed)
+
+    def _finish_reason(self, token_id: int) -> FinishReason | None:
+        """Return the finish reason that the worker gave when it sampled this token."""
+        if token_id in self._request.stops.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.num_missing == 1 else None
+
 
 _RESUMED = "resumed"
 

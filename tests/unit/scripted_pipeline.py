@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from cluster.errors import TandemError
 from cluster.messages import FinishReason, SampledToken, TokenLogprobs
-from router.request.choice import Choice
+from router.request.admitted_request import Choice
 from router.request.validation import ResolvedRequest, check, resolve
 from router.requests import (
     ChatPrompt,

@@ -17,7 +17,7 @@ from engine.kv.pool import KvPool
 from engine.scheduling.step import Chunk, Sample, StepPlan
 from kvtransfer.protocol import handoff, import_machine
 from router.fleet.decode_stream import DecodeStream
-from router.request.choice import Choice
+from router.request.admitted_request import Choice
 from router.requests import ChoiceDelta
 from tests.chaos.simulated.batch import run_seeds
 from tests.chaos.simulated.engine import StandInRunner, layout_of, memory_of
