@@ -85,7 +85,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self._handles = LiveHandles(max_waiting_jobs=limits.max_queue + limits.max_num_seqs)
         self._sequence_ended = asyncio.Event()
         self._leaves_at_s: float | None = None  # by the event loop's clock; None: this worker is not draining
-        self.num_local_prefills = 0
+        self._num_local_prefills = 0
 
     async def Start(
         self, request: worker_pb2.StartRequest, context: grpc.aio.ServicerContext[object, object]
@@ -94,7 +94,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self._handles.add_job(job.router, [s.handle for s in job.sequences])
         self._telemetry.count("tandem_decode_starts_total", source="local" if job.signed_ticket is None else "handoff")
         if job.signed_ticket is None:
-            self.num_local_prefills += 1
+            self._num_local_prefills += 1
             self._steps.post(commands.AdmitLocal(job))
         else:
             self.imports.start(job)
@@ -211,6 +211,8 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             "waiting_jobs": float(self._handles.num_waiting_jobs),
             "frozen": float(len(self.exports)),
             "stream_bytes": float(self._streams.waiting_bytes),
+            "local_prefills": float(self._num_local_prefills),
+            "imports": float(len(self.imports)),
         }
 
     async def close(self) -> None:

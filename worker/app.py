@@ -15,13 +15,13 @@ from functools import partial
 
 from cluster.clock import MonotonicClock
 from cluster.errors import Unhealthy
-from cluster.member import Capacity
 from cluster.messages import Role
 from cluster.process import lasting
 from cluster.protocol.wire import link_speeds_to_wire
 from cluster.request_size import LengthLimits
 from cluster.service_times import ServiceTimes, StepLimit
 from cluster.settings.config import WorkerConfig
+from decode_worker.service import DecodeService
 from engine.build import Engine, build_engine
 from engine.kv.host_blocks import HostBlocks, allocate_host_blocks, with_swaps
 from engine.scheduling import commands
@@ -31,17 +31,17 @@ from engine.scheduling.length_prediction import LengthPredictor
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policies import make_policy
 from engine.scheduling.scheduler import SequenceScheduler
-from engine.scheduling.step import StepPlan
+from engine.scheduling.step import Runner, StepPlan
 from engine.speculation.draft_model import with_draft_model
 from engine.speculation.drafter import drafter_factory
 from engine.speculation.step_cost import fixed_rows
 from engine.steps.step_loop import StepLoop
 from engine.timing.service_time_fit import ServiceTimeFit, TimedStep, step_work
 from engine.timing.steps_at_load import time_steps
+from kvtransfer.importer.link_check import Destination
 from kvtransfer.wire.wire_format import WireDtype
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from worker.canary import CanaryGeneration
-from worker.decode_part import DecodePart
 from worker.heartbeats import Heartbeats
 from worker.life import WorkerLife
 from worker.prefill_part import PrefillPart
@@ -70,24 +70,13 @@ class WorkerApp:
 
     def __init__(self, life: WorkerLife, engine: Engine, host_blocks: HostBlocks | None) -> None:
         config, limits = life.config, _limits(life.config, engine, host_blocks)
-        runner = with_swaps(engine.runner, host_blocks) if host_blocks else engine.runner
         self._life = life
-        self._capacity: Capacity = limits.capacity
+        self._capacity = limits.capacity
         self._clock = MonotonicClock()
         self._fit = ServiceTimeFit()
-        cost = PreemptionCost(
-            host_blocks.copy_s_per_block() if host_blocks else None, lambda num_tokens: self._compute_s(num_tokens, 0)
-        )
-        self._steps = StepLoop[commands.Command, commands.Event](
-            _scheduler(life, engine, limits, cost, lambda: self._fit.times),
-            runner,
-            self._clock,
-            life.on_loop(self._on_events),
-            on_error=lambda error: _LOG.error("a step failed", exc_info=error),
-            on_fatal=life.fatal,
-            on_timed=self._on_timed,
-        )
+        runner = with_swaps(engine.runner, host_blocks) if host_blocks else engine.runner
         self._time_steps = partial(time_steps, engine, runner, config.max_num_seqs)
+        self._steps = self._step_loop(self._scheduler(engine, limits, host_blocks), runner)
         self._canary = CanaryGeneration(
             self._steps.post, vocab_size=engine.model_info.vocab_size, timeout_s=canary_timeout_s(config)
         )
@@ -104,26 +93,10 @@ class WorkerApp:
             clock=self._clock,
         )
         handoff_ids = itertools.count(1)
-        self._prefill = PrefillPart(
-            life,
-            engine,
-            self._steps,
-            self._transfer,
-            compute_s=self._compute_s,
-            handoff_ids=handoff_ids,
-            refuse_if_unhealthy=self._watch.health.refuse_if_unhealthy,
-            clock=self._clock,
-        )
-        self._decode = DecodePart(
-            life,
-            engine,
-            self._steps,
-            self._transfer,
-            limits=limits,
-            handoff_ids=handoff_ids,
-            num_free_blocks=self._num_free_blocks,
-            refuse_if_unhealthy=self._watch.health.refuse_if_unhealthy,
-        )
+        self._prefill = self._prefill_part(engine, handoff_ids)
+        self._decode = self._decode_service(engine, limits, handoff_ids)
+        imports = self._decode.imports
+        self._link_check = self._transfer.link_check(Destination(imports, imports.new_id, self._num_free_blocks))
         self._heartbeats = Heartbeats(
             self._beat,
             interval_s=config.heartbeat_s,
@@ -156,19 +129,74 @@ class WorkerApp:
                 ending.push_async_callback(self._transfer.close)
                 ending.push_async_callback(self._life.end)
                 ending.callback(self._transfer.end_idle_calls)
-                ending.push_async_callback(self._decode.service.close)
+                ending.push_async_callback(self._decode.close)
                 ending.callback(self._prefill.close_calls)
+
+    def _step_loop(self, scheduler: SequenceScheduler, runner: Runner) -> StepLoop[commands.Command, commands.Event]:
+        return StepLoop[commands.Command, commands.Event](
+            scheduler,
+            runner,
+            self._clock,
+            self._life.on_loop(self._on_events),
+            on_error=lambda error: _LOG.error("a step failed", exc_info=error),
+            on_fatal=self._life.fatal,
+            on_timed=self._on_timed,
+        )
+
+    def _scheduler(self, engine: Engine, limits: SchedulerLimits, host_blocks: HostBlocks | None) -> SequenceScheduler:
+        life = self._life
+        copy_s_per_block = host_blocks.copy_s_per_block() if host_blocks else None
+        return SequenceScheduler(
+            limits,
+            new_chain=life.new_chain,
+            wire_dtype=life.config.kv_wire_dtype,
+            cost=PreemptionCost(copy_s_per_block, lambda num_tokens: self._compute_s(num_tokens, 0)),
+            policy=make_policy(life.config.scheduling_policy),
+            lengths=LengthPredictor(),
+            new_drafter=drafter_factory(life.config, lambda: fixed_rows(engine)) if life.role is Role.DECODE else None,
+            times=lambda: self._fit.times,
+        )
+
+    def _prefill_part(self, engine: Engine, handoff_ids: Iterator[int]) -> PrefillPart:
+        return PrefillPart(
+            self._life,
+            engine,
+            self._steps,
+            self._transfer,
+            compute_s=self._compute_s,
+            handoff_ids=handoff_ids,
+            refuse_if_unhealthy=self._watch.health.refuse_if_unhealthy,
+            clock=self._clock,
+        )
+
+    def _decode_service(self, engine: Engine, limits: SchedulerLimits, handoff_ids: Iterator[int]) -> DecodeService:
+        life = self._life
+        return DecodeService(
+            member=life.member,
+            steps=self._steps,
+            importer=self._transfer.importer,
+            exporter=self._transfer.exporter,
+            vocab_size=engine.model_info.vocab_size,
+            limits=limits,
+            handoff_ids=handoff_ids,
+            cluster_key=life.key,
+            new_chain=life.new_chain,
+            wire_dtype=life.config.kv_wire_dtype,
+            stream_grace_s=life.config.stream_grace_s,
+            refuse_if_unhealthy=self._watch.health.refuse_if_unhealthy,
+            telemetry=life.telemetry,
+        )
 
     def _add_services(self) -> None:
         server = self._life.server.grpc
         worker_pb2_grpc.add_PrefillWorkerServicer_to_server(self._prefill.service, server)
-        worker_pb2_grpc.add_DecodeWorkerServicer_to_server(self._decode.service, server)
+        worker_pb2_grpc.add_DecodeWorkerServicer_to_server(self._decode, server)
         service = WorkerService(
             member=self._life.member,
             inspections=self._watch.inspections,
             more_figures=self._figures,
             request_drain=self._life.request_drain,
-            check_link=self._decode.link_check.measure,
+            check_link=self._link_check.measure,
             publish_cache_events=self._prefill.cache_events.subscribe,
         )
         worker_pb2_grpc.add_WorkerServicer_to_server(service, server)
@@ -193,12 +221,12 @@ class WorkerApp:
 
     def _beat(self, heartbeat: worker_pb2.Heartbeat) -> None:
         self._prefill.heartbeats.beat(heartbeat)
-        self._decode.service.beat(heartbeat)
+        self._decode.beat(heartbeat)
 
     async def _drain(self, grace_s: float) -> None:
         """Take no new work and return when the present work has ended or moved away. Raises DrainIncomplete."""
-        prompts = self._prefill.drain(grace_s, num_frozen=self._decode.num_frozen_tickets)
-        outcomes = await asyncio.gather(prompts, self._decode.service.drain(grace_s), return_exceptions=True)
+        prompts = self._prefill.drain(grace_s, num_frozen=lambda: self._decode.exports.num_tickets)
+        outcomes = await asyncio.gather(prompts, self._decode.drain(grace_s), return_exceptions=True)
         for outcome in outcomes:
             if outcome is not None:
                 raise outcome
@@ -210,7 +238,7 @@ class WorkerApp:
 
     def _release(self, ticket_id: bytes) -> None:
         """Free the blocks of a ticket that has no lease left."""
-        self._decode.release(ticket_id)
+        self._decode.exports.release(ticket_id)
         self._prefill.on_released()
 
     async def _lease_prefix(self, ticket_id: bytes, block_hashes: tuple[bytes, ...], min_blocks: int) -> PrefixLeased:
@@ -227,11 +255,11 @@ class WorkerApp:
     def _on_events(self, events: tuple[commands.Event, ...]) -> None:
         events = self._canary.take(self._steps.settle(events))
         self._prefill.service.on_events(events)
-        self._decode.service.on_events(events)
+        self._decode.on_events(events)
 
     def _owners(self) -> Iterator[str]:
         """Yield the holders of blocks that live on the event loop."""
-        for part in (self._canary, self._transfer, self._prefill, self._decode):
+        for part in (self._canary, self._transfer, self._prefill, self._decode, self._link_check):
             yield from part.owners()
 
     def _figures(self) -> dict[str, float]:
@@ -247,25 +275,6 @@ def _engine(config: WorkerConfig, role: Role) -> Engine:
     engine = build_engine(config, WireDtype(config.kv_wire_dtype))
     drafts = role is Role.DECODE and config.speculation == "draft"
     return with_draft_model(config, engine) if drafts else engine
-
-
-def _scheduler(
-    life: WorkerLife,
-    engine: Engine,
-    limits: SchedulerLimits,
-    cost: PreemptionCost,
-    times: Callable[[], ServiceTimes | None],
-) -> SequenceScheduler:
-    return SequenceScheduler(
-        limits,
-        new_chain=life.new_chain,
-        wire_dtype=life.config.kv_wire_dtype,
-        cost=cost,
-        policy=make_policy(life.config.scheduling_policy),
-        lengths=LengthPredictor(),
-        new_drafter=drafter_factory(life.config, lambda: fixed_rows(engine)) if life.role is Role.DECODE else None,
-        times=times,
-    )
 
 
 def _limits(config: WorkerConfig, engine: Engine, host_blocks: HostBlocks | None) -> SchedulerLimits:
