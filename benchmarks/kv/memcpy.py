@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.kv.shapes import Shape
 from engine.kv.pool import KvPool
-from kvtransfer.transports.host_memory import runs
+from kvtransfer.memory import runs
 
 
 class Memcpy:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from benchmarks.kv.shapes import Shape
 from engine.kv.pool import KvPool
-from kvtransfer.transports.host_memory import Rows
+from kvtransfer.memory import Rows
 
 _REQUEST = struct.Struct("<48xI")  # as many bytes as the transport's announcement
 _ANSWER = struct.Struct("<37x")

@@ -9,8 +9,8 @@ import torch
 
 from cluster.messages import Epoch
 from engine.kv.pool import KvPool
+from kvtransfer.memory import runs
 from kvtransfer.transports.base import ExporterTransport, ImporterTransport, TransportError, negotiate
-from kvtransfer.transports.host_memory import runs
 from kvtransfer.transports.shm import transport as shm
 from tests.contract.kv_pools import random_pool
 from tests.contract.transport_rig import (

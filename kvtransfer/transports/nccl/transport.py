@@ -25,9 +25,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from cluster.messages import Epoch
-from kvtransfer.memory import PoolMemory
+from kvtransfer.memory import PoolMemory, runs
 from kvtransfer.transports.base import TransportError, TransportSetup
-from kvtransfer.transports.host_memory import runs
 from kvtransfer.transports.nccl import messages
 from kvtransfer.transports.nccl.communicator_life import CommunicatorLife, CommunicatorLimits
 from kvtransfer.transports.nccl.exporting import ENDPOINT, IMPORTER, NcclExporter

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kvtransfer.memory import runs
 from kvtransfer.transports.base import TransportError
-from kvtransfer.transports.host_memory import runs
 from kvtransfer.transports.nixl.agent import Descriptors, NixlAgent, NixlError, Pace, Region
 from kvtransfer.transports.nixl.exporting import TOKEN_BYTES, NixlEndpoint
 from kvtransfer.transports.sockets import joined

@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.shared_memory import has_fixed_size
-from kvtransfer.memory import PoolMemory
+from kvtransfer.memory import SHORT_BYTES, HostMemory, PoolMemory, runs
 from kvtransfer.transports.base import TransportError, TransportSetup
-from kvtransfer.transports.host_memory import SHORT_BYTES, HostMemory, runs
 from kvtransfer.transports.shm.pool_file import PoolFileExporter, PoolFileImporter
 
 NAME = "shm"

@@ -10,9 +10,8 @@ import ssl
 import struct
 
 from cluster.messages import Epoch
-from kvtransfer.memory import PoolMemory
+from kvtransfer.memory import HostMemory, PoolMemory
 from kvtransfer.transports.base import TransportError
-from kvtransfer.transports.host_memory import HostMemory
 from kvtransfer.transports.sockets import ConnectionThreads, receive, send, tune
 
 TOKEN_BYTES = 16

@@ -22,9 +22,8 @@ from dataclasses import dataclass
 
 from cluster.messages import Epoch
 from cluster.settings.transfer_settings import READ_STALL_TIMEOUT_S
-from kvtransfer.memory import PoolMemory
+from kvtransfer.memory import SHORT_BYTES, HostMemory, PoolMemory
 from kvtransfer.transports.base import TransportError, TransportSetup
-from kvtransfer.transports.host_memory import SHORT_BYTES, HostMemory
 from kvtransfer.transports.sockets import advanced, connect, joined, limit_stalls, receive, receive_into, shut_down
 from kvtransfer.transports.tcp.exporting import ANNOUNCEMENT, ANSWER, MAGIC, parse_endpoint
 from kvtransfer.transports.tcp.exporting import TcpExporter as TcpExporter
