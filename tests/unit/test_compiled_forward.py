@@ -15,9 +15,8 @@ from cluster.messages import Sampling
 from cluster.settings.engine_settings import EngineSettings
 from engine.attention.interface import ATTENTION_NAME, register
 from engine.build import Engine, build_engine
-from engine.cpu.compiled_forward import CompiledForward, compiled_forward
+from engine.cpu.compiled_forward import CompiledForward, PackedDecoder, compiled_forward
 from engine.cpu.library import load_kernels
-from engine.cpu.packed_decoder import PackedDecoder
 from engine.decoders.layer_parts import GELU_TANH
 from engine.decoders.recognise import Decoder, recognise
 from engine.decoders.traced_calls import NotCompiled
