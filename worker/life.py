@@ -1,4 +1,5 @@
-"""A worker's life as a member of its cluster: bound, registered, ready, draining, ended. The same for both roles.
+"""A worker's life as a member of its cluster: started, bound, registered, ready, draining, ended. The same for both
+roles.
 
 This module owns the worker's name, key, address, registration and server, and the order of these steps. The role
 decides what the server serves and how it drains.
@@ -10,6 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any, TypeAlias, TypeVar
 
 from cluster.errors import DrainIncomplete, InternalError, Unhealthy
@@ -20,6 +22,7 @@ from cluster.observe.health import HealthPort
 from cluster.observe.logs import configure_logs
 from cluster.observe.stand_still import StuckLimits
 from cluster.observe.telemetry import Telemetry
+from cluster.process import lasting
 from cluster.protocol.hashing import keyed_chains, nameless_chains
 from cluster.registry.registration import Registration
 from cluster.registry.registry import Registry
@@ -28,6 +31,7 @@ from cluster.serving.tls import load_tls
 from cluster.settings.config import WorkerConfig, echo
 
 _LOG = logging.getLogger("tandem.worker")
+_SERVICES = tuple(f"tandem.internal.v1.{name}" for name in ("PrefillWorker", "DecodeWorker", "Worker", "KvTransfer"))
 _STOP_GRACE_S = 1.0
 _STUCK_END_S = 15.0  # for one that is stuck to leave in order
 
@@ -35,6 +39,18 @@ EventT = TypeVar("EventT")
 Result = TypeVar("Result")
 Drain: TypeAlias = Callable[[float], Coroutine[Any, Any, None]]
 Ends: TypeAlias = "Sequence[asyncio.Future[None]]"
+
+
+async def run_worker(config: WorkerConfig, role: Role, *, stop: asyncio.Event, announce: Callable[..., None]) -> None:
+    """Serve until `stop` is set, then drain. What can be refused without a model is refused before torch is imported.
+
+    Raises ConfigError, ModelRefused, RegistryUnavailable, Fenced and DrainIncomplete."""
+    life = WorkerLife(config, role=role, service_names=_SERVICES, stop=stop)
+    await life.check_registry()
+    with lasting():
+        app = await life.unless_stopped(partial(import_module, "worker.app"))
+    if app is not None:
+        await app.serve(life, announce=announce)
 
 
 @dataclass(frozen=True, slots=True)

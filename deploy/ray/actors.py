@@ -80,10 +80,10 @@ class MemberProcess:
             config = load_config(RouterConfig, {}, _as_environment(values))
             await router_app.run(config, stop=self._stop, announce=self._announce)
         else:
-            from worker import start as worker_start
+            from worker.life import run_worker
 
             worker_config = load_config(WorkerConfig, {}, _as_environment(values))
-            await worker_start.run(worker_config, role, stop=self._stop, announce=self._announce)
+            await run_worker(worker_config, role, stop=self._stop, announce=self._announce)
 
     def _announce(self, **fields: object) -> None:
         self._ready_line = " ".join(["ready", *(f"{name}={value}" for name, value in fields.items())])

@@ -23,8 +23,8 @@ from kvtransfer.transports.available import Available, available_transports
 from kvtransfer.transports.base import Channel, ImporterTransport, TransportSetup
 from tests.faults.faulty_transport import Fault
 from tests.faults.hanging_worker import HangingRunner
-from worker import start
 from worker import transfer as worker_transfer
+from worker.life import run_worker
 
 
 class Hold:
@@ -140,7 +140,7 @@ async def _main() -> None:
 
     worker_transfer.available_transports = held_transports  # type: ignore[attr-defined]
     app.build_engine = build_hanging
-    await start.run(config, Role(role), stop=stop_requested(), announce=announce_ready)
+    await run_worker(config, Role(role), stop=stop_requested(), announce=announce_ready)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from kvtransfer.transports.available import Available, available_transports
 from kvtransfer.transports.base import TransportSetup
 from tests.faults.control import OrderedFaults
 from tests.faults.faulty_transport import Dice, FaultSource, FaultyTransport
-from worker import start
 from worker import transfer as worker_transfer
+from worker.life import run_worker
 
 
 async def _main() -> None:
@@ -47,7 +47,7 @@ async def _serve(config: WorkerConfig, source: FaultSource) -> None:
         return dataclasses.replace(found, importers=faulty)
 
     worker_transfer.available_transports = faulty_transports  # type: ignore[attr-defined]
-    await start.run(config, Role.DECODE, stop=stop_requested(), announce=announce_ready)
+    await run_worker(config, Role.DECODE, stop=stop_requested(), announce=announce_ready)
 
 
 if __name__ == "__main__":

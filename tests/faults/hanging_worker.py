@@ -20,7 +20,7 @@ from engine.build import Engine
 from engine.scheduling.step import DrawnToken, Runner, StepPlan, StepResult
 from tests.faults.control import OrderedFaults
 from tests.faults.faulty_transport import Fault
-from worker import start
+from worker.life import run_worker
 
 
 class HangingRunner:
@@ -66,7 +66,7 @@ async def _main() -> None:
     app.build_engine = build_hanging
     if seconds := os.environ.get("PROMPT_SECONDS"):
         app.WorkerApp._compute_s = lambda *_: float(seconds)
-    await start.run(config, Role(role), stop=stop_requested(), announce=announce_ready)
+    await run_worker(config, Role(role), stop=stop_requested(), announce=announce_ready)
 
 
 if __name__ == "__main__":

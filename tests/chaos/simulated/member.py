@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 import router.app
-import worker.start
+import worker.life
 from cluster.errors import DrainIncomplete, RegistryUnavailable
 from cluster.messages import Role
 from cluster.settings.config import RouterConfig, WorkerConfig
@@ -81,7 +81,7 @@ class Member:
         if isinstance(config, RouterConfig):
             await router.app.run(config, stop=self.stop, announce=announce)
         else:
-            await worker.start.run(config, Role(self.role), stop=self.stop, announce=announce)
+            await worker.life.run_worker(config, Role(self.role), stop=self.stop, announce=announce)
 
     def _config(self) -> RouterConfig | WorkerConfig:
         schedule = self._world.schedule
