@@ -1,5 +1,6 @@
-"""One running router or worker, as it registers itself. Values only; cluster/registry/registry.py keeps them in
-Redis."""
+"""One running router or worker, as it registers itself, and the protocol versions that members support. Values only;
+cluster/registry/registry.py keeps them in Redis.
+"""
 
 import json
 from dataclasses import asdict, dataclass, fields, replace
@@ -8,11 +9,40 @@ from typing import Any
 
 from cluster.messages import LayoutFingerprint, MemberId, Role
 from cluster.protocol.field_rules import Rule, Text, Whole
-from cluster.protocol.versions import OURS, ProtocolRange
 
 _TEXT = Text(most=1_024)
 _COUNT = Whole(most=(1 << 40))
 _POSITIVE = Whole(least=1, most=(1 << 31) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ProtocolRange:
+    """The oldest and the newest version of the protocol between members that a member supports.
+
+    One number covers everything that members exchange: the messages of proto/tandem/internal/v1 and their meaning,
+    tickets, keyed hashes, digests, and the records in Redis. CONTRIBUTING.md says when it changes and how a version is
+    retired. Raises ValueError unless 1 <= oldest <= newest."""
+
+    oldest: int
+    newest: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.oldest <= self.newest:
+            raise ValueError(f"{self} is not a range of protocol versions")
+
+    def __contains__(self, version: int) -> bool:
+        return self.oldest <= version <= self.newest
+
+    def __str__(self) -> str:
+        return f"{self.oldest} to {self.newest}"
+
+    def common(self, other: "ProtocolRange") -> int | None:
+        """Return the newest version that both support, which they use with each other; None if there is none."""
+        version = min(self.newest, other.newest)
+        return version if version in self and version in other else None
+
+
+OUR_VERSIONS = ProtocolRange(oldest=1, newest=1)
 
 
 class MemberState(StrEnum):
@@ -58,8 +88,8 @@ class Member:
     fingerprint: LayoutFingerprint | None = None
     transports: tuple[str, ...] = ()  # best first
     capacity: Capacity | None = None
-    protocol_oldest: int = OURS.oldest
-    protocol_newest: int = OURS.newest
+    protocol_oldest: int = OUR_VERSIONS.oldest
+    protocol_newest: int = OUR_VERSIONS.newest
 
     @property
     def protocol(self) -> ProtocolRange:

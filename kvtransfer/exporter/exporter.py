@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from cluster import holders
 from cluster.clock import Clock
 from cluster.errors import HandOffFailed, HandOffReason
+from cluster.member import OUR_VERSIONS, ProtocolRange
 from cluster.messages import LayoutFingerprint, MemberId, Ticket
 from cluster.protocol import tickets
-from cluster.protocol.versions import OURS, ProtocolRange
 from cluster.settings.transfer_settings import TransferSettings
 from kvtransfer.counters import TransferCounters
 from kvtransfer.digests import KNOWN_DIGESTS, VerifyMode, digest_blocks
@@ -78,7 +78,7 @@ class Exporter:
         clock: Clock,
         counters: TransferCounters,
         wall_clock: Callable[[], float] = time.time,
-        protocol: ProtocolRange = OURS,
+        protocol: ProtocolRange = OUR_VERSIONS,
         digests: Sequence[str] = KNOWN_DIGESTS,  # the definitions that it offers, best first
     ) -> None:
         self._member, self._address = member, address

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 
 from cluster.clock import Clock
 from cluster.errors import HandOffFailed, HandOffReason
+from cluster.member import ProtocolRange
 from cluster.messages import LayoutFingerprint, MemberId, Ticket
 from cluster.protocol import tickets
-from cluster.protocol.versions import ProtocolRange
 from cluster.protocol.wire import fingerprint_from_wire
 from kvtransfer.counters import TransferCounters
 from kvtransfer.deadline_timer import DeadlineTimer

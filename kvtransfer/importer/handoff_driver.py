@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from cluster.clock import Clock
 from cluster.errors import HandOffFailed, HandOffReason, MalformedMessage, TandemError
+from cluster.member import ProtocolRange
 from cluster.messages import LayoutFingerprint, Ticket
 from cluster.protocol.received import checked
-from cluster.protocol.versions import ProtocolRange
 from cluster.protocol.wire import fingerprint_to_wire
 from kvtransfer.counters import TransferCounters
 from kvtransfer.deadline_timer import DeadlineTimer

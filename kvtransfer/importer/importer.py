@@ -16,9 +16,9 @@ import grpc
 from cluster import holders
 from cluster.clock import Clock
 from cluster.errors import HandOffFailed, HandOffReason
+from cluster.member import OUR_VERSIONS, ProtocolRange
 from cluster.messages import LayoutFingerprint, MemberId, Ticket
 from cluster.protocol import tickets
-from cluster.protocol.versions import OURS, ProtocolRange
 from cluster.serving.serving import open_channel
 from cluster.settings.transfer_settings import TransferSettings
 from kvtransfer.counters import TransferCounters
@@ -62,7 +62,7 @@ class Importer:
         connect: Callable[[str], grpc.aio.Channel] = open_channel,  # to an exporter's address
         links: LinkTable | None = None,  # None: a new table
         unhealthy: Callable[[str], None] = _LOG.critical,  # reports blocks that only a restart of the process frees
-        protocol: ProtocolRange = OURS,
+        protocol: ProtocolRange = OUR_VERSIONS,
         digests: Sequence[str] = KNOWN_DIGESTS,  # that it can compute
     ) -> None:
         self._member, self._block_size, self._key, self._settings = member, block_size, key, settings

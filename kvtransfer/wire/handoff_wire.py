@@ -6,8 +6,8 @@ messages: drivers add them to Attach and Accepted, and read them from there.
 """
 
 from cluster.errors import HandOffReason
+from cluster.member import ProtocolRange
 from cluster.messages import Epoch
-from cluster.protocol.versions import ProtocolRange
 from cluster.protocol.wire import epoch_from_wire, epoch_to_wire, pack_ids, unpack_ids
 from kvtransfer.digests import split_digests
 from kvtransfer.protocol.handoff import (

@@ -17,8 +17,8 @@ import torch
 
 from cluster.clock import Clock, ManualClock, MonotonicClock
 from cluster.errors import HandOffFailed, HandOffReason
+from cluster.member import OUR_VERSIONS, ProtocolRange
 from cluster.messages import Epoch, LayoutFingerprint, MemberId
-from cluster.protocol.versions import OURS, ProtocolRange
 from cluster.settings.transfer_settings import TransferSettings
 from engine.kv.block_pool import BlockPool
 from engine.kv.pool import KvPool
@@ -463,8 +463,8 @@ async def handoff_rig(
     importer_settings: TransferSettings | None = None,  # None: the same
     exporter_clock: Clock | None = None,
     importer_layout: LayoutFingerprint = LAYOUT,
-    exporter_protocol: ProtocolRange = OURS,
-    importer_protocol: ProtocolRange = OURS,
+    exporter_protocol: ProtocolRange = OUR_VERSIONS,
+    importer_protocol: ProtocolRange = OUR_VERSIONS,
     exporter_digests: Sequence[str] = KNOWN_DIGESTS,
     importer_digests: Sequence[str] = KNOWN_DIGESTS,
     wire_dtype: str = "native",

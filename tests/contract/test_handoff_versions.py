@@ -6,8 +6,8 @@ import grpc
 import pytest
 
 from cluster.errors import HandOffReason
+from cluster.member import ProtocolRange
 from cluster.protocol import tickets
-from cluster.protocol.versions import ProtocolRange
 from cluster.protocol.wire import epoch_to_wire, fingerprint_to_wire
 from kvtransfer.exporter.ticket_driver import IncomingCall
 from kvtransfer.wire.handoff_wire import IMPORTER_METADATA

@@ -52,7 +52,6 @@ PURE = [
     "cluster.least_squares",
     "cluster.member",
     "cluster.messages",
-    "cluster.protocol.versions",
     "cluster.request_size",
     "cluster.service_times",
     "cluster.registry.scale_target",

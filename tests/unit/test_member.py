@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from cluster.errors import ConfigError
-from cluster.member import Capacity, Member, MemberState, from_json, to_json
+from cluster.member import Capacity, Member, MemberState, ProtocolRange, from_json, to_json
 from cluster.messages import LayoutFingerprint, MemberId, Role
-from cluster.protocol.versions import ProtocolRange
 from cluster.registry.registration import refuse_unequal
 
 FINGERPRINT = LayoutFingerprint("weights", "config", "float32", "table")
