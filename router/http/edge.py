@@ -17,8 +17,9 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.errors import InvalidRequest, Overloaded, TandemError, Unauthenticated
+from cluster.observe.telemetry import Telemetry
 from router.http.openai_errors import error_response, internal_error, status_response
-from router.http.server import ABORT, Counts
+from router.http.server import ABORT
 from router.request.validation import MAX_REQUEST_ID_CHARACTERS
 
 _REQUEST_ID_HEADER = "x-request-id"
@@ -44,7 +45,7 @@ class Edge:
     """ASGI middleware. Puts the request id into `scope["state"]["request_id"]` and into the response's x-request-id."""
 
     def __init__(
-        self, app: ASGIApp, *, api_key: str, max_message_bytes: int, client_stall_s: float, telemetry: Counts
+        self, app: ASGIApp, *, api_key: str, max_message_bytes: int, client_stall_s: float, telemetry: Telemetry
     ) -> None:
         self._app = app
         self._client_stall_s = client_stall_s

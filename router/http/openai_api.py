@@ -1,13 +1,13 @@
 """The HTTP API of a router: OpenAI's completions and chat completions, the list of models, health and metrics.
 
-Owns the routes only. openai_schema.py reads requests, openai_responses.py shapes responses, openai_stream.py sends
-them, and openai_errors.py shapes refusals. The pipeline, which gRPC shares, generates.
+This module owns the routes only. openai_schema.py reads requests, openai_responses.py shapes responses,
+openai_stream.py sends them, and openai_errors.py shapes refusals. The pipeline, which gRPC shares, generates.
 """
 
 import time
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from fastapi import FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from cluster.errors import TandemError
-from cluster.observe.telemetry import CONTENT_TYPE
+from cluster.observe.telemetry import CONTENT_TYPE, Telemetry
 from cluster.settings.config import CLIENT_STALL_S
 from router.http.edge import Edge
 from router.http.openai_errors import error_response, invalid_body, json_bytes, status_response
@@ -31,20 +31,12 @@ _SloHeaders = Annotated[SloHeaders, Header()]
 _NO_PATH = "there is no such path; GET /docs lists the paths"
 
 
-class Publishes(Protocol):
-    """The part of Telemetry that the HTTP API uses."""
-
-    def count(self, name: str, value: float = 1, **labels: str) -> None: ...
-
-    def render(self) -> bytes: ...
-
-
 def build_app(
     *,
     pipeline: Generates,
     live_requests: LiveRequests,
     tokenization: Tokenization,
-    telemetry: Publishes,
+    telemetry: Telemetry,
     ready: Callable[[], bool],
     api_key: str,
     max_message_bytes: int,
@@ -124,7 +116,7 @@ def _add_models(app: FastAPI, model: ModelInfo) -> None:
         return _json(entry)
 
 
-def _add_operations(app: FastAPI, telemetry: Publishes, ready: Callable[[], bool]) -> None:
+def _add_operations(app: FastAPI, telemetry: Telemetry, ready: Callable[[], bool]) -> None:
     @app.get("/health", summary="This process answers")
     async def health() -> Response:
         return _json({"status": "alive"})

@@ -12,7 +12,7 @@ import ssl
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import uvicorn
 from h11 import IDLE, SEND_BODY
@@ -20,18 +20,13 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cluster.errors import ConfigError
+from cluster.observe.telemetry import Telemetry
 from cluster.serving.tls import ClusterTls
 from router.http.connection_places import ConnectionPlaces, Place
 from router.running import running
 
 _BACKLOG = 2048
 _PAUSE_S = 0.1  # without descriptors: accepting again at once would only spin
-
-
-class Counts(Protocol):
-    """The part of Telemetry that this package uses."""
-
-    def count(self, name: str, value: float = 1, **labels: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +54,7 @@ class HttpAcceptor:
         make_protocol: Callable[["AcceptedConnection"], asyncio.Protocol],
         encryption: Encryption | None,
         max_connections: int,
-        telemetry: Counts,
+        telemetry: Telemetry,
     ) -> None:
         """The protocol that `make_protocol` returns must report to its AcceptedConnection when it is opened, when a
         request begins and is complete, and when it is closed."""
@@ -224,7 +219,7 @@ class HttpServer:
         self.port: int = self._socket.getsockname()[1]
 
     async def serve(
-        self, app: ASGIApp, *, max_connections: int, telemetry: Counts, stop: asyncio.Event, grace_s: float
+        self, app: ASGIApp, *, max_connections: int, telemetry: Telemetry, stop: asyncio.Event, grace_s: float
     ) -> None:
         """Serve until `stop`; responses in progress then have `grace_s` to end."""
         config = uvicorn.Config(
