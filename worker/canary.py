@@ -17,7 +17,8 @@ from cluster.clock import Clock
 from cluster.messages import DecodeJob, MemberId, Sampling, SequenceStart, TokenStops
 from cluster.observe.telemetry import Telemetry
 from engine.scheduling import commands
-from worker.health import StepProgress, WorkerHealth
+from engine.steps.step_loop import Progress
+from worker.health import WorkerHealth
 
 _LOG = logging.getLogger("tandem.worker.canary")
 _FINDER = "canary"
@@ -133,7 +134,7 @@ class Canaries:
         interval_s: float,
         timeout_s: float,
         retry_s: float,
-        progress: Callable[[], StepProgress],
+        progress: Callable[[], Progress],
         health: WorkerHealth,
         clock: Clock,
         telemetry: Telemetry,

@@ -9,7 +9,6 @@ decides whether a step is stuck. This module never touches a sequence.
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Protocol
 
 from cluster.clock import Clock
 from cluster.errors import Unhealthy
@@ -18,43 +17,13 @@ from cluster.observe.stand_still import StandStill, StuckLimits, Verdict
 from cluster.observe.telemetry import Telemetry
 from cluster.registry.registration import Registration
 from cluster.serving.serving import GrpcServer
+from engine.scheduling import commands
+from engine.steps.step_loop import Progress, StepLoop
 from worker.watchdog import StepSight, StepWatchdog
 
 _LOG = logging.getLogger("tandem.worker.health")
 _STEP = "step"
 _STOP_S = 10.0
-
-
-class StepProgress(Protocol):
-    """The part of engine.steps.step_loop.Progress that worker health uses."""
-
-    @property
-    def steps(self) -> int: ...
-
-    @property
-    def busy_since_s(self) -> float | None: ...
-
-    @property
-    def last_step_s(self) -> float: ...
-
-    @property
-    def longest_step_s(self) -> float: ...
-
-    @property
-    def work(self) -> str: ...
-
-
-class StepThread(Protocol):
-    """The part of engine.steps.step_loop.StepLoop that worker health uses."""
-
-    @property
-    def progress(self) -> StepProgress: ...
-
-    @property
-    def is_alive(self) -> bool: ...
-
-    @property
-    def thread_id(self) -> int | None: ...
 
 
 class WorkerHealth:
@@ -65,7 +34,7 @@ class WorkerHealth:
         self,
         *,
         server: GrpcServer,
-        steps: StepThread,
+        steps: StepLoop[commands.Command, commands.Event],
         limits: StuckLimits,  # of a step
         clock: Clock,
         telemetry: Telemetry,
@@ -152,7 +121,7 @@ class WorkerHealth:
             _LOG.critical("the worker is stuck and does not recover: %s", self.problem)
             raise Unhealthy(self.problem)
 
-    def _begin_of_step_problem(self, progress: StepProgress) -> None:
+    def _begin_of_step_problem(self, progress: Progress) -> None:
         stood_s = self._watchdog.stood_s
         where = stack_of(self._steps.thread_id)
         _LOG.error("step %d has run for %.1f s: %s\n%s", progress.steps, stood_s, progress.work, where)

@@ -2,23 +2,19 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from cluster.clock import Clock
 from cluster.errors import Unhealthy
 from cluster.observe.stand_still import StuckLimits
 from cluster.settings.config import WorkerConfig
-from engine.steps.questions import Asked
+from engine.scheduling import commands
+from engine.steps.step_loop import StepLoop
 from worker.canary import Canaries, CanaryGeneration
-from worker.health import StepThread, WorkerHealth
+from worker.health import WorkerHealth
 from worker.life import WorkerLife
 from worker.service import Inspections
 
 _CANARY_FACTOR = 5.0  # times the timeout of a step: the first step may compile kernels
-
-
-class AskedStepThread(StepThread, Asked, Protocol):
-    """The part of engine.steps.step_loop.StepLoop that the watch uses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +29,7 @@ def canary_timeout_s(config: WorkerConfig) -> float:
 
 
 def watch_over(
-    steps: AskedStepThread,
+    steps: StepLoop[commands.Command, commands.Event],
     runner: CanaryGeneration,
     *,
     life: WorkerLife,
