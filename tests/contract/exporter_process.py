@@ -14,7 +14,7 @@ from kvtransfer.transports.shm.transport import ShmExporter
 from kvtransfer.transports.tcp.transport import TcpExporter
 from kvtransfer.wire.wire_format import NativeFormat
 from tandem.internal.v1 import kv_pb2_grpc
-from tests.contract.handoff_rig import EXPORTER, IMPORTER, KEY, LAYOUT, Counters
+from tests.contract.handoff_parts import EXPORTER, IMPORTER, KEY, LAYOUT, Counters
 from tests.contract.kv_pools import BLOCK_SIZE, random_pool
 
 NUM_BLOCKS = 8

@@ -24,7 +24,7 @@ from kvtransfer.transports.available import Available
 from kvtransfer.transports.base import Channel, ExporterTransport, ImporterTransport
 from kvtransfer.wire.wire_format import NativeFormat
 from tandem.internal.v1 import kv_pb2, kv_pb2_grpc, worker_pb2
-from tests.contract.handoff_rig import EXPORTER, IMPORTER, KEY, LAYOUT, Counters, DecodeBlocks, transports
+from tests.contract.handoff_parts import EXPORTER, IMPORTER, KEY, LAYOUT, Counters, DecodeBlocks, transports
 from tests.contract.kv_pools import random_pool
 from tests.loopback import Fault, FaultSchedule
 

@@ -11,7 +11,8 @@ from cluster.protocol import tickets
 from kvtransfer.digests import digest_blocks
 from kvtransfer.memory import PoolMemory
 from kvtransfer.protocol.handoff import FirstToken
-from tests.contract.handoff_rig import DEADLINE_S, IMPORTER, KEY, Rig, handoff_rig
+from tests.contract.handoff_parts import DEADLINE_S, IMPORTER, KEY
+from tests.contract.handoff_rig import Rig, handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE
 
 TRANSPORTS = ["loopback", "tcp", "shm", "nixl", "nccl", "cuda_ipc"]

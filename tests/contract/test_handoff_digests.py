@@ -11,7 +11,8 @@ from kvtransfer.digests import KNOWN_DIGESTS, digest_blocks, split_digests
 from kvtransfer.exporter.ticket_driver import IncomingCall
 from kvtransfer.wire.handoff_wire import IMPORTER_METADATA
 from tandem.internal.v1 import kv_pb2, kv_pb2_grpc
-from tests.contract.handoff_rig import DEADLINE_S, IMPORTER, LAYOUT, Rig, handoff_rig
+from tests.contract.handoff_parts import DEADLINE_S, IMPORTER, LAYOUT
+from tests.contract.handoff_rig import Rig, handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE
 
 NUM_TOKENS = 3 * BLOCK_SIZE + 3

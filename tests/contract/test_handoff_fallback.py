@@ -10,7 +10,8 @@ from cluster.errors import HandOffReason
 from cluster.messages import Epoch
 from cluster.settings.transfer_settings import TransferSettings
 from kvtransfer.transports.base import TransportError
-from tests.contract.handoff_rig import DEADLINE_S, EXPORTER, Rig, handoff_rig
+from tests.contract.handoff_parts import DEADLINE_S, EXPORTER
+from tests.contract.handoff_rig import Rig, handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE
 
 

@@ -11,7 +11,8 @@ from cluster.errors import HandOffReason
 from cluster.settings.transfer_settings import TransferSettings
 from kvtransfer.exporter.ticket_driver import IncomingCall
 from tandem.internal.v1 import kv_pb2
-from tests.contract.handoff_rig import DEADLINE_S, handoff_rig
+from tests.contract.handoff_parts import DEADLINE_S
+from tests.contract.handoff_rig import handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE
 from tests.loopback import Fault
 

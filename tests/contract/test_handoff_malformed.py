@@ -15,7 +15,8 @@ from cluster.settings.transfer_settings import TransferSettings
 from kvtransfer.exporter.ticket_driver import IncomingCall
 from kvtransfer.importer.importer import ImportedBlocks
 from tandem.internal.v1 import kv_pb2
-from tests.contract.handoff_rig import DEADLINE_S, Prefill, Rig, handoff_rig
+from tests.contract.handoff_parts import DEADLINE_S
+from tests.contract.handoff_rig import Prefill, Rig, handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE
 from tests.unit.member_messages import mutations
 

@@ -21,7 +21,7 @@ from kvtransfer.transports.shm.transport import ShmImporter
 from kvtransfer.transports.tcp.transport import TcpImporter
 from kvtransfer.wire.wire_format import NativeFormat
 from tests.contract.exporter_process import NUM_BLOCKS, NUM_TOKENS, PROMPT_HASH
-from tests.contract.handoff_rig import DEADLINE_S, IMPORTER, KEY, LAYOUT, Counters, DecodeBlocks, WatchedTransport
+from tests.contract.handoff_parts import DEADLINE_S, IMPORTER, KEY, LAYOUT, Counters, DecodeBlocks, WatchedTransport
 from tests.contract.kv_pools import BLOCK_SIZE, random_pool
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,8 @@ from kvtransfer.importer.importer import ExpectedPrompt
 from kvtransfer.transports.shm import transport as shm
 from kvtransfer.wire.handoff_wire import IMPORTER_METADATA
 from tandem.internal.v1 import kv_pb2, kv_pb2_grpc
-from tests.contract.handoff_rig import DEADLINE_S, EXPORTER, IMPORTER, KEY, LAYOUT, Prefill, Rig, handoff_rig
+from tests.contract.handoff_parts import DEADLINE_S, EXPORTER, IMPORTER, KEY, LAYOUT
+from tests.contract.handoff_rig import Prefill, Rig, handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE
 
 

@@ -8,7 +8,8 @@ from cluster.clock import ManualClock
 from cluster.errors import HandOffReason
 from cluster.settings.transfer_settings import TransferSettings
 from kvtransfer.exporter.exporter import FirstToken, TailBlock
-from tests.contract.handoff_rig import DEADLINE_S, handoff_rig
+from tests.contract.handoff_parts import DEADLINE_S
+from tests.contract.handoff_rig import handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE
 
 OFF, SAMPLE = TransferSettings(kv_verify="off"), TransferSettings(kv_verify="sample")

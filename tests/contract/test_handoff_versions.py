@@ -12,7 +12,8 @@ from cluster.protocol.wire import epoch_to_wire, fingerprint_to_wire
 from kvtransfer.exporter.ticket_driver import IncomingCall
 from kvtransfer.wire.handoff_wire import IMPORTER_METADATA
 from tandem.internal.v1 import kv_pb2, kv_pb2_grpc
-from tests.contract.handoff_rig import DEADLINE_S, IMPORTER, KEY, LAYOUT, Rig, handoff_rig
+from tests.contract.handoff_parts import DEADLINE_S, IMPORTER, KEY, LAYOUT
+from tests.contract.handoff_rig import Rig, handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE
 from tests.later_version import suspended, with_unknown_fields
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from cluster.errors import HandOffReason
-from tests.contract.handoff_rig import DEADLINE_S, LAYOUT, handoff_rig
+from tests.contract.handoff_parts import DEADLINE_S, LAYOUT
+from tests.contract.handoff_rig import handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE
 
 QUANTISED = ["int8", "fp8", "int4"]

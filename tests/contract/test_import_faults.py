@@ -6,7 +6,8 @@ import asyncio
 import pytest
 
 from cluster.errors import HandOffFailed, HandOffReason
-from tests.contract.handoff_rig import DEADLINE_S, Rig, handoff_rig
+from tests.contract.handoff_parts import DEADLINE_S
+from tests.contract.handoff_rig import Rig, handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE
 from tests.faults.injection import AwaitFaults, SubmitFaults, When, Where
 

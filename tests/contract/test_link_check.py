@@ -11,7 +11,7 @@ from kvtransfer.importer import link_check as probe_module
 from kvtransfer.transports.available import Available
 from kvtransfer.transports.base import TransportError
 from tandem.internal.v1 import kv_pb2, worker_pb2
-from tests.contract.handoff_rig import EXPORTER, IMPORTER, LAYOUT
+from tests.contract.handoff_parts import EXPORTER, IMPORTER, LAYOUT
 from tests.contract.link_check_rig import DEADLINE_S, NUM_BLOCKS, STRANGER, FarAway, StuckTransport, probe_rig
 from tests.loopback import Fault
 

@@ -11,7 +11,7 @@ from cluster.messages import Epoch
 from kvtransfer.importer import link_check as probe_module
 from kvtransfer.transports.base import Channel
 from tandem.internal.v1 import worker_pb2
-from tests.contract.handoff_rig import EXPORTER
+from tests.contract.handoff_parts import EXPORTER
 from tests.contract.link_check_rig import DEADLINE_S, Rig, probe_rig
 from tests.faults.injection import AwaitFaults, When
 

@@ -33,7 +33,7 @@ from kvtransfer.wire.wire_format import NativeFormat
 from prefill_worker.prefixes.cache_event_publisher import CacheEventPublisher
 from prefill_worker.service import PrefillService
 from tandem.internal.v1 import kv_pb2_grpc, worker_pb2_grpc
-from tests.contract.handoff_rig import Counters, DecodeBlocks
+from tests.contract.handoff_parts import Counters, DecodeBlocks
 from tests.system.asking import ask, asked, question
 from tests.system.local_cluster import DEMO_MODEL, LocalCluster
 from worker.heartbeats import HeartbeatFeed

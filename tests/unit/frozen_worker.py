@@ -22,7 +22,7 @@ from kvtransfer.exporter.ticket_driver import IncomingCall
 from kvtransfer.importer.importer import Importer
 from kvtransfer.wire.wire_format import NativeFormat
 from tandem.internal.v1 import kv_pb2, worker_pb2
-from tests.contract.handoff_rig import EXPORTER, IMPORTER, KEY, LAYOUT, Counters
+from tests.contract.handoff_parts import EXPORTER, IMPORTER, KEY, LAYOUT, Counters
 from tests.contract.kv_pools import random_pool
 from tests.loopback import LoopbackExporter, LoopbackNetwork
 from tests.unit.export_bench import limits

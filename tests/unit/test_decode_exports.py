@@ -13,7 +13,7 @@ from cluster.messages import MemberId
 from cluster.protocol import tickets, wire
 from cluster.protocol.hashing import hash_prompt
 from decode_worker.exports import MAX_FROZEN, FreezeOrder
-from tests.contract.handoff_rig import IMPORTER, KEY
+from tests.contract.handoff_parts import IMPORTER, KEY
 from tests.unit.frozen_worker import ATTEMPT, FrozenWorker
 from tests.unit.scheduler_bench import ROUTER
 

@@ -12,7 +12,7 @@ from kvtransfer.exporter.service import KvTransferServicer
 from kvtransfer.wire.handoff_wire import IMPORTER_METADATA
 from tandem.internal.v1 import kv_pb2
 from tests.contract.handoff_calls import Calls
-from tests.contract.handoff_rig import IMPORTER, KEY, LAYOUT
+from tests.contract.handoff_parts import IMPORTER, KEY, LAYOUT
 from tests.faults.injection import AwaitFaults, SubmitFaults, When, Where
 from tests.unit.frozen_worker import FrozenWorker
 

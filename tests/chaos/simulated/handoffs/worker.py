@@ -27,7 +27,7 @@ from kvtransfer.memory import Reservation
 from kvtransfer.wire.wire_format import NativeFormat
 from tests.chaos.simulated.loop import Threads
 from tests.contract.handoff_calls import Calls
-from tests.contract.handoff_rig import Counters
+from tests.contract.handoff_parts import Counters
 from tests.contract.kv_pools import BLOCK_SIZE, LAYOUT, random_pool
 from tests.loopback import (
     FaultSchedule,
