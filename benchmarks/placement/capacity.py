@@ -6,9 +6,10 @@ from math import ceil, sqrt
 from cli.load.open_loop import Record
 
 _KEPT_UP = 0.92  # completions per arrival in the second half of a try
+_MOST_LATENCIES = 3.0  # from the last arrival to the last end, in parts of one quiet request
 _NUM_BISECTIONS = 2
 _LEAST_REQUESTS = 24
-_LEAST_LATENCIES = 8.0  # a try lasts this many times as long as one quiet request
+_LEAST_LATENCIES = 12.0  # a try lasts this many times as long as one quiet request
 
 
 class CapacitySearch:
@@ -48,12 +49,16 @@ def num_requests(rate_rps: float, quiet_s: float) -> int:
     return max(_LEAST_REQUESTS, ceil(rate_rps * quiet_s * _LEAST_LATENCIES))
 
 
-def keeps_up(records: Sequence[Record], rate_rps: float) -> bool:
-    """Return whether all requests were answered, in the second half as fast as they arrived. The first half fills the
-    batches."""
+def keeps_up(records: Sequence[Record], rate_rps: float, quiet_s: float) -> bool:
+    """Return whether all requests were answered, in the second half as fast as they arrived, and the last one soon
+    after the last arrival. The first half fills the batches. `quiet_s`: the time of one request on a quiet cluster.
+
+    The rate of the answers alone would not tell: prompts precede decoding, so the sequences of an overloaded worker end
+    together."""
     if any(record.error for record in records):
         return False
     ends_s = sorted(record.ended_s for record in records)
     half = len(ends_s) // 2
     took_s = ends_s[-1] - ends_s[half]
-    return len(ends_s) - 1 - half >= _KEPT_UP * rate_rps * took_s
+    is_fast = len(ends_s) - 1 - half >= _KEPT_UP * rate_rps * took_s
+    return is_fast and ends_s[-1] - records[-1].scheduled_s <= _MOST_LATENCIES * quiet_s

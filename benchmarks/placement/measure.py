@@ -67,7 +67,7 @@ class Measuring:
             rate_rps = search.rate_rps
             arrivals = even_arrivals(workload, rate_rps, num_requests(rate_rps, quiet_s))
             generated = await self._run(arm, arrivals, f"capacity {workload.name} {rate_rps}", "planned")
-            search.add(kept_up=keeps_up(generated.records, rate_rps))
+            search.add(kept_up=keeps_up(generated.records, rate_rps, quiet_s))
         return search.capacity_rps
 
     async def point(self, point: Point, rate_rps: float) -> dict[str, ArmResult]:

@@ -208,7 +208,7 @@ def test_the_search_finds_the_capacity_of_a_server_within_a_fifth(service_s: flo
         if search.is_ended:
             break
         arrivals = even_arrivals(Workload(8, 2), search.rate_rps, num_requests(search.rate_rps, service_s))
-        search.add(kept_up=keeps_up(served(arrivals, service_s), search.rate_rps))
+        search.add(kept_up=keeps_up(served(arrivals, service_s), search.rate_rps, service_s))
     assert search.is_ended
     assert 0.8 / service_s <= search.capacity_rps <= 1.09 / service_s
 
@@ -225,8 +225,14 @@ def test_a_search_that_begins_too_high_goes_down() -> None:
 
 def test_an_arm_that_fails_a_request_does_not_keep_up() -> None:
     records = served(even_arrivals(Workload(8, 2), 1.0, 10), 0.1)
-    assert keeps_up(records, 1.0)
-    assert not keeps_up([*records, record(error="overloaded")], 1.0)
+    assert keeps_up(records, 1.0, 0.1)
+    assert not keeps_up([*records, record(error="overloaded")], 1.0, 0.1)
+
+
+def test_an_arm_that_answers_everything_at_once_but_late_does_not_keep_up() -> None:
+    arrivals = even_arrivals(Workload(8, 2), 10.0, 40)
+    records = [replace(each, ended_s=20.0 + 0.01 * number) for number, each in enumerate(served(arrivals, 0.1))]
+    assert not keeps_up(records, 10.0, 0.1)
 
 
 def test_turns_of_a_conversation_extend_the_prompt_and_keep_the_arrival_times() -> None:
