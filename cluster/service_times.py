@@ -161,7 +161,6 @@ class ServiceTimes:
 
 QUIET_FACTOR = 1.5
 MIN_PATIENCE_S = 0.25
-_NEWTON_STEPS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,21 +185,6 @@ class StepLimit:
     def patience_s(self, alone_s: float) -> float:
         """Return how long a prompt waits until prompts get half of the worker's time."""
         return max(alone_s, MIN_PATIENCE_S)
-
-    def prompts_s(self, added_s: float, quiet_s: float, alone_s: float) -> float:
-        """Predict how long steps that take `quiet_s` without prompts need to compute prompts that add `added_s` to them
-        in all, if the oldest has waited for nothing at the start. The lengths of steps count as continuous."""
-        patience_s = self.patience_s(alone_s)
-        # The prompts' share of the time is constant at first, and age / (age + patience) from `even_s` on.
-        first_share = 1 - quiet_s / self.seconds(quiet_s, 0.0, alone_s)
-        even_s = patience_s * first_share / (1 - first_share)
-        if added_s <= first_share * even_s:
-            return added_s / first_share if added_s else 0.0
-        total_s = even_s + added_s + patience_s  # Newton's method on a convex function, which converges from any start
-        for _ in range(_NEWTON_STEPS):
-            aged_s = total_s - even_s - patience_s * math.log((total_s + patience_s) / (even_s + patience_s))
-            total_s -= (first_share * even_s + aged_s - added_s) * (total_s + patience_s) / total_s
-        return total_s
 
 
 NO_STEP_TARGET = StepLimit()

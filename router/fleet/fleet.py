@@ -126,6 +126,7 @@ class Fleet:
                 capacity=peer.member.capacity,
                 full_for_s=peer.backlog.full_for_s(now_s),
                 work=_work_ahead(peer, NO_SEQUENCES, now_s),
+                unmodelled=peer.unmodelled.at(now_s),
             )
             for peer in self._prefills.values()
             if self._may_get_work(peer)
@@ -146,6 +147,7 @@ class Fleet:
                 capacity=peer.member.capacity,
                 full_for_s=peer.backlog.full_for_s(now_s),
                 work=_work_ahead(peer, peer.stream.batch(), now_s),
+                unmodelled=peer.unmodelled.at(now_s),
             )
             for peer in self._decodes.values()
             if self._may_get_work(peer) and peer.stream.connected.is_set()

@@ -33,6 +33,7 @@ from cluster.service_times import ServiceTimes
 from cluster.serving.rpc_errors import error_from_rpc
 from router.fleet.supervision import WorkerTimeouts, check_health, refuses_connections
 from router.policies.silence import Silence
+from router.policies.unmodelled import UnmodelledTimes
 from router.policies.work_ahead import PromptBacklog
 from router.running import running
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
@@ -68,6 +69,7 @@ class Peer(ABC):
         self.trusted = True
         self.assigned = 0  # sequences that this router has there
         self.backlog = PromptBacklog()
+        self.unmodelled = UnmodelledTimes()
         self.drain_deadline_s: float | None = None  # by the event loop's clock; None: it stays
         self._channel = channel
         self._timeouts = timeouts

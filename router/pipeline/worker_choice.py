@@ -24,7 +24,8 @@ from router.pipeline.failures import AttemptFailed
 from router.policies.admission import early_refusal
 from router.policies.breakers import BreakerPolicy, BreakerState, Pair, PairBreakers, Trial
 from router.policies.candidates import RequestFacts, WorkerLoad, has_large_pair, is_servable
-from router.policies.placement import LeastLoaded, Placement, Policy
+from router.policies.placement import Candidate, LeastLoaded, Placement, Policy
+from router.policies.unmodelled import ModelledRequest
 from router.request.admitted_request import AdmittedRequest, Choice
 
 _LOG = logging.getLogger("tandem.router.pairs")
@@ -148,12 +149,23 @@ class WorkerChoice:
                 admitted.waits(choices[0], None)
                 self._telemetry.count("tandem_placement_decisions_total", reason=placement.reason)
                 if (chosen := placement.chosen) is not None and (predicted := chosen.prediction) is not None:
-                    admitted.account.predict(predicted.ttft_s, predicted.itl_s, _now_s())
+                    now_s, modelled = _now_s(), None if admitted.request.is_batch else self._modelled(chosen)
+                    admitted.account.predict(predicted.ttft_s, predicted.itl_s, now_s, modelled)
                 return placement
             shortage = self._shortage(facts.size) if placement is None else None
             admitted.waits(choices[0], shortage)
             with self.waiting(shortage):
                 await self._fleet.changed()
+
+    def _modelled(self, chosen: Candidate) -> ModelledRequest | None:
+        """Return the record from which the models of the chosen workers learn. Requests of the batch class teach
+        nothing, because they wait for all others."""
+        computes = self._fleet.peer(chosen.prefill or chosen.decode)
+        decodes = self._fleet.peer(chosen.decode)
+        if computes is None or decodes is None or chosen.prediction is None:
+            return None
+        ttft_s, itl_s = chosen.prediction.modelled_ttft_s, chosen.prediction.modelled_itl_s
+        return ModelledRequest(ttft_s, itl_s, _now_s(), computes.unmodelled, decodes.unmodelled)
 
     def size_refusal(self, size: RequestSize) -> NoWorkerLargeEnough | None:
         """Return why no worker can ever hold a new request of this size; None if one can. Workers that do not answer

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from cluster.errors import Overloaded, QueueFull, SloUnattainable
 from cluster.observe.service_rate import ServiceRate, bounded_retry_s
 from router.policies.candidates import NO_TARGETS, Pair, RequestFacts, WorkerLoad
-from router.policies.prediction import Prediction, predict
+from router.policies.prediction import Prediction, predict_all
 
 
 class AdmissionControl:
@@ -66,9 +66,7 @@ def early_refusal(
 
 def _predictions(ways: Sequence[Pair], request: RequestFacts, after_s: float = 0.0) -> list[Prediction]:
     """Return the predictions of all ways; none if the speed of a worker is not known."""
-    predictions = [predict(prefill, decode, request, after_s=after_s) for prefill, decode in ways]
-    known = [prediction for prediction in predictions if prediction is not None]
-    return known if len(known) == len(predictions) else []
+    return predict_all(ways, request, after_s=after_s) or []
 
 
 def _late(ttft_s: float, time_left_s: float) -> Overloaded | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from cluster.member import Capacity
 from cluster.messages import LinkSpeed, MemberId
 from cluster.request_size import RequestSize, decode_shortage, handoff_shortage, prefill_shortage
+from router.policies.unmodelled import NOTHING_UNMODELLED, Unmodelled
 from router.policies.work_ahead import WorkAhead
 
 
@@ -62,6 +63,7 @@ class WorkerLoad:
     capacity: Capacity | None = None  # None: not known, and taken as large enough
     full_for_s: float = 0.0  # its queue is full for this long, as it reported; 0: it accepts more
     work: WorkAhead | None = None  # for predictions; None: the worker has not reported its speed
+    unmodelled: Unmodelled = NOTHING_UNMODELLED
 
     @property
     def depth(self) -> int:

@@ -21,7 +21,7 @@ from router.policies.placement import (
     candidate_of,
     shortlist,
 )
-from router.policies.prediction import Prediction, predict
+from router.policies.prediction import Prediction, predict_all
 
 # Predictions that differ by less than this share and this time are equal: the models are not more precise.
 _TOLERANCE = 0.02
@@ -72,12 +72,12 @@ class SloAware:
 
     def _predicted(self, pairs: Sequence[Pair], request: RequestFacts) -> list[Candidate] | None:
         """Return all candidates; None if the speed of a worker is not known."""
+        predictions = predict_all(pairs, request)
+        if predictions is None:
+            return None
         targets = self._targets.preferring(request.targets)
         found = []
-        for prefill, decode in pairs:
-            prediction = predict(prefill, decode, request)
-            if prediction is None:
-                return None
+        for (prefill, decode), prediction in zip(pairs, predictions, strict=True):
             num_violations = self._num_violations(prediction, targets)
             candidate = candidate_of(prefill, decode, request)
             found.append(replace(candidate, prediction=prediction, num_violations=num_violations))

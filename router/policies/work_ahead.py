@@ -8,7 +8,7 @@ placed one after the other never find the same idle worker. Prompts of other rou
 from dataclasses import dataclass
 from itertools import count
 
-from cluster.service_times import ServiceTimes, StepLimit, StepWork, attended_tokens
+from cluster.service_times import ServiceTimes, StepLimit, attended_tokens
 
 DEFAULT_MAX_CHUNK = 512  # of workers that do not register theirs
 
@@ -71,14 +71,6 @@ NO_SEQUENCES = SequenceBatch()
 
 
 @dataclass(frozen=True, slots=True)
-class PromptSteps:
-    """The steps that compute one or more prompts."""
-
-    seconds: float
-    number: float  # of steps
-
-
-@dataclass(frozen=True, slots=True)
 class WorkAhead:
     """The facts about one worker that prediction uses."""
 
@@ -88,46 +80,6 @@ class WorkAhead:
     max_chunk: int = DEFAULT_MAX_CHUNK  # prompt tokens of one step
     max_running: int = 1 << 30  # sequences in one step
     step_limit: StepLimit | None = None  # of steps with prompts and running sequences; None: only `max_chunk`
-
-    def prompt_s(self, work: PromptWork, num_running: int) -> float:
-        """Predict the seconds to compute prompts while `num_running` of the worker's sequences decode in each step."""
-        return self.prompt_steps(work, num_running).seconds
-
-    def prompt_steps(self, work: PromptWork, num_running: int) -> PromptSteps:
-        """Predict the steps that compute prompts while `num_running` of the worker's sequences decode in each."""
-        num_steps = self.num_steps(work)
-        seconds = self._in_full_chunks_s(work, num_running)
-        quiet_s = self.step_s(num_running, self.context_of(num_running))
-        if self.step_limit is None or not quiet_s or not num_steps:
-            return PromptSteps(seconds, num_steps)
-        added_s = max(0.0, seconds - num_steps * quiet_s)
-        alone_s = self._in_full_chunks_s(self.prompts.first if self.prompts.first.num_new else work, 0)
-        limited_s = self.step_limit.prompts_s(added_s, quiet_s, alone_s)
-        return PromptSteps(max(seconds, limited_s), max(num_steps, (limited_s - added_s) / quiet_s))
-
-    def _in_full_chunks_s(self, work: PromptWork, num_running: int) -> float:
-        """Predict the same in steps that are limited by `max_chunk` alone."""
-        num_full, num_rest = divmod(round(work.num_new), self.max_chunk)
-        full_s = self._chunk_s(work, self.max_chunk, num_running) if num_full else 0.0
-        return num_full * full_s + (self._chunk_s(work, num_rest, num_running) if num_rest else 0.0)
-
-    def _chunk_s(self, work: PromptWork, num_new: int, num_running: int) -> float:
-        """Predict a step with that many of the prompts' tokens."""
-        attended = work.attended * num_new / work.num_new
-        context = self.context_of(num_running)
-        return self.times.seconds(StepWork(num_new=num_new, attended=attended, batch=num_running, context=context))
-
-    def num_steps(self, work: PromptWork) -> int:
-        """Return the number of steps that `max_chunk` alone requires."""
-        return -(-round(work.num_new) // self.max_chunk)
-
-    def step_s(self, num_running: float, context: float) -> float:
-        """Predict a step that only decodes."""
-        return self.times.step_s(round(num_running), round(context)) if num_running >= 0.5 else 0.0
-
-    def context_of(self, num_sequences: float) -> int:
-        """Return the sum of the lengths of that many sequences of average length."""
-        return round(self.batch.context / max(1, self.batch.num_sequences) * num_sequences)
 
 
 class PromptBacklog:

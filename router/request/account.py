@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 from cluster.observe.telemetry import Telemetry
+from router.policies.unmodelled import ModelledRequest
 from router.requests import ChoiceDelta, Ledger, Phase, WorkerTime
 
 
@@ -40,6 +41,9 @@ class RequestAccount:
         self._worker_times: list[WorkerTime] = []
         self._transport, self._kv_bytes = "", 0
         self._predicted: tuple[float, float, float] | None = None  # TTFT, time between tokens, made at this time
+        self._modelled: ModelledRequest | None = None
+        self._received_s: tuple[float, float] | None = None  # when the first and the last token came
+        self._num_received = 0  # tokens
         self._last_delivery_s: dict[int, float] = {}  # by choice
         self._num_tokens: dict[int, int] = {}  # by choice: tokens that the client was given
         self.num_cached: int | None = None  # prompt tokens that the first prefill found in the prefix cache
@@ -76,10 +80,11 @@ class RequestAccount:
         """Record which workers the present attempt asks."""
         self.prefill_member, self.decode_member = prefill, decode
 
-    def predict(self, ttft_s: float, itl_s: float, now_s: float) -> None:
-        """Record what placement predicted from `now_s` on. The first prediction of a request counts."""
+    def predict(self, ttft_s: float, itl_s: float, now_s: float, modelled: ModelledRequest | None = None) -> None:
+        """Record what placement predicted from `now_s` on. The first prediction of a request counts. `modelled` learns
+        from the real times, unless the request is retried."""
         if self._predicted is None:
-            self._predicted = (ttft_s, itl_s, now_s)
+            self._predicted, self._modelled = (ttft_s, itl_s, now_s), modelled
 
     def add_member(self, member: str) -> None:
         """Record a worker that serves the request. Members are listed once, in the order in which they joined."""
@@ -96,6 +101,16 @@ class RequestAccount:
     def add_transfer(self, transport: str, kv_bytes: int) -> None:
         self._transport = transport
         self._kv_bytes += kv_bytes
+
+    def record_token(self, now_s: float) -> None:
+        """Record that this router received a token of the request, whether its client reads quickly or not."""
+        self._num_received += 1
+        if self._received_s is not None:
+            self._received_s = (self._received_s[0], now_s)
+            return
+        self._received_s = (now_s, now_s)
+        if self._modelled is not None and not self._reasons:
+            self._modelled.record_first_token(now_s)
 
     def record_delivery(self, deltas: Sequence[ChoiceDelta], now_s: float) -> None:
         """Record that the client was given these deltas."""
@@ -150,6 +165,7 @@ class RequestAccount:
             self._telemetry.observe("tandem_output_length_tokens", num_tokens)
         if outcome == "ok" and not self._reasons:
             self._publish_errors()
+            self._teach()
 
     def _publish_errors(self) -> None:
         """Compare the prediction with what the client experienced. A request that was retried is not compared."""
@@ -163,3 +179,11 @@ class RequestAccount:
             if num_tokens >= _LEAST_TOKENS_COMPARED and decoding_s > 0:
                 real_s = decoding_s / (num_tokens - 1)
                 self._telemetry.observe("tandem_itl_prediction_error_ratio", abs(itl_s - real_s) / real_s)
+
+    def _teach(self) -> None:
+        """Let the model of the time between tokens learn from a request with one choice."""
+        if self._modelled is None or self._received_s is None or len(self._num_tokens) != 1:
+            return
+        first_s, last_s = self._received_s
+        if self._num_received >= _LEAST_TOKENS_COMPARED:
+            self._modelled.record_end((last_s - first_s) / (self._num_received - 1), last_s)

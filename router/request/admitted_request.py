@@ -227,6 +227,7 @@ class AdmittedRequest:
         OutOfOrder."""
         if may_append(choice, self.execution):
             self._outbox.put(choice.append(index, token))
+            self.account.record_token(self._clock.now_s())
 
     def prefill_job(
         self,

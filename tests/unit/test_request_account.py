@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.observe.telemetry import Telemetry
+from router.policies.unmodelled import NOTHING_UNMODELLED, ModelledRequest, Unmodelled, UnmodelledTimes
 from router.request.account import PhaseName, RequestAccount
 from router.requests import ChoiceDelta, WorkerTime
 
@@ -84,6 +85,40 @@ def test_predictions_are_compared_with_the_first_token_and_with_the_mean_time_be
     text = telemetry.render().decode()
     assert "tandem_ttft_prediction_error_ratio_sum 0.5" in text  # 1.5 s predicted, 1 s real
     assert "tandem_itl_prediction_error_ratio_sum 0.5" in text  # 0.1 s predicted, 0.2 s real
+
+
+def _learned(reasons: tuple[str, ...] = (), outcome: str = "ok") -> Unmodelled:
+    """Serve three requests that took 1 s longer than modelled, and twice as long between tokens."""
+    worker = UnmodelledTimes()
+    for number in range(3):
+        sent_s = 10.0 * number
+        account = RequestAccount(Telemetry(), sent_s)
+        account.record_admission(4)
+        account.predict(1.0, 0.1, sent_s, ModelledRequest(0.5, 0.1, sent_s, worker, worker))
+        for reason in reasons:
+            account.add_reason(reason)
+        account.record_token(sent_s + 1.0)
+        for index in range(1, 11):
+            account.record_token(sent_s + 1.0 + 0.2 * index)
+        # The client reads late, which teaches nothing.
+        account.record_delivery([ChoiceDelta(choice=0, first_index=0, token_ids=(1,) * 11)], sent_s + 50.0)
+        account.end(sent_s + 50.0)
+        account.publish(outcome, sent_s + 50.0)
+    return worker.at(70.0)
+
+
+def test_models_learn_from_the_times_at_which_tokens_reach_the_router() -> None:
+    learned = _learned()
+    assert learned.here_s == pytest.approx(0.5)
+    assert learned.itl_factor == pytest.approx(2.0)
+
+
+def test_models_learn_nothing_from_retried_requests() -> None:
+    assert _learned(reasons=("worker_lost",)) == NOTHING_UNMODELLED
+
+
+def test_models_learn_nothing_about_tokens_from_requests_that_were_cut_off() -> None:
+    assert _learned(outcome="cancelled").itl_factor == 1.0
 
 
 def test_few_tokens_and_retried_or_failed_requests_are_not_compared() -> None:

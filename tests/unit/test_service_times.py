@@ -104,20 +104,6 @@ def test_a_step_may_take_its_target_and_more_the_longer_a_prompt_has_waited() ->
     assert StepLimit().seconds(0.01, 1.0, 0.001) == pytest.approx(5 * 0.01)  # a short prompt's patience is 0.25 s
 
 
-@pytest.mark.parametrize("target_s", [0.0, 0.005, 0.04])
-@pytest.mark.parametrize("added_s", [0.0, 0.001, 0.05, 0.3, 3.0, 40.0])
-def test_the_time_of_prompts_under_the_limit_is_that_of_its_steps_one_by_one(target_s: float, added_s: float) -> None:
-    limit, quiet_s, alone_s = StepLimit(target_s), 0.0001, 0.3
-    if target_s:
-        limit = StepLimit(target_s / 100)
-    now_s, left_s = 0.0, added_s
-    while left_s > 0:
-        step_s = min(limit.seconds(quiet_s, now_s, alone_s), quiet_s + left_s)
-        left_s -= step_s - quiet_s
-        now_s += step_s
-    assert limit.prompts_s(added_s, quiet_s, alone_s) == pytest.approx(now_s, rel=0.02, abs=2e-4)
-
-
 @pytest.mark.parametrize("mixed", [None, MixedTimes(1.2, 0.3)])
 @pytest.mark.parametrize("hand_off", [None, HandOffTimes(0.003, 0.2)])
 def test_service_times_keep_their_values_on_the_wire(mixed: MixedTimes | None, hand_off: HandOffTimes | None) -> None:

@@ -2,10 +2,7 @@
 
 import pytest
 
-from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
-from router.policies.work_ahead import PromptBacklog, PromptWork, SequenceBatch, WorkAhead
-
-TIMES = ServiceTimes(PrefillTimes(0.01, 0.001, 0.0, 0.0), DecodeTimes(0.005, 0.001, 0.0, 0.0))
+from router.policies.work_ahead import PromptBacklog, PromptWork, SequenceBatch
 
 
 def test_a_sent_prompt_counts_at_once_and_until_it_is_computed() -> None:
@@ -65,18 +62,6 @@ def test_a_full_queue_counts_until_its_retry_time_or_until_a_prompt_is_computed(
 def test_the_last_token_of_a_cached_prompt_is_computed() -> None:
     work = PromptWork.of(100, 100)
     assert (work.num_new, work.attended) == (1, 100)
-
-
-def test_prompts_are_predicted_chunk_by_chunk() -> None:
-    work = WorkAhead(TIMES, max_chunk=100)
-    assert work.prompt_s(PromptWork.of(250, 0), 0) == pytest.approx(3 * 0.01 + 0.25, rel=0.01)
-    assert work.prompt_s(PromptWork(), 0) == 0.0
-
-
-def test_prompts_beside_running_sequences_take_at_least_the_steps_of_both() -> None:
-    beside = WorkAhead(TIMES, batch=SequenceBatch(4, 0, 400, 10.0), max_chunk=100)
-    alone_s = beside.prompt_s(PromptWork.of(250, 0), 0)
-    assert beside.prompt_s(PromptWork.of(250, 0), 4) == pytest.approx(alone_s + 3 * 0.004, rel=0.01)
 
 
 def test_sequences_of_other_routers_are_as_long_as_the_own_ones() -> None:

@@ -1,0 +1,207 @@
+"""Forecasts what one worker does from now on: it computes its prompts in their order, beside sequences that decode,
+join and end. Pure.
+
+Steps follow the rules of the worker's scheduler: every running sequence decodes one token per step, and prompts beside
+running sequences get the time that `StepLimit` allows. Steps that are about equal are taken together, so a forecast
+costs a few dozen of them however long the work is.
+"""
+
+import math
+from dataclasses import dataclass
+
+from cluster.service_times import StepWork
+from router.policies.work_ahead import PromptWork, WorkAhead
+
+_AGE_SHARE = 0.3  # steps are equal until the age of the oldest prompt and its patience have grown by this share
+_TOKEN_SHARE = 0.25  # of the tokens to forecast: steps are equal for so many, although sequences may end meanwhile
+_MOST_PARTS = 4  # into which the prompts behind the first one are divided
+_LEAST_TOKENS = 16  # that the scheduler computes of the first prompt in each step
+_NEGLIGIBLE = 1e-6  # tokens, steps or seconds
+
+
+@dataclass(slots=True)
+class _Prompts:
+    """One prompt, or several equal ones in a row."""
+
+    left: float  # tokens that are not computed
+    attended: float  # per token
+    alone_s: float  # that one prompt takes without sequences beside it
+    arrived_s: float
+    num_local: float = 0.0  # sequences that run here once they are computed
+    is_own: bool = False  # of the request for which the forecast is made
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    seconds: float
+    quiet_s: float  # without prompts
+    num_new: float  # tokens of prompts
+
+
+class Forecast:
+    """The future of one worker, which the caller moves forward. `now_s` counts from the present."""
+
+    def __init__(self, work: WorkAhead) -> None:
+        batch = work.batch
+        self._work = work
+        self._prompts = _prompts_ahead(work)
+        self._length = batch.context / max(1, batch.num_sequences)  # of a sequence, on average
+        # Sequences that join have all their tokens left, those that run anything between that and nothing.
+        halves = batch.num_running / 2 + batch.num_joining
+        self._new_left = batch.left * batch.num_sequences / halves if halves else 0.0
+        self._left = [self._new_left * (i + 0.5) / batch.num_running for i in range(batch.num_running)]
+        self._num_imports = max(0.0, batch.num_joining - sum(prompts.num_local for prompts in self._prompts))
+        self._imports_s: list[float] = []  # when they will join, the last first
+        self._num_due = 0.0  # sequences that join, in parts
+        self._num_own = 0  # sequences of the request
+        self._own_length = 0.0
+        # It begins in the past, when the worker began with its first prompt.
+        self.now_s = -work.prompts.elapsed_s if self._prompts else 0.0
+        self.num_steps = 0.0  # from the present on
+        self.own_steps, self.own_s = 0.0, 0.0  # steps that compute the own prompt
+        self.delay_s = 0.0  # the sum over all other sequences, caused by the own prompt and the own sequences
+        while self.now_s < 0 and self._prompts:
+            self._take_steps(0.0, math.inf)
+        self.now_s = max(0.0, self.now_s)
+        self.first_quiet_s = self.quiet_s()  # the time of a step at present, without prompts
+
+    @property
+    def num_running(self) -> int:
+        """Other sequences that run now."""
+        return len(self._left)
+
+    def join_imports_until(self, until_s: float) -> None:
+        """Let the sequences whose prompts other workers compute join one after the other until then."""
+        number = round(self._num_imports)
+        self._imports_s = [until_s * (number - i) / (number + 1) for i in range(number)]
+
+    def wait(self, until_s: float) -> None:
+        """Move forward to this time, or to the end of the step that then runs."""
+        while self.now_s < until_s and (self._left or self._prompts or self._imports_s):
+            self._take_steps(until_s, math.inf)
+        self.now_s = max(self.now_s, until_s)
+
+    def compute(self, own: PromptWork) -> None:
+        """Move forward until a prompt that arrives now is computed."""
+        alone_s = _alone_s(self._work, own)
+        self._prompts.append(_Prompts(own.num_new, own.attended / own.num_new, alone_s, self.now_s, is_own=True))
+        while self._prompts:
+            self._take_steps(math.inf, math.inf)
+
+    def decode(self, num_sequences: int, length: float, num_tokens: float) -> None:
+        """Let sequences join now and move forward until they have decoded so many tokens each. They wait until there
+        is room for them, and other sequences that end meanwhile are taken to be replaced by new ones."""
+        while self._left and len(self._left) + num_sequences > self._work.max_running:
+            self._take_steps(math.inf, min(self._left))
+        self._num_own, self._own_length = num_sequences, length
+        left = num_tokens
+        while left > _NEGLIGIBLE and self._prompts:
+            left -= self._take_steps(math.inf, left)
+        quiet_s = self.quiet_s()
+        self._record(_Step(quiet_s, quiet_s, 0.0), max(0.0, left), is_own=False)
+        self.now_s += max(0.0, left) * quiet_s
+
+    def quiet_s(self, num_more: int = 0) -> float:
+        """Return the time of a step without prompts, with so many sequences more than run now."""
+        number = min(len(self._left) + self._num_own + num_more, self._work.max_running)
+        length = self._own_length if self._num_own and not self._left else self._length
+        return self._work.times.decode.seconds(number, round(number * length)) if number else 0.0
+
+    def _take_steps(self, until_s: float, num_tokens: float) -> float:
+        """Take some equal steps, at most about until `until_s` and for `num_tokens` tokens. Returns their number."""
+        prompts = self._prompts[0] if self._prompts else None
+        step = self._step(prompts)
+        if step.seconds <= 0:  # nothing to do before the next sequence joins, or a model that takes no time
+            self._move(min([until_s, *self._imports_s[-1:]]), prompts)
+            return num_tokens
+        number = self._num_equal(step, prompts, until_s, num_tokens)
+        if self.now_s >= 0:
+            self._record(step, number, is_own=prompts is not None and prompts.is_own)
+        if prompts is not None:
+            prompts.left -= number * step.num_new
+        self._move(self.now_s + number * step.seconds, prompts)
+        return number
+
+    def _step(self, prompts: _Prompts | None) -> _Step:
+        """Return the next step, which computes a part of the first prompt."""
+        work, quiet_s = self._work, self.quiet_s()
+        if prompts is None:
+            return _Step(quiet_s, quiet_s, 0.0)
+        num_running = min(len(self._left) + self._num_own, work.max_running)
+        most = max(1.0, min(prompts.left, work.max_chunk - num_running))
+        context = round(num_running * self._length)
+        if num_running and work.step_limit is not None:
+            age_s = self.now_s - prompts.arrived_s
+            limit_s = work.step_limit.seconds(quiet_s, age_s, prompts.alone_s)
+            added_s = work.times.prompts_within_s(limit_s, num_running, context)
+            fitting = work.times.prefill.tokens_within(added_s, prompts.attended, math.ceil(most))
+            most = min(most, max(fitting, _LEAST_TOKENS))
+        step = StepWork(math.ceil(most), most * prompts.attended, num_running, context)
+        return _Step(work.times.seconds(step), quiet_s, most)
+
+    def _num_equal(self, step: _Step, prompts: _Prompts | None, until_s: float, num_tokens: float) -> float:
+        """Return for how many steps nothing changes much."""
+        number = num_tokens
+        if prompts is not None:
+            number = min(number, max(1, math.floor(prompts.left / step.num_new + _NEGLIGIBLE)))
+            if self._left and self._work.step_limit is not None:
+                grown_s = self.now_s - prompts.arrived_s + self._work.step_limit.patience_s(prompts.alone_s)
+                number = min(number, max(1.0, _AGE_SHARE * grown_s / step.seconds))
+        change_s = min([until_s, *self._imports_s[-1:]])
+        if change_s < math.inf:
+            steps = max(0.0, change_s - self.now_s) / step.seconds
+            number = min(number, max(1.0, math.ceil(steps)) if step.num_new and not self._left else steps)
+        if self._left and self.now_s >= 0:
+            horizon = min(self._new_left, num_tokens, number)
+            number = min(number, max(min(self._left), _TOKEN_SHARE * horizon))
+        return max(number, _NEGLIGIBLE)
+
+    def _record(self, step: _Step, number: float, *, is_own: bool) -> None:
+        self.num_steps += number
+        num_others = min(len(self._left), self._work.max_running)
+        if is_own:
+            self.own_steps += number
+            self.own_s += number * step.seconds
+            self.delay_s += num_others * number * (step.seconds - step.quiet_s)
+        if self._num_own:
+            alone_s = self._work.times.step_s(num_others, round(num_others * self._length))
+            self.delay_s += num_others * number * max(0.0, step.quiet_s - alone_s)
+        self._left = [left - number for left in self._left if left - number > _NEGLIGIBLE]
+
+    def _move(self, to_s: float, prompts: _Prompts | None) -> None:
+        """Move to a time, and let sequences join whose prompts are there by then."""
+        if prompts is not None and prompts.left <= _NEGLIGIBLE:
+            to_s = max(0.0, to_s)  # what should be computed by now is about to be
+            self._prompts.pop(0)
+            self._num_due += prompts.num_local
+        self.now_s = to_s
+        while self._imports_s and self._imports_s[-1] <= to_s + _NEGLIGIBLE:
+            self._imports_s.pop()
+            self._num_due += 1
+        while self._num_due >= 0.5:
+            self._num_due -= 1
+            self._left.append(self._new_left)
+
+
+def _prompts_ahead(work: WorkAhead) -> list[_Prompts]:
+    """Return the prompts of the queue: the first one, and the rest in a few parts."""
+    queue = work.prompts
+    first = queue.first if queue.first.num_new else queue.work
+    if queue.work.num_new <= 0:
+        return []
+    rest = queue.work.num_new - first.num_new
+    number = max(1, round(rest / first.num_new)) if rest > _NEGLIGIBLE else 0
+    num_local = min(work.batch.num_joining, 1 + number)
+    attended = queue.work.attended / queue.work.num_new
+    num_first = min(1, num_local)
+    found = [_Prompts(first.num_new, attended, _alone_s(work, first), -queue.elapsed_s, num_first)]
+    parts = min(_MOST_PARTS, number)
+    alone_s = _alone_s(work, PromptWork(rest / number, rest / number * attended)) if number else 0.0
+    for part in range(parts):
+        arrived_s = -queue.elapsed_s * (1 - (part + 1) / parts)
+        found.append(_Prompts(rest / parts, attended, alone_s, arrived_s, (num_local - num_first) / parts))
+    return found
+
+
+def _alone_s(work: WorkAhead, prompt: PromptWork) -> float:
+    return work.times.seconds(StepWork(math.ceil(prompt.num_new), prompt.attended))

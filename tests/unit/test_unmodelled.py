@@ -1,0 +1,70 @@
+"""What predictions leave out is learned from requests: robustly, within bounds, and not for ever."""
+
+from dataclasses import astuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.policies.unmodelled import NOTHING_UNMODELLED, ModelledRequest, Unmodelled, UnmodelledTimes
+
+REAL_S = st.floats(-1e6, 1e6, allow_nan=False)
+
+
+def taught(excess_s: list[float], *, is_export: bool = False) -> UnmodelledTimes:
+    times = UnmodelledTimes()
+    for number, excess in enumerate(excess_s):
+        times.record_ttft(1.0, 1.0 + excess, float(number), is_export=is_export)
+    return times
+
+
+def test_the_first_two_requests_change_nothing() -> None:
+    assert taught([0.01, 0.01]).at(2.0) == NOTHING_UNMODELLED
+    assert taught([0.01, 0.01, 0.01]).at(2.0).here_s == pytest.approx(0.01)
+
+
+def test_single_requests_that_waited_long_change_nothing() -> None:
+    assert taught([0.01, 5.0, 0.01, 0.02, 7.0, 0.01, 0.02]).at(6.0).here_s == pytest.approx(0.02)
+
+
+def test_a_change_is_followed_within_eleven_requests() -> None:
+    assert taught([0.01] * 40 + [0.03] * 11).at(50.0).here_s == pytest.approx(0.03)
+
+
+def test_prompts_for_export_and_prompts_that_are_decoded_here_are_kept_apart() -> None:
+    times = taught([0.02] * 5, is_export=True)
+    assert (times.at(5.0).here_s, times.at(5.0).export_s) == pytest.approx((0.0, 0.02))
+
+
+def test_what_a_worker_showed_two_minutes_ago_is_forgotten() -> None:
+    times = taught([0.5] * 10)
+    assert times.at(100.0).here_s == pytest.approx(0.5)
+    assert times.at(130.0) == NOTHING_UNMODELLED
+
+
+def test_the_factor_of_the_time_between_tokens_is_that_of_the_median_request() -> None:
+    times = UnmodelledTimes()
+    for number, real_s in enumerate((0.011, 0.012, 0.013, 0.09, 0.012)):
+        times.record_itl(0.01, real_s, float(number))
+    times.record_itl(0.0, 0.01, 5.0)  # nothing was modelled
+    assert times.at(5.0).itl_factor == pytest.approx(1.2)
+
+
+@given(excess_s=st.lists(REAL_S, max_size=50), factors=st.lists(st.floats(0, 1e9), max_size=50))
+def test_what_is_added_is_always_within_bounds(excess_s: list[float], factors: list[float]) -> None:
+    times = taught(excess_s)
+    for number, factor in enumerate(factors):
+        times.record_itl(1.0, factor, float(number))
+    unmodelled = times.at(50.0)
+    assert 0.0 <= unmodelled.here_s <= 1.0
+    assert 0.5 <= unmodelled.itl_factor <= 4.0
+
+
+def test_a_request_teaches_the_worker_that_computed_it_and_the_one_that_decoded_it() -> None:
+    computes, decodes = UnmodelledTimes(), UnmodelledTimes()
+    for number in range(3):
+        request = ModelledRequest(0.3, 0.01, sent_s=float(number), computes=computes, decodes=decodes)
+        request.record_first_token(number + 0.34)
+        request.record_end(0.015, number + 0.9)
+    assert astuple(computes.at(3.0)) == pytest.approx(astuple(Unmodelled(export_s=0.04)))
+    assert astuple(decodes.at(3.0)) == pytest.approx(astuple(Unmodelled(itl_factor=1.5)))
