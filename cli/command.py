@@ -18,6 +18,7 @@ _VERBS = (
     "up",
     "status",
     "requests",
+    "explain",
     "generate",
     "scale",
     "drain",

@@ -12,12 +12,13 @@ from cluster.errors import ConfigError
 from tandem import channel
 from tandem.client import AsyncClient, Client
 from tandem.errors import TandemError, error_from_rpc
-from tandem.routers import addresses
-from tandem.v1 import admin_pb2_grpc
+from tandem.routers import addresses, is_reachable
+from tandem.v1 import admin_pb2, admin_pb2_grpc
 
 Metadata: TypeAlias = Sequence[tuple[str, str]]
 Answer = TypeVar("Answer")
 Call: TypeAlias = Callable[[admin_pb2_grpc.AdminStub, Metadata], Answer]
+_FOLLOW_TIMEOUT_S = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,6 +77,25 @@ def ask_one(arguments: argparse.Namespace, address: str, call: Call[Answer]) -> 
             return call(admin_pb2_grpc.AdminStub(opened), _metadata(arguments))
         except grpc.RpcError as error:
             raise error_from_rpc(error) from error
+
+
+def every_router(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Return the addresses of all routers: those of --address, and those that are registered, unless --no-discover is
+    given. Raises as `ask`."""
+    given = addresses(find_address(arguments.address))
+    if not arguments.discover:
+        return given
+    members = ask(arguments, _members)
+    registered = [member.address for member in members if member.role == admin_pb2.MEMBER_ROLE_ROUTER]
+    return tuple(dict.fromkeys([*given, *(found for found in registered if is_reachable(found, given[0]))]))
+
+
+def _members(admin: admin_pb2_grpc.AdminStub, metadata: Metadata) -> Sequence[admin_pb2.MemberStatus]:
+    following = admin.Follow(admin_pb2.FollowRequest(), timeout=_FOLLOW_TIMEOUT_S, metadata=metadata)
+    try:
+        return list(next(iter(following)).members)
+    finally:
+        following.cancel()
 
 
 def _metadata(arguments: argparse.Namespace) -> Metadata:

@@ -41,6 +41,7 @@ from router.pipeline.migration import Migrations
 from router.pipeline.pipeline import Pipeline, PipelineSettings
 from router.policies.breakers import BreakerPolicy
 from router.policies.candidates import SloTargets
+from router.policies.effect import NO_EFFECT
 from router.policies.prefix_index import PrefixIndex
 from router.policies.slo_aware import policy
 from router.request.live_requests import LiveRequests
@@ -53,6 +54,7 @@ _LOG = logging.getLogger("tandem.router")
 _STOP_GRACE_S = 1.0
 _SETTLE_S = 3.0
 _PUBLISH_PERIOD_S = 1.0
+_EFFECT_PERIOD_S = 15.0
 _SPARE_CALLS = 4096  # for health checks, operators, idle connections and refusals in progress
 _SERVICES = ("tandem.v1.Inference", "tandem.v1.Admin")
 
@@ -150,6 +152,7 @@ class Router:
                 tasks.create_task(registration.keep(), name="keep registration"),
                 tasks.create_task(self._follow_readiness(), name="readiness"),
                 tasks.create_task(self._publish_figures(), name="figures"),
+                tasks.create_task(self._publish_effect(), name="effect of disaggregation"),
             ]
             tasks.create_task(self._serve_http(http_stop), name="HTTP")
             await self._until_stopped(registration, announce)
@@ -215,6 +218,18 @@ class Router:
             self._telemetry.gauge("tandem_prefix_index_blocks", len(self._prefix_index))
             self._telemetry.gauge("tandem_registry_age_seconds", self._registry.age_s)
             await asyncio.sleep(_PUBLISH_PERIOD_S)
+
+    async def _publish_effect(self) -> None:
+        """Publish the effect of disaggregation. It takes milliseconds to estimate, so this is rare."""
+        while True:
+            comparison = self._live_requests.explanations.comparison()
+            for effect in {comparison.ttft, comparison.predicted_ttft} - {NO_EFFECT}:
+                for bound, value in (("mean", effect.mean_s), ("low", effect.low_s), ("high", effect.high_s)):
+                    self._telemetry.gauge(
+                        "tandem_disaggregation_ttft_effect_seconds", value, basis=effect.basis, bound=bound
+                    )
+                self._telemetry.gauge("tandem_disaggregation_trials", effect.num_requests, basis=effect.basis)
+            await asyncio.sleep(_EFFECT_PERIOD_S)
 
     def _as_member(self) -> Member:
         """Bind the gRPC port and describe this router as a member."""
@@ -292,6 +307,8 @@ class Router:
             migrations=self._migrations,
             drains=drains,
             scaling=self._scaling,
+            placement=self._config.placement,
+            explore=self._config.explore,
         )
 
 

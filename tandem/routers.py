@@ -30,6 +30,11 @@ def addresses(given: str | Sequence[str]) -> tuple[str, ...]:
     return found
 
 
+def is_reachable(found: str, asked: str) -> bool:
+    """A loopback address that another machine names is not reachable from here."""
+    return asked.startswith(_LOOPBACK) or not found.startswith(_LOOPBACK)
+
+
 class Routers(Generic[Channel]):
     """The routers of one client. `first` is the address that responded last, where the next call starts.
 
@@ -99,7 +104,7 @@ class Routers(Generic[Channel]):
             self._reached_as = {own: known for own, known in self._reached_as.items() if own in others}
             self._reached_as[itself] = asked
             found = [self._reached_as.get(own, own) for own in (itself, *others)]
-            found = [one for one in dict.fromkeys(found) if one not in self._given and _is_reachable(one, asked)]
+            found = [one for one in dict.fromkeys(found) if one not in self._given and is_reachable(one, asked)]
             if set(found) != set(self._found):
                 self._shuffle(found)
                 self._found = tuple(found)
@@ -118,8 +123,3 @@ class Routers(Generic[Channel]):
         for address in unknown[:excess]:
             self._keepalive_timeouts_s.pop(address, None)
         return [self._channels.pop(address) for address in unknown[:excess]]
-
-
-def _is_reachable(found: str, asked: str) -> bool:
-    """A loopback address that another machine names is not reachable from here."""
-    return asked.startswith(_LOOPBACK) or not found.startswith(_LOOPBACK)

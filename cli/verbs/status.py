@@ -7,12 +7,19 @@ import sys
 from cli import connection
 from cli.local.last_cluster import find_address
 from cli.table import table
-from tandem.enum_words import MEMBER_ROLES, MEMBER_STATES
+from tandem.enum_words import DISAGGREGATION_VERDICTS, EFFECT_BASES, MEMBER_ROLES, MEMBER_STATES
 from tandem.v1 import admin_pb2
 
 HELP = "members of the cluster, their blocks and queues"
 _TIMEOUT_S = 10.0
 _BLOCKS = "blocks_"
+_LATENCIES = ("time to first token", "time between tokens", "the same of running sequences")
+_VERDICTS = {
+    admin_pb2.DISAGGREGATION_VERDICT_WORTH_IT: "worth it here",
+    admin_pb2.DISAGGREGATION_VERDICT_NOT_WORTH_IT: "not worth it here",
+    admin_pb2.DISAGGREGATION_VERDICT_TRADE_OFF: "better for one latency here and worse for another one",
+    admin_pb2.DISAGGREGATION_VERDICT_NO_DIFFERENCE: "no clear difference here",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +66,7 @@ def status_object(address: str, status: admin_pb2.StatusResponse) -> dict[str, o
         "router": address,
         "live_requests": status.live_requests,
         **({"target": target_object(status.target)} if status.HasField("target") else {}),
+        "disaggregation": disaggregation_object(status.disaggregation),
         "members": members,
     }
 
@@ -95,6 +103,7 @@ def status_text(address: str, status: admin_pb2.StatusResponse) -> str:
     lines = [f"router {address}: {status.live_requests} live request(s)"]
     if status.HasField("target"):
         lines.append(target_text(status.target))
+    lines.append(disaggregation_text(status.disaggregation))
     return "\n".join([*lines, "", table(heading, rows)])
 
 
@@ -107,6 +116,80 @@ def target_text(target: admin_pb2.ScaleTarget) -> str:
         how = f"in progress; followed by {target.follower}"
     problem = f" ({target.problem})" if target.problem else ""
     return f"target: {target.prefill} prefill, {target.decode} decode: {how}{problem}"
+
+
+def disaggregation_object(found: admin_pb2.Disaggregation) -> dict[str, object]:
+    return {
+        "verdict": DISAGGREGATION_VERDICTS.label(found.verdict),
+        "placement": found.placement,
+        "explore": found.explore,
+        **{name: _effect_object(effect) for name, effect in _effects(found).items()},
+    }
+
+
+def _effects(found: admin_pb2.Disaggregation) -> dict[str, admin_pb2.LatencyEffect]:
+    return {"ttft": found.ttft, "itl": found.itl, "running_itl": found.running_itl}
+
+
+def _effect_object(effect: admin_pb2.LatencyEffect) -> dict[str, object]:
+    return {
+        "basis": EFFECT_BASES.label(effect.basis),
+        "mean_s": effect.mean_s,
+        "low_s": effect.low_s,
+        "high_s": effect.high_s,
+        "alone_s": effect.alone_s,
+        "num_requests": effect.num_requests,
+        "num_explored": effect.num_explored,
+    }
+
+
+def disaggregation_text(found: admin_pb2.Disaggregation) -> str:
+    """Whether disaggregation is worth it, by how much, and how that is known."""
+    if found.verdict not in _VERDICTS:
+        return f"disaggregation: not known yet whether it is worth it here; {_advice(found)}"
+    rows = [
+        (name, _difference(effect), _range(effect), _basis(effect))
+        for name, effect in zip(_LATENCIES, _effects(found).values(), strict=True)
+        if effect.basis != admin_pb2.EFFECT_BASIS_UNKNOWN
+    ]
+    lines = [f"disaggregation: {_VERDICTS[found.verdict]} (a pair of workers, compared with one worker alone)"]
+    lines.append(table(("latency", "difference", "range", "known from"), rows))
+    if found.ttft.basis == admin_pb2.EFFECT_BASIS_PREDICTED:
+        lines.append(_advice(found))
+    return "\n".join(lines)
+
+
+def _advice(found: admin_pb2.Disaggregation) -> str:
+    """What to do to know more."""
+    if found.placement != "auto":
+        return "start routers with --placement auto to predict it, and with --explore 0.02 to measure it"
+    if found.verdict == admin_pb2.DISAGGREGATION_VERDICT_NOT_KNOWN:
+        return "no request could yet be served both by a pair and by one worker alone"
+    if not found.explore:
+        return "start routers with --explore 0.02 to measure the time to first token"
+    return f"measured once 20 requests are explored (--explore {found.explore:g})"
+
+
+def _difference(effect: admin_pb2.LatencyEffect) -> str:
+    share = f" ({100 * effect.mean_s / effect.alone_s:+.0f} %)" if effect.alone_s else ""
+    return f"{_ms(effect.mean_s)} ms{share}"
+
+
+def _range(effect: admin_pb2.LatencyEffect) -> str:
+    is_measured = effect.basis == admin_pb2.EFFECT_BASIS_MEASURED
+    of_what = "95 % interval" if is_measured else "9 of 10 requests"
+    return f"{_ms(effect.low_s)} to {_ms(effect.high_s)} ms ({of_what})"
+
+
+def _basis(effect: admin_pb2.LatencyEffect) -> str:
+    if effect.basis == admin_pb2.EFFECT_BASIS_MEASURED:
+        return f"measured: {effect.num_explored} of {effect.num_requests} requests explored"
+    return f"{EFFECT_BASES.label(effect.basis)} for {effect.num_requests} requests"
+
+
+def _ms(seconds: float) -> str:
+    """Return milliseconds with their sign and three digits."""
+    return f"{1e3 * seconds:+.3g}" if abs(seconds) < 1 else f"{1e3 * seconds:+.0f}"
 
 
 def _blocks(member: admin_pb2.MemberStatus) -> str:

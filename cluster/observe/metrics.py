@@ -80,6 +80,13 @@ METRICS: dict[str, Metric] = {
         "the same for the mean time between a request's tokens, of requests with at least 8 tokens"
     ),
     "tandem_placement_decisions_total": _counter("choices of workers, by the criterion that decided", "reason"),
+    "tandem_disaggregation_ttft_effect_seconds": _gauge(
+        "time to first token at pairs of workers minus the same at workers alone; basis: measured from explored"
+        " requests, or predicted; bound: mean, low or high (tandem status explains them)",
+        "basis",
+        "bound",
+    ),
+    "tandem_disaggregation_trials": _gauge("requests from which that effect is measured or predicted", "basis"),
     "tandem_local_prefills_total": _counter("prompts prefilled on a decode worker", "reason"),
     "tandem_pair_breaker_state": _gauge(
         "pairs of workers whose circuit breaker is open or half open, after failed hand-offs", "state"

@@ -10,22 +10,23 @@ from typing import Any
 
 import grpc
 
-from cluster.errors import InvalidRequest, TandemError, Unauthenticated
+from cluster.errors import InvalidRequest, NotFound, TandemError, Unauthenticated
 from cluster.member import Member
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol.wire import link_speeds_to_wire
 from router.drain.operator_commands import DrainCommands, OperatorCall, ScaleTargetView, target_to_wire
 from router.fleet.decode_peer import DecodePeer
 from router.fleet.fleet import Fleet
+from router.grpc_api.admin_wire import comparison_to_wire, explanation_to_wire, live_requests_to_wire
 from router.grpc_api.inference_wire import chat_from_wire, generate_request_from_wire, model_to_wire, output_to_wire
 from router.pipeline.migration import Migrations
 from router.pipeline.pipeline import Pipeline
-from router.request.live_requests import LiveRequest
+from router.request.explanations import MAX_EXPLAINED
 from router.request.request_acceptance import client_of
 from router.request.validation import check_model
 from router.running import running
 from router.text.tokenization import Tokenization, TokenizerThreads
-from tandem.enum_words import DRAIN_OUTCOMES, MEMBER_ROLES, MEMBER_STATES, REQUEST_PHASES
+from tandem.enum_words import DRAIN_OUTCOMES, MEMBER_ROLES, MEMBER_STATES
 from tandem.keepalive import KEEPALIVE_KEY
 from tandem.routers import ROUTERS_KEY
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -146,7 +147,12 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         migrations: Migrations,
         drains: DrainCommands,
         scaling: ScaleTargetView,
+        placement: str,
+        explore: float,
     ) -> None:
+        """`placement`, `explore`: the router's settings of these names."""
+        self._placement = placement
+        self._explore = explore
         self._pipeline = pipeline
         self._fleet = fleet
         self._migrations = migrations
@@ -155,7 +161,10 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def Status(self, request: admin_pb2.StatusRequest, context: _Context) -> admin_pb2.StatusResponse:
         members = await asyncio.gather(*(self._status(member) for member in self._fleet.members()))
-        return self._response(members)
+        comparison = self._pipeline.live_requests.explanations.comparison()
+        response = self._response(members)
+        response.disaggregation.CopyFrom(comparison_to_wire(comparison, self._placement, self._explore))
+        return response
 
     async def Follow(
         self, request: admin_pb2.FollowRequest, context: _Context
@@ -187,6 +196,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return admin_pb2.RequestsResponse(
             requests=live_requests_to_wire(self._pipeline.live_requests, asyncio.get_running_loop().time())
         )
+
+    async def Explain(self, request: admin_pb2.ExplainRequest, context: _Context) -> admin_pb2.ExplainResponse:
+        found = self._pipeline.live_requests.explain(request.request)
+        if not found:
+            raise NotFound(f"no request {request.request!r} is live or among the last {MAX_EXPLAINED} of this router")
+        now_s = asyncio.get_running_loop().time()
+        return admin_pb2.ExplainResponse(requests=[explanation_to_wire(each, now_s, self._placement) for each in found])
 
     async def _status(self, member: Member) -> admin_pb2.MemberStatus:
         """Describe a member. A worker that does not answer is listed without figures, with the time since it last
@@ -266,25 +282,3 @@ class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
             if not hmac.compare_digest(str(given).encode(), self._expected):
                 raise Unauthenticated("send this router's API key as metadata `authorization: Bearer KEY`")
         return await continuation(handler_call_details)
-
-
-def live_requests_to_wire(requests: Iterable[LiveRequest], now_s: float) -> list[admin_pb2.LiveRequest]:
-    """Describe live requests for operators: each one's phase, workers and tokens, in the given order.
-
-    A request is in `prefill_queue` until its first token: only then the worker reports when prefill began.
-    """
-    return [_live_request_to_wire(live, now_s) for live in requests]
-
-
-def _live_request_to_wire(live: LiveRequest, now_s: float) -> admin_pb2.LiveRequest:
-    account = live.account
-    return admin_pb2.LiveRequest(
-        request_id=live.request_id,
-        phase=REQUEST_PHASES.number(account.phase),
-        age_s=now_s - account.began_s,
-        prefill_member=account.prefill_member,
-        decode_member=account.decode_member,
-        num_tokens=account.num_tokens,
-        reasons=account.reasons,
-        label=live.request.label,
-    )

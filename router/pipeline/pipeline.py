@@ -292,9 +292,11 @@ class Pipeline:
             try:
                 await self._run(attempt, admitted, choices, placement, local_reason)
             except Overtaken as overtaken:
+                admitted.account.placements.record_failure(placement, overtaken.name)
                 retry_budget.record_hedge(overtaken.name, overtaken.failure)
                 await overtaken.end()
             except AttemptFailed as failure:
+                admitted.account.placements.record_failure(placement, failure.name)
                 num_gained = sum(choice.num_committed for choice in choices) - num_committed
                 if num_gained > len(choices):  # more than the first tokens of prefill: decode worked
                     retry_budget.reset()

@@ -9,6 +9,7 @@ from enum import StrEnum
 
 from cluster.observe.telemetry import Telemetry
 from router.policies.unmodelled import ModelledRequest
+from router.request.explanations import Explanation, PlacementLog
 from router.requests import ChoiceDelta, Ledger, Phase, WorkerTime
 
 
@@ -46,6 +47,8 @@ class RequestAccount:
         self._num_received = 0  # tokens
         self._last_delivery_s: dict[int, float] = {}  # by choice
         self._num_tokens: dict[int, int] = {}  # by choice: tokens that the client was given
+        self.placements = PlacementLog()
+        self.num_prompt_tokens = 0  # once it is admitted
         self.num_cached: int | None = None  # prompt tokens that the first prefill found in the prefix cache
         self.prefill_member = self.decode_member = ""  # of the present attempt
 
@@ -73,6 +76,7 @@ class RequestAccount:
 
     def record_admission(self, num_prompt_tokens: int) -> None:
         self._is_admitted = True
+        self.num_prompt_tokens = num_prompt_tokens
         self._telemetry.count("tandem_prompt_tokens_total", num_prompt_tokens)
         self._telemetry.observe("tandem_prompt_length_tokens", num_prompt_tokens)
 
@@ -147,6 +151,23 @@ class RequestAccount:
             reasons=self.reasons,
             worker_times=tuple(self._worker_times),
             label=self._label,
+        )
+
+    def explanation(self, request_id: str, outcome: str = "") -> Explanation:
+        """Explain the placements of the request. `outcome`: as in `publish`; empty: it is live."""
+        longer = [choice for choice, num_tokens in self._num_tokens.items() if num_tokens > 1]
+        num_later = sum(self._num_tokens[choice] - 1 for choice in longer)
+        decoding_s = sum(self._last_delivery_s[choice] - (self._first_token_s or 0.0) for choice in longer)
+        return Explanation(
+            request_id=request_id,
+            label=self._label,
+            outcome=outcome,
+            began_s=self.began_s,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_tokens=self.num_tokens,
+            first_token_s=self._first_token_s if self._num_tokens else None,
+            itl_s=decoding_s / num_later if num_later else None,
+            attempts=self.placements.attempts,
         )
 
     def publish(self, outcome: str, now_s: float) -> None:

@@ -18,6 +18,7 @@ from cluster.errors import Cancelled, ResumeSuperseded, TandemError
 from cluster.observe.telemetry import Telemetry
 from router.policies.admission import AdmissionControl
 from router.request.account import RequestAccount
+from router.request.explanations import Explanation, Explanations
 from router.request.live_table import ClientBuffers, LiveRow, LiveTable
 from router.request.outbox import Outbox, WholeAnswer
 from router.requests import Accepted, GenerateRequest
@@ -45,6 +46,7 @@ class LiveRequests:
         self._clock = clock
         self._telemetry = telemetry
         self._live: dict[int, LiveRequest] = {}  # by the number of the row, the oldest first
+        self.explanations = Explanations()  # of requests that have ended
         self._none_left = asyncio.Event()
         self._none_left.set()
 
@@ -63,6 +65,11 @@ class LiveRequests:
     @property
     def num_buffered_tokens(self) -> int:
         return self._buffers.num_tokens
+
+    def explain(self, name: str) -> list[Explanation]:
+        """Return the requests with this id or label, live ones and those that ended recently, the newest first."""
+        named = [live for live in self if name in (live.request_id, live.request.label)]
+        return self.explanations.find(name, [live.account.explanation(live.request_id) for live in named])
 
     async def until_none_left(self) -> None:
         await self._none_left.wait()
@@ -88,6 +95,7 @@ class LiveRequests:
             raise
         finally:
             account.publish(outcome, self._clock.now_s())
+            self.explanations.add(account.explanation(request_id, outcome))
             self._on_change()
             label = {"label": request.label} if request.label else {}
             _LOG.info("request ended", extra={"request_id": request_id, "outcome": outcome} | label)

@@ -29,6 +29,22 @@ class DrainOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DRAIN_OUTCOME_DRAINED: _ClassVar[DrainOutcome]
     DRAIN_OUTCOME_INCOMPLETE: _ClassVar[DrainOutcome]
     DRAIN_OUTCOME_LOST: _ClassVar[DrainOutcome]
+
+class DisaggregationVerdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DISAGGREGATION_VERDICT_UNSPECIFIED: _ClassVar[DisaggregationVerdict]
+    DISAGGREGATION_VERDICT_NOT_KNOWN: _ClassVar[DisaggregationVerdict]
+    DISAGGREGATION_VERDICT_WORTH_IT: _ClassVar[DisaggregationVerdict]
+    DISAGGREGATION_VERDICT_NOT_WORTH_IT: _ClassVar[DisaggregationVerdict]
+    DISAGGREGATION_VERDICT_TRADE_OFF: _ClassVar[DisaggregationVerdict]
+    DISAGGREGATION_VERDICT_NO_DIFFERENCE: _ClassVar[DisaggregationVerdict]
+
+class EffectBasis(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EFFECT_BASIS_UNSPECIFIED: _ClassVar[EffectBasis]
+    EFFECT_BASIS_UNKNOWN: _ClassVar[EffectBasis]
+    EFFECT_BASIS_PREDICTED: _ClassVar[EffectBasis]
+    EFFECT_BASIS_MEASURED: _ClassVar[EffectBasis]
 MEMBER_ROLE_UNSPECIFIED: MemberRole
 MEMBER_ROLE_ROUTER: MemberRole
 MEMBER_ROLE_PREFILL: MemberRole
@@ -42,6 +58,16 @@ DRAIN_OUTCOME_UNSPECIFIED: DrainOutcome
 DRAIN_OUTCOME_DRAINED: DrainOutcome
 DRAIN_OUTCOME_INCOMPLETE: DrainOutcome
 DRAIN_OUTCOME_LOST: DrainOutcome
+DISAGGREGATION_VERDICT_UNSPECIFIED: DisaggregationVerdict
+DISAGGREGATION_VERDICT_NOT_KNOWN: DisaggregationVerdict
+DISAGGREGATION_VERDICT_WORTH_IT: DisaggregationVerdict
+DISAGGREGATION_VERDICT_NOT_WORTH_IT: DisaggregationVerdict
+DISAGGREGATION_VERDICT_TRADE_OFF: DisaggregationVerdict
+DISAGGREGATION_VERDICT_NO_DIFFERENCE: DisaggregationVerdict
+EFFECT_BASIS_UNSPECIFIED: EffectBasis
+EFFECT_BASIS_UNKNOWN: EffectBasis
+EFFECT_BASIS_PREDICTED: EffectBasis
+EFFECT_BASIS_MEASURED: EffectBasis
 
 class StatusRequest(_message.Message):
     __slots__ = ()
@@ -95,14 +121,50 @@ class LinkSpeed(_message.Message):
     def __init__(self, exporter: _Optional[str] = ..., transport: _Optional[str] = ..., bytes_per_s: _Optional[float] = ..., latency_s: _Optional[float] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("members", "live_requests", "target")
+    __slots__ = ("members", "live_requests", "target", "disaggregation")
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     LIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
+    DISAGGREGATION_FIELD_NUMBER: _ClassVar[int]
     members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
     live_requests: int
     target: ScaleTarget
-    def __init__(self, members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., live_requests: _Optional[int] = ..., target: _Optional[_Union[ScaleTarget, _Mapping]] = ...) -> None: ...
+    disaggregation: Disaggregation
+    def __init__(self, members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., live_requests: _Optional[int] = ..., target: _Optional[_Union[ScaleTarget, _Mapping]] = ..., disaggregation: _Optional[_Union[Disaggregation, _Mapping]] = ...) -> None: ...
+
+class LatencyEffect(_message.Message):
+    __slots__ = ("basis", "mean_s", "low_s", "high_s", "alone_s", "num_requests", "num_explored")
+    BASIS_FIELD_NUMBER: _ClassVar[int]
+    MEAN_S_FIELD_NUMBER: _ClassVar[int]
+    LOW_S_FIELD_NUMBER: _ClassVar[int]
+    HIGH_S_FIELD_NUMBER: _ClassVar[int]
+    ALONE_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPLORED_FIELD_NUMBER: _ClassVar[int]
+    basis: EffectBasis
+    mean_s: float
+    low_s: float
+    high_s: float
+    alone_s: float
+    num_requests: int
+    num_explored: int
+    def __init__(self, basis: _Optional[_Union[EffectBasis, str]] = ..., mean_s: _Optional[float] = ..., low_s: _Optional[float] = ..., high_s: _Optional[float] = ..., alone_s: _Optional[float] = ..., num_requests: _Optional[int] = ..., num_explored: _Optional[int] = ...) -> None: ...
+
+class Disaggregation(_message.Message):
+    __slots__ = ("verdict", "ttft", "itl", "running_itl", "placement", "explore")
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    TTFT_FIELD_NUMBER: _ClassVar[int]
+    ITL_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_ITL_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    EXPLORE_FIELD_NUMBER: _ClassVar[int]
+    verdict: DisaggregationVerdict
+    ttft: LatencyEffect
+    itl: LatencyEffect
+    running_itl: LatencyEffect
+    placement: str
+    explore: float
+    def __init__(self, verdict: _Optional[_Union[DisaggregationVerdict, str]] = ..., ttft: _Optional[_Union[LatencyEffect, _Mapping]] = ..., itl: _Optional[_Union[LatencyEffect, _Mapping]] = ..., running_itl: _Optional[_Union[LatencyEffect, _Mapping]] = ..., placement: _Optional[str] = ..., explore: _Optional[float] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("member_id", "wait")
@@ -167,6 +229,92 @@ class RequestsResponse(_message.Message):
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     requests: _containers.RepeatedCompositeFieldContainer[LiveRequest]
     def __init__(self, requests: _Optional[_Iterable[_Union[LiveRequest, _Mapping]]] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("request",)
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    request: str
+    def __init__(self, request: _Optional[str] = ...) -> None: ...
+
+class ExplainResponse(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[RequestExplanation]
+    def __init__(self, requests: _Optional[_Iterable[_Union[RequestExplanation, _Mapping]]] = ...) -> None: ...
+
+class RequestExplanation(_message.Message):
+    __slots__ = ("request_id", "label", "outcome", "age_s", "num_prompt_tokens", "num_tokens", "ttft_s", "itl_s", "placements", "policy")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    ITL_S_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    label: str
+    outcome: str
+    age_s: float
+    num_prompt_tokens: int
+    num_tokens: int
+    ttft_s: float
+    itl_s: float
+    placements: _containers.RepeatedCompositeFieldContainer[PlacementExplanation]
+    policy: str
+    def __init__(self, request_id: _Optional[str] = ..., label: _Optional[str] = ..., outcome: _Optional[str] = ..., age_s: _Optional[float] = ..., num_prompt_tokens: _Optional[int] = ..., num_tokens: _Optional[int] = ..., ttft_s: _Optional[float] = ..., itl_s: _Optional[float] = ..., placements: _Optional[_Iterable[_Union[PlacementExplanation, _Mapping]]] = ..., policy: _Optional[str] = ...) -> None: ...
+
+class PlacementExplanation(_message.Message):
+    __slots__ = ("reason", "after_s", "failure", "candidates", "num_candidates", "propensity")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    NUM_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    PROPENSITY_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    after_s: float
+    failure: str
+    candidates: _containers.RepeatedCompositeFieldContainer[PlacementCandidate]
+    num_candidates: int
+    propensity: float
+    def __init__(self, reason: _Optional[str] = ..., after_s: _Optional[float] = ..., failure: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[PlacementCandidate, _Mapping]]] = ..., num_candidates: _Optional[int] = ..., propensity: _Optional[float] = ...) -> None: ...
+
+class PlacementCandidate(_message.Message):
+    __slots__ = ("prefill_member", "decode_member", "is_chosen", "is_alternative", "depth", "num_cached", "num_violations", "prediction")
+    PREFILL_MEMBER_FIELD_NUMBER: _ClassVar[int]
+    DECODE_MEMBER_FIELD_NUMBER: _ClassVar[int]
+    IS_CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    IS_ALTERNATIVE_FIELD_NUMBER: _ClassVar[int]
+    DEPTH_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_FIELD_NUMBER: _ClassVar[int]
+    NUM_VIOLATIONS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_FIELD_NUMBER: _ClassVar[int]
+    prefill_member: str
+    decode_member: str
+    is_chosen: bool
+    is_alternative: bool
+    depth: int
+    num_cached: int
+    num_violations: int
+    prediction: PlacementPrediction
+    def __init__(self, prefill_member: _Optional[str] = ..., decode_member: _Optional[str] = ..., is_chosen: bool = ..., is_alternative: bool = ..., depth: _Optional[int] = ..., num_cached: _Optional[int] = ..., num_violations: _Optional[int] = ..., prediction: _Optional[_Union[PlacementPrediction, _Mapping]] = ...) -> None: ...
+
+class PlacementPrediction(_message.Message):
+    __slots__ = ("ttft_s", "itl_s", "running_itl_s", "delay_s", "kv_bytes")
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    ITL_S_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_ITL_S_FIELD_NUMBER: _ClassVar[int]
+    DELAY_S_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ttft_s: float
+    itl_s: float
+    running_itl_s: float
+    delay_s: float
+    kv_bytes: float
+    def __init__(self, ttft_s: _Optional[float] = ..., itl_s: _Optional[float] = ..., running_itl_s: _Optional[float] = ..., delay_s: _Optional[float] = ..., kv_bytes: _Optional[float] = ...) -> None: ...
 
 class ScaleRequest(_message.Message):
     __slots__ = ("prefill", "decode")

@@ -55,6 +55,11 @@ class AdminStub(object):
                 request_serializer=tandem_dot_v1_dot_admin__pb2.RequestsRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_admin__pb2.RequestsResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/tandem.v1.Admin/Explain',
+                request_serializer=tandem_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
+                _registered_method=True)
         self.Scale = channel.unary_unary(
                 '/tandem.v1.Admin/Scale',
                 request_serializer=tandem_dot_v1_dot_admin__pb2.ScaleRequest.SerializeToString,
@@ -101,6 +106,15 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Returns why a request's workers were chosen, what was predicted for all candidates, and what really happened: of live
+        requests, and of the last 1,000 that ended at this router.
+        Errors: NOT_FOUND (this router does not have such a request, or has it no more).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Scale(self, request, context):
         """Sets the number of workers of each pool. The process that runs the workers (`tandem up`, Ray) follows this target.
         Errors: INVALID_ARGUMENT, UNAVAILABLE (no registry, or no process follows the target).
@@ -138,6 +152,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Requests,
                     request_deserializer=tandem_dot_v1_dot_admin__pb2.RequestsRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_admin__pb2.RequestsResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=tandem_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_admin__pb2.ExplainResponse.SerializeToString,
             ),
             'Scale': grpc.unary_unary_rpc_method_handler(
                     servicer.Scale,
@@ -259,6 +278,33 @@ class Admin(object):
             '/tandem.v1.Admin/Requests',
             tandem_dot_v1_dot_admin__pb2.RequestsRequest.SerializeToString,
             tandem_dot_v1_dot_admin__pb2.RequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Admin/Explain',
+            tandem_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+            tandem_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

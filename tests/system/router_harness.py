@@ -66,6 +66,7 @@ class RouterUnderTest:
         absence_s: float = 0.0,
         placement: str = "least-loaded",
         targets: SloTargets = NO_TARGETS,
+        explore: float = 0.0,
         migration_timeout_s: float = 10.0,
         breakers: BreakerPolicy | None = None,
         tokenization: Tokenization | None = None,
@@ -94,7 +95,7 @@ class RouterUnderTest:
             telemetry=self.telemetry,
             follow_cache_events=CacheEventFollower(index).follow,
         )
-        chooser = policy(placement, targets, random.random)
+        chooser = policy(placement, targets, random.random, explore)
         self.migrations = Migrations(
             router=self.member.id,
             fleet=self.fleet,

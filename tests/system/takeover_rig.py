@@ -70,6 +70,8 @@ async def served(api_key: str = "", **settings: Any) -> AsyncIterator[Served]:
             migrations=router.migrations,
             drains=None,  # type: ignore[arg-type]  # neither is asked for here
             scaling=None,  # type: ignore[arg-type]
+            placement="least-loaded",
+            explore=0.0,
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server.grpc)
         admin_pb2_grpc.add_AdminServicer_to_server(admin, server.grpc)

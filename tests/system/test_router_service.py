@@ -51,6 +51,8 @@ async def served(
             migrations=router.migrations,
             drains=drains,
             scaling=ScaleTargetView(ScaleTargets(registry), router.fleet.set_scale_target),
+            placement=str(settings.get("placement", "least-loaded")),
+            explore=float(str(settings.get("explore", 0.0))),
         )
         admin_pb2_grpc.add_AdminServicer_to_server(admin, server.grpc)
         port = server.bind("127.0.0.1", 0)

@@ -12,6 +12,7 @@ from cluster.messages import FinishReason, Role
 from cluster.protocol import wire
 from cluster.settings.transfer_settings import TransferSettings
 from router.http.openai_schema import Message
+from router.policies.effect import Basis, Verdict
 from router.request.account import PhaseName
 from tandem import enum_words
 from tandem.enum_words import EnumWords
@@ -25,6 +26,8 @@ from tandem.enum_words import EnumWords
         (enum_words.MEMBER_ROLES, Role),
         (enum_words.MEMBER_STATES, MemberState),
         (enum_words.DRAIN_OUTCOMES, [*DrainOutcome, "lost"]),
+        (enum_words.DISAGGREGATION_VERDICTS, Verdict),
+        (enum_words.EFFECT_BASES, Basis),
     ],
 )
 def test_the_words_equal_the_values_that_python_code_uses(

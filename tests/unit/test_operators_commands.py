@@ -1,12 +1,15 @@
-"""The output of `tandem requests`, `tandem scale` and `tandem status`, from values."""
+"""The output of `tandem requests`, `tandem explain`, `tandem scale` and `tandem status`, from values."""
+
+from typing import Any
 
 import pytest
 
+from cli.verbs.explain import explained_object, explained_text
 from cli.verbs.requests import requests_object, requests_text
 from cli.verbs.scale import Sizes, changes_between, sizes_from
-from cli.verbs.status import target_object, target_text
+from cli.verbs.status import disaggregation_object, disaggregation_text, target_object, target_text
 from cluster.errors import ConfigError
-from tandem.enum_words import MEMBER_ROLES, MEMBER_STATES
+from tandem.enum_words import DISAGGREGATION_VERDICTS, EFFECT_BASES, MEMBER_ROLES, MEMBER_STATES
 from tandem.v1 import admin_pb2, inference_pb2
 
 
@@ -85,3 +88,121 @@ def test_a_target_is_shown_with_its_progress_and_problem() -> None:
     assert "reached; followed by tandem up" in target_text(target)
     target.follower = ""
     assert "no process follows it" in target_text(target)
+
+
+def candidate(prefill: str, decode: str, ttft_s: float = 0.0, **fields: object) -> admin_pb2.PlacementCandidate:
+    predicted = admin_pb2.PlacementPrediction(ttft_s=ttft_s, itl_s=0.01, running_itl_s=0.02, kv_bytes=4 << 20)
+    return admin_pb2.PlacementCandidate(
+        prefill_member=prefill,
+        decode_member=decode,
+        depth=3,
+        prediction=predicted if ttft_s else None,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def explanation(*placements: admin_pb2.PlacementExplanation, **fields: object) -> admin_pb2.RequestExplanation:
+    return admin_pb2.RequestExplanation(
+        request_id="req-1",
+        label="mine",
+        outcome="ok",
+        age_s=2.0,
+        num_prompt_tokens=512,
+        num_tokens=64,
+        placements=placements,
+        policy="auto",
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def test_an_explanation_marks_the_chosen_candidate_and_compares_predicted_with_real_times() -> None:
+    placement = admin_pb2.PlacementExplanation(
+        reason="explored",
+        after_s=0.001,
+        candidates=[
+            candidate("p-0@1", "d-0@1", 0.12, num_cached=48, is_alternative=True),
+            candidate("", "d-0@1", 0.31, is_chosen=True),
+        ],
+        num_candidates=5,
+        propensity=0.02,
+    )
+    lines = explained_text(explanation(placement, ttft_s=0.331, itl_s=0.0125)).splitlines()
+    assert lines[0].startswith("request req-1 (label mine): ok, 512 prompt tokens, 64 generated")
+    assert lines[2].startswith("placement 1, 1.0 ms after arrival, by explored: drawn by --explore")
+    assert "probability 0.02" in lines[3]
+    assert lines[5].split() == ["~", "p-0", "d-0", "3", "48", "120.0", "10.0", "20.0", "4", "MiB", "0"]
+    assert lines[6].split()[:3] == ["*", "-", "d-0"]
+    assert lines[7] == "and 3 more"
+    assert lines[-1] == (
+        "real: first token 330.0 ms after placement (predicted 310.0), 12.5 ms between tokens (predicted 10.0)"
+    )
+
+
+def test_an_explanation_without_predictions_shows_the_loads_and_a_failed_attempt_its_reason() -> None:
+    chosen = candidate("p-0@1", "d-0@1", is_chosen=True)
+    failed = admin_pb2.PlacementExplanation(
+        reason="lowest_load", candidates=[chosen], num_candidates=1, propensity=1.0, failure="decode_worker_lost"
+    )
+    text = explained_text(explanation(failed, failed))
+    assert "TTFT" not in text and "probability" not in text
+    assert text.count("ended early: decode_worker_lost") == 2
+    assert "placement 2, 0.0 ms after arrival, by lowest_load: it has the fewest sequences ahead" in text
+    assert text.endswith("real: no token")
+    assert "no workers were chosen yet" in explained_text(admin_pb2.RequestExplanation(request_id="r"))
+
+
+def test_an_explanation_as_an_object_has_no_times_that_were_not_measured() -> None:
+    placement = admin_pb2.PlacementExplanation(candidates=[candidate("p-0@1", "d-0@1")])
+    shown: Any = explained_object([explanation(placement, ttft_s=0.5)])["requests"]
+    assert (shown[0]["ttft_s"], shown[0]["itl_s"]) == (0.5, None)
+    assert shown[0]["placements"][0]["candidates"][0]["prediction"] is None
+
+
+def effect(basis: str, mean_s: float = 0.0, low_s: float = 0.0, high_s: float = 0.0) -> admin_pb2.LatencyEffect:
+    return admin_pb2.LatencyEffect(
+        basis=EFFECT_BASES.number(basis),
+        mean_s=mean_s,
+        low_s=low_s,
+        high_s=high_s,
+        alone_s=0.25,
+        num_requests=2150,
+        num_explored=43 if basis == "measured" else 0,
+    )
+
+
+def disaggregation(verdict: str, ttft: admin_pb2.LatencyEffect, **fields: object) -> admin_pb2.Disaggregation:
+    return admin_pb2.Disaggregation(
+        verdict=DISAGGREGATION_VERDICTS.number(verdict),
+        ttft=ttft,
+        itl=effect("predicted", -0.0005, -0.001, 0.0),
+        running_itl=effect("unknown"),
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def test_the_status_says_whether_disaggregation_is_worth_it_by_how_much_and_how_that_is_known() -> None:
+    found = disaggregation("worth_it", effect("measured", -0.031, -0.05, -0.012), placement="auto", explore=0.02)
+    lines = disaggregation_text(found).splitlines()
+    assert lines[0].startswith("disaggregation: worth it here")
+    assert "-31 ms (-12 %)" in lines[2]
+    assert "-50 to -12 ms (95 % interval)" in lines[2]
+    assert lines[2].endswith("measured: 43 of 2150 requests explored")
+    assert "-1 to +0 ms (9 of 10 requests)" in lines[3] and lines[3].endswith("predicted for 2150 requests")
+    assert len(lines) == 4
+    shown: Any = disaggregation_object(found)
+    assert (shown["verdict"], shown["explore"], shown["ttft"]["basis"]) == ("worth_it", 0.02, "measured")
+
+
+@pytest.mark.parametrize(
+    ("placement", "explore", "verdict", "advice"),
+    [
+        ("prefix-aware", 0.0, "not_known", "--placement auto"),
+        ("auto", 0.0, "not_known", "no request could yet be served both"),
+        ("auto", 0.0, "not_worth_it", "start routers with --explore 0.02 to measure"),
+        ("auto", 0.1, "trade_off", "measured once 20 requests are explored"),
+    ],
+)
+def test_what_is_not_measured_comes_with_what_to_do(placement: str, explore: float, verdict: str, advice: str) -> None:
+    ttft = effect("unknown" if verdict == "not_known" else "predicted", 0.02)
+    found = disaggregation(verdict, ttft, placement=placement, explore=explore)
+    assert advice in disaggregation_text(found)

@@ -1,0 +1,110 @@
+"""Converts what operators ask for into messages of tandem.v1: live requests, explanations, the effect of
+disaggregation."""
+
+from collections.abc import Iterable
+
+from router.policies.effect import Comparison, Effect
+from router.policies.placement import Candidate, Placement
+from router.policies.prediction import Prediction
+from router.request.explanations import Explanation, PlacedAttempt
+from router.request.live_requests import LiveRequest
+from tandem.enum_words import DISAGGREGATION_VERDICTS, EFFECT_BASES, REQUEST_PHASES
+from tandem.v1 import admin_pb2
+
+
+def live_requests_to_wire(requests: Iterable[LiveRequest], now_s: float) -> list[admin_pb2.LiveRequest]:
+    """Describe live requests for operators: each one's phase, workers and tokens, in the given order.
+
+    A request is in `prefill_queue` until its first token: only then the worker reports when prefill began.
+    """
+    return [_live_request_to_wire(live, now_s) for live in requests]
+
+
+def _live_request_to_wire(live: LiveRequest, now_s: float) -> admin_pb2.LiveRequest:
+    account = live.account
+    return admin_pb2.LiveRequest(
+        request_id=live.request_id,
+        phase=REQUEST_PHASES.number(account.phase),
+        age_s=now_s - account.began_s,
+        prefill_member=account.prefill_member,
+        decode_member=account.decode_member,
+        num_tokens=account.num_tokens,
+        reasons=account.reasons,
+        label=live.request.label,
+    )
+
+
+def explanation_to_wire(explained: Explanation, now_s: float, policy: str) -> admin_pb2.RequestExplanation:
+    """`policy`: the router's --placement."""
+    first_s = explained.first_token_s
+    return admin_pb2.RequestExplanation(
+        request_id=explained.request_id,
+        label=explained.label,
+        outcome=explained.outcome,
+        age_s=now_s - explained.began_s,
+        num_prompt_tokens=explained.num_prompt_tokens,
+        num_tokens=explained.num_tokens,
+        ttft_s=None if first_s is None else first_s - explained.began_s,
+        itl_s=explained.itl_s,
+        placements=[_placement_to_wire(attempt, explained.began_s) for attempt in explained.attempts],
+        policy=policy,
+    )
+
+
+def _placement_to_wire(attempt: PlacedAttempt, began_s: float) -> admin_pb2.PlacementExplanation:
+    placement = attempt.placement
+    return admin_pb2.PlacementExplanation(
+        reason=placement.reason,
+        after_s=attempt.at_s - began_s,
+        failure=attempt.failure,
+        candidates=[_candidate_to_wire(candidate, placement) for candidate in placement.considered],
+        num_candidates=placement.num_candidates,
+        propensity=placement.propensity,
+    )
+
+
+def _candidate_to_wire(candidate: Candidate, placement: Placement) -> admin_pb2.PlacementCandidate:
+    return admin_pb2.PlacementCandidate(
+        prefill_member=str(candidate.prefill or ""),
+        decode_member=str(candidate.decode),
+        is_chosen=candidate is placement.chosen,
+        is_alternative=candidate is placement.alternative,
+        depth=candidate.depth,
+        num_cached=candidate.num_cached,
+        num_violations=candidate.num_violations,
+        prediction=_prediction_to_wire(candidate.prediction) if candidate.prediction is not None else None,
+    )
+
+
+def _prediction_to_wire(prediction: Prediction) -> admin_pb2.PlacementPrediction:
+    return admin_pb2.PlacementPrediction(
+        ttft_s=prediction.ttft_s,
+        itl_s=prediction.itl_s,
+        running_itl_s=prediction.running_itl_s,
+        delay_s=prediction.delay_s,
+        kv_bytes=prediction.kv_bytes,
+    )
+
+
+def comparison_to_wire(found: Comparison, placement: str, explore: float) -> admin_pb2.Disaggregation:
+    """`placement`, `explore`: the router's settings of these names."""
+    return admin_pb2.Disaggregation(
+        verdict=DISAGGREGATION_VERDICTS.number(found.verdict),
+        ttft=_effect_to_wire(found.ttft),
+        itl=_effect_to_wire(found.itl),
+        running_itl=_effect_to_wire(found.running_itl),
+        placement=placement,
+        explore=explore,
+    )
+
+
+def _effect_to_wire(effect: Effect) -> admin_pb2.LatencyEffect:
+    return admin_pb2.LatencyEffect(
+        basis=EFFECT_BASES.number(effect.basis),
+        mean_s=effect.mean_s,
+        low_s=effect.low_s,
+        high_s=effect.high_s,
+        alone_s=effect.alone_s,
+        num_requests=effect.num_requests,
+        num_explored=effect.num_explored,
+    )
