@@ -19,6 +19,7 @@ from tests.unit.frozen_worker import FrozenWorker
 _ERRORS = (MemoryError, OSError, asyncio.CancelledError)
 _DIGESTS = "kvtransfer/exporter/exporter.py:Exporter._prepare"  # cancelled by `Exporter.close` only
 _THAWED = 99
+_OUTCOMES = {"finished": kv_pb2.Settle.OUTCOME_OK, "failed": kv_pb2.Settle.OUTCOME_FAILED}
 _RIG = "tests/unit/frozen_worker.py:FrozenWorker"
 _EXPORT = (
     "kvtransfer/exporter/service.py:KvTransferServicer._read",
@@ -109,8 +110,9 @@ async def _export(worker: FrozenWorker) -> None:
     await call.write(kv_pb2.ImporterMessage(attach=attach))
     async with asyncio.timeout(10):
         async for message in call:
-            if message.WhichOneof("message") == "finished":
-                settle = kv_pb2.Settle(epoch=epoch, outcome=kv_pb2.Settle.OUTCOME_OK)
+            outcome = _OUTCOMES.get(message.WhichOneof("message") or "")
+            if outcome is not None:
+                settle = kv_pb2.Settle(epoch=epoch, outcome=outcome)
                 with suppress(asyncio.InvalidStateError):  # the call is over
                     await call.write(kv_pb2.ImporterMessage(settle=settle))
         await asyncio.wait([call._serving])
