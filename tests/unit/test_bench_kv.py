@@ -27,8 +27,10 @@ def test_ratios_are_of_medians_to_the_fastest_limit() -> None:
 
 
 @pytest.mark.parametrize("row", ["shm", "tcp"])
-async def test_every_column_is_measured_between_two_processes(row: str) -> None:
-    cells = await measure([row], TINY, num_pool_blocks=16)
+async def test_every_column_is_measured_between_two_processes_and_every_cell_is_saved_at_once(row: str) -> None:
+    saved: list[int] = []
+    cells = await measure([row], TINY, num_pool_blocks=16, keep=lambda cells: saved.append(len(cells)))
+    assert saved == [1, 2]
     kept = json.loads(as_json(cells, ABOUT))
     assert [cell["shape"] for cell in kept["cells"]] == ["64 KB", "5 x 64 KB"]
     for cell in kept["cells"]:
@@ -65,9 +67,3 @@ def test_cost_of_digests_is_reported_beside_a_copy() -> None:
     (cost,) = measure_digests([TINY[1]], num_blocks=16, device="cpu")
     assert all(min(samples) > 0 for samples in (cost.copy_s, cost.digest_s))
     assert len(cost_table([cost])) == 3
-
-
-async def test_every_measured_cell_is_saved_at_once() -> None:
-    kept: list[int] = []
-    await measure(["shm"], TINY, num_pool_blocks=16, keep=lambda cells: kept.append(len(cells)))
-    assert kept == [1, 2]
