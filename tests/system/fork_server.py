@@ -1,13 +1,13 @@
-"""Members forked from a process that has imported their libraries already, for tests.
+"""Members forked from a process that has imported their code already, for tests.
 
-A worker imports torch and transformers for 3 s of processor time; that is most of its start. A fork server imports them
-once per test process and forks each member from there. A member is a separate process: it runs its module as `__main__`
-with its own arguments, environment and output, is stopped and killed by its id, and has nothing of gRPC, of another
-thread from before the fork.
+A worker imports torch, transformers and Tandem's modules for 4 s of processor time; that is most of its start. A fork
+server imports them once per test process and forks each member from there. A member is a separate process: it runs its
+module as `__main__` with its own arguments, environment and output, and is stopped and killed by its id. The server has
+one thread and uses nothing of what it imports; gRPC starts with a member's first server or channel.
 
 Forked members share the seed of `hash()` and all that is read before Python code runs, such as LD_PRELOAD and
-OMP_NUM_THREADS. `test_tandem_command.py`, `test_router_process.py`, the far members of `test_link_cut.py`, the tests of
-`tests/chaos`, `make soak` and `make chaos` start members as programs of their own.
+OMP_NUM_THREADS. `test_tandem_command.py`, `test_router_process.py`, the far members of `test_link_cut.py`, `make soak`
+and `make chaos` start members as programs of their own.
 """
 
 import asyncio
@@ -28,11 +28,10 @@ from typing import NoReturn
 
 from cluster.process import die_with_parent
 
-# What a role imports from outside, and of Tandem what needs neither gRPC nor a thread. A router never has torch.
-_LIBRARIES = ("asyncio", "redis.asyncio", "prometheus_client", "google.protobuf.descriptor_pb2")
-_ROUTER_LIBRARIES = (*_LIBRARIES, "fastapi", "jinja2", "tokenizers", "pydantic.v1", "uvicorn.protocols.http.h11_impl")
-_WORKER_LIBRARIES = (
-    *(*_LIBRARIES, "engine.build", "torch.nn.attention.varlen"),
+# A role's own modules, and what they import only while they start. A router never has torch.
+_ROUTER_MODULES = ("router.app", "pydantic.v1")
+_WORKER_MODULES = (
+    *("worker.app", "torch.nn.attention.varlen"),
     *("transformers.modeling_layers", "transformers.processing_utils"),
 )
 _MESSAGE_BYTES = 1 << 16
@@ -77,14 +76,14 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The test's side: one process that imports `libraries` and then forks on request."""
+    """The test's side: one process that imports `modules` and then forks on request."""
 
-    def __init__(self, libraries: Sequence[str]) -> None:
+    def __init__(self, modules: Sequence[str]) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         watched = os.pidfd_open(os.getpid())
         with theirs:
             self._process = subprocess.Popen(
-                (sys.executable, "-u", "-m", __name__, str(theirs.fileno()), str(watched), *libraries),
+                (sys.executable, "-u", "-m", __name__, str(theirs.fileno()), str(watched), *modules),
                 pass_fds=(theirs.fileno(), watched),
                 stdin=subprocess.DEVNULL,
             )
@@ -119,13 +118,13 @@ class ForkServer:
 @cache
 def router_forks() -> ForkServer:
     """The fork server of routers: one per test process, from its first use to the end of that process."""
-    return ForkServer(_ROUTER_LIBRARIES)
+    return ForkServer(_ROUTER_MODULES)
 
 
 @cache
 def worker_forks() -> ForkServer:
     """The fork server of workers: one per test process, from its first use to the end of that process."""
-    return ForkServer(_WORKER_LIBRARIES)
+    return ForkServer(_WORKER_MODULES)
 
 
 async def _until_readable(side: socket.socket) -> None:
@@ -218,10 +217,9 @@ def _become(order: dict[str, object], output: int) -> NoReturn:
         os._exit(status)
 
 
-def _serve(control: int, parent: int, libraries: Sequence[str]) -> None:
-    for library in libraries:
-        import_module(library)
-    assert "grpc" not in sys.modules, "gRPC must start after the fork"
+def _serve(control: int, parent: int, modules: Sequence[str]) -> None:
+    for module in modules:
+        import_module(module)
     assert len(os.listdir("/proc/self/task")) == 1, "no thread survives a fork"
     gc.collect()
     gc.freeze()  # so that no collection in a member writes to the pages that they share

@@ -2,7 +2,7 @@
 
 Every process prints one line `ready ...` when it is; its whole output is kept for the report of a failing test. Only
 processes started here are ended, by their id; where the test's own process is killed, the kernel ends them. Members are
-forked from a process that has imported their libraries (`fork_server.py`), unless the cluster is made with `executed`.
+forked from a process that has imported their code (`fork_server.py`), unless the cluster is made with `executed`.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ class Member:
 
 
 async def forked(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Process:
-    """Start a member by forking a process that has imported its libraries."""
+    """Start a member by forking a process that has imported its code."""
     server = router_forks() if module == "router" else worker_forks()
     return await server.spawn(module, arguments, environment)
 
@@ -97,6 +97,7 @@ class LocalCluster:
         *,
         model: Path = DEMO_MODEL,
         flags: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,  # of each member, beside that of the test
         credentials: grpc.ChannelCredentials | None = None,  # to reach members with, where they use TLS
         launch: Launch = forked,
     ) -> None:
@@ -105,6 +106,7 @@ class LocalCluster:
         self._directory = directory
         self._model = model
         self._flags = tuple(flags)
+        self._environment = dict(environment or {}) | {"PYTHONUNBUFFERED": "1"}
         self._credentials = credentials
         self._launch = launch
         self.name = f"test-{os.urandom(4).hex()}"
@@ -134,7 +136,7 @@ class LocalCluster:
 
     async def spawn(self, name: str, module: str, flags: Sequence[str] = (), *, wrapper: Sequence[str] = ()) -> Member:
         """Start a member without waiting until it is ready."""
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("TANDEM_")} | {"PYTHONUNBUFFERED": "1"}
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("TANDEM_")} | self._environment
         arguments = (*self._cluster_flags(), "--member-id", name, "--model", str(self._model), *flags)
         if wrapper:
             process = await executed(module, arguments, environment, wrapper=wrapper)
