@@ -12,13 +12,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from cluster.errors import TandemError
 from cluster.process import exit_process
 from tests.chaos.load import Load
-from tests.chaos.members import chaos_cluster
+from tests.chaos.members import ChaosCluster, chaos_cluster
 from tests.chaos.plan import Round, make_plan
 from tests.chaos.questions import Questions, make_questions
 from tests.chaos.report import Run, write
@@ -35,9 +36,10 @@ def main() -> int:
     )
     if arguments.round is not None:
         plan = tuple(one for one in plan if one.number == arguments.round)
-    run = asyncio.run(
-        _until_asked(run_plan(plan, arguments.seed, questions=make_questions(), num_clients=arguments.clients))
+    running = run_plan(
+        plan, arguments.seed, cluster=chaos_cluster, questions=make_questions(), num_clients=arguments.clients
     )
+    run = asyncio.run(_until_asked(running))
     print("\n" + run.as_table())
     print("Detection and hand-over:", *run.goals, sep="\n  ")
     if arguments.write:
@@ -52,12 +54,20 @@ async def _until_asked(running: Coroutine[None, None, Run]) -> Run:
     return await task
 
 
-async def run_plan(plan: Sequence[Round], seed: int, *, questions: Questions, num_clients: int) -> Run:
-    """Run the rounds on one cluster. Stops early if the cluster does not recover, and reports that."""
+async def run_plan(
+    plan: Sequence[Round],
+    seed: int,
+    *,
+    cluster: Callable[[Path], AbstractAsyncContextManager[ChaosCluster]],
+    questions: Questions,
+    num_clients: int,
+) -> Run:
+    """Run the rounds on one cluster, which `cluster` starts. Stops early if the cluster does not recover, and reports
+    that."""
     began_s, results = time.monotonic(), list[RoundResult]()
     broken = ""
     with tempfile.TemporaryDirectory(prefix="tandem-chaos-") as directory:
-        async with chaos_cluster(Path(directory)) as chaos:
+        async with cluster(Path(directory)) as chaos:
             load = Load(questions, num_clients=num_clients)
             rounds = Rounds(chaos, load, _tell)
             try:

@@ -20,7 +20,7 @@ from cluster.registry.redis_server import RedisServer, free_port
 from tandem.v1 import admin_pb2, admin_pb2_grpc
 from tests.chaos.holds import Holds
 from tests.contract.namespaces import FarHost, far_host
-from tests.system.local_cluster import LocalCluster, Member
+from tests.system.local_cluster import Launch, LocalCluster, Member, executed, forked
 
 ROLES = {"router": "router", "prefill": "tests.chaos.held_worker", "decode": "tests.chaos.held_worker"}
 NUM_OF_EACH = 2
@@ -39,8 +39,11 @@ _EXIT_S = 45.0
 class ChaosCluster:
     """The processes of a cluster. `chaos_cluster` makes it."""
 
-    def __init__(self, directory: Path, redis: RedisServer, redis_url: str, holds: Holds, far: FarHost | None) -> None:
-        self.cluster = LocalCluster(redis_url, directory, flags=_FLAGS)
+    def __init__(
+        self, directory: Path, redis: RedisServer, redis_url: str, holds: Holds, *, far: FarHost | None, launch: Launch
+    ) -> None:
+        environment = {"HOLD_CONTROL": str(holds.path), "OMP_NUM_THREADS": "1"}
+        self.cluster = LocalCluster(redis_url, directory, flags=_FLAGS, environment=environment, launch=launch)
         self.redis = redis
         self.holds = holds
         self.far = far
@@ -65,7 +68,6 @@ class ChaosCluster:
         return {n: (self.members[n].ready["grpc"], self.members[n].ready["http"]) for n in self.names("router")}
 
     async def start_all(self) -> None:
-        self._prepare_shim()
         self._prepare_disks()
         await asyncio.gather(*(self.start(name) for name in self.names("prefill") + self.names("decode")))
         await asyncio.gather(*(self.start(name) for name in self.names("router")))
@@ -151,18 +153,18 @@ class ChaosCluster:
     def _wrapper(self, name: str) -> tuple[str, ...]:
         """Return the command that runs a member, so that no process outlives this one, each can have its own clock, and
         one runs on the far host."""
-        words = ["setpriv", "--pdeathsig", "KILL", "--"] if shutil.which("setpriv") else []
+        words: tuple[str, ...] = ()
         if self.far is not None and name == FAR_MEMBER:
-            words += self.far.side.command()
-        words += ["env", f"HOLD_CONTROL={self.holds.path}", "OMP_NUM_THREADS=1"]
+            words += tuple(self.far.side.command())
         if self._shim is not None:
-            words += [f"LD_PRELOAD={self._shim}", f"CLOCK_SHIM={self._clock(name)}"]
-        return tuple(words)
+            words += ("env", f"LD_PRELOAD={self._shim}", f"CLOCK_SHIM={self._clock(name)}")
+        return ("setpriv", "--pdeathsig", "KILL", "--", *words) if words and shutil.which("setpriv") else words
 
     def _clock(self, name: str) -> Path:
         return self._directory / f"{name}.clock"
 
-    def _prepare_shim(self) -> None:
+    def prepare_shim(self) -> None:
+        """Build the library that gives each member a clock of its own, or record why it is missing."""
         if shutil.which("gcc") is None:
             self.missing["clock_jump"] = "no gcc here, for the clock that can jump"
             return
@@ -198,10 +200,32 @@ FAR_MEMBER = "decode1"  # the one on the far host, where there is one
 
 
 @asynccontextmanager
-async def chaos_cluster(directory: Path, *, with_far_host: bool = True) -> AsyncIterator[ChaosCluster]:
-    """Start a complete cluster. On exit all of it is removed."""
+async def chaos_cluster(directory: Path) -> AsyncIterator[ChaosCluster]:
+    """Start a complete cluster, each member as a program of its own. On exit all of it is removed."""
     async with AsyncExitStack() as exits:
-        far, no_far = exits.enter_context(_far_host_if_any()) if with_far_host else (None, "not wanted here")
+        far, no_far = exits.enter_context(_far_host_if_any())
+        chaos = await exits.enter_async_context(_prepared(directory, far=far, launch=executed))
+        if far is None:
+            chaos.missing["link_cut"] = no_far
+        chaos.prepare_shim()
+        await chaos.start_all()
+        yield chaos
+
+
+@asynccontextmanager
+async def forked_cluster(directory: Path) -> AsyncIterator[ChaosCluster]:
+    """Start a cluster whose members are forked, which takes a fifth of the processor time. On exit all of it is
+    removed."""
+    async with _prepared(directory, far=None, launch=forked) as chaos:
+        chaos.missing |= dict.fromkeys(("link_cut", "clock_jump"), "forked members share one network and one clock")
+        await chaos.start_all()
+        yield chaos
+
+
+@asynccontextmanager
+async def _prepared(directory: Path, *, far: FarHost | None, launch: Launch) -> AsyncIterator[ChaosCluster]:
+    """Start what a cluster needs beside its members."""
+    async with AsyncExitStack() as exits:
         redis = await RedisServer.start()
         url = redis.url
         if far is not None:
@@ -209,11 +233,8 @@ async def chaos_cluster(directory: Path, *, with_far_host: bool = True) -> Async
         holds = Holds(directory)
         await holds.start()
         exits.push_async_callback(holds.stop)
-        chaos = ChaosCluster(directory, redis, url, holds, far)
-        if far is None:
-            chaos.missing["link_cut"] = no_far
+        chaos = ChaosCluster(directory, redis, url, holds, far=far, launch=launch)
         exits.push_async_callback(chaos.stop)
-        await chaos.start_all()
         yield chaos
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.chaos.__main__ import run_plan
+from tests.chaos.members import forked_cluster
 from tests.chaos.plan import Fault, Kind, Phase, Round
 from tests.chaos.questions import make_questions
 
@@ -16,7 +17,8 @@ _FAULTS = (
 @pytest.mark.timeout(300)
 async def test_members_that_end_at_the_worst_moments_lose_no_token() -> None:
     plan = [Round(number, number, fault, victim=0, for_s=0.5, jump_s=0.0) for number, fault in enumerate(_FAULTS)]
-    run = await run_plan(plan, seed=0, questions=make_questions(num_mixed=6), num_clients=4)
+    questions = make_questions(num_mixed=6)
+    run = await run_plan(plan, seed=0, cluster=forked_cluster, questions=questions, num_clients=4)
     told = [f"{result.fault}: {what}" for result in run.results for what in result.wrong]
     assert not told and not run.broken, "\n".join([*told, run.broken])
     assert [result.fault for result in run.covered] == [fault.name for fault in _FAULTS], "a victim was not met"
