@@ -82,13 +82,16 @@ class _BaseGeneration:
         self._has_metadata = False
         left_s = progress.time_left_s(time.monotonic())
         call = stub.Generate(progress.request, timeout=left_s, metadata=parameters.metadata_with_keepalive())
-        return call, KeepAliveTimer(parameters.routers.keepalive_timeout_s(progress.router), can_ping=True)
+        known_s = parameters.routers.keepalive_timeout_s(progress.router)
+        if known_s is None:
+            return call, KeepAliveTimer.of_first_call(parameters.keepalive_timeout_s)
+        return call, KeepAliveTimer(known_s, can_ping=True)
 
     def _learn(self, metadata: Iterable[tuple[str, str | bytes]] | None, timer: KeepAliveTimer) -> list[Any]:
         """Use the initial metadata of the call. Returns channels to close."""
         router, routers = self._progress.router, self._parameters.routers
         routers.on_metadata(router, metadata, self._parameters.keepalive_timeout_s)
-        timer.timeout_s = routers.keepalive_timeout_s(router)
+        timer.on_first_message(routers.keepalive_timeout_s(router))
         return routers.learn(router, metadata)
 
     def _add(self, response: inference_pb2.GenerateResponse) -> None:

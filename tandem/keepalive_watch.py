@@ -52,8 +52,10 @@ class KeepAliveWatch:
                 checks = {timer: timer.check(now_s) for timer in self._waits}
                 for timer in [timer for timer in checks if timer.pop_ping()]:
                     self._waits[timer][1]()
-                for timer in [timer for timer in checks if timer.is_over]:
-                    self._waits.pop(timer)[0]()
+                for timer in [timer for timer, check_s in checks.items() if check_s is None]:
+                    end, _ = self._waits.pop(timer)
+                    if timer.is_over:
+                        end()
                 self._next_check_s = min((at_s for at_s in checks.values() if at_s is not None), default=now_s)
                 self._changed.wait(max(0.0, self._next_check_s - time.monotonic()))
             self._is_running = False

@@ -104,6 +104,35 @@ def test_a_router_that_does_not_respond_to_a_ping_is_lost_before_the_timeout(ask
         assert isinstance(stopped, StoppedRouter) and stopped.was_asked
 
 
+class MuteRouter(StoppedRouter):
+    """A stopped process that has never sent anything on the connection, which its kernel accepted."""
+
+    sends_keepalives = False
+
+
+@CLIENTS
+def test_a_router_that_was_stopped_before_its_first_message_is_lost_at_the_timeout(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keep-alive of HTTP/2 would need 15 s."""
+    monkeypatch.setattr("tandem.keepalive.FIRST_RESPONSE_S", LONG_S)
+    with router(MuteRouter, responses=[]) as (mute, first), router(responses=TWO_CHOICES) as (_, other):
+        assert ask([first, other], TIMEOUT_S) == (TEXTS, other)
+        assert mute.left.wait(10), "its call was not cancelled"
+
+
+@CLIENTS
+def test_a_router_without_keepalives_that_responds_to_a_ping_is_waited_for(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.keepalive.FIRST_RESPONSE_S", LONG_S)
+    with router(OlderRouter, responses=[]) as (slow, first), router() as (second, other):
+        assert isinstance(slow, OlderRouter)
+        slow.last = tuple(TWO_CHOICES)
+        assert ask([first, other], LONG_S) == (TEXTS, first)
+        assert second.seen == []
+
+
 @CLIENTS
 @pytest.mark.parametrize(("kind", "timeout_s"), [(BusyRouter, LONG_S), (OlderRouter, TIMEOUT_S)])
 def test_a_router_that_sends_keepalives_or_offered_none_is_waited_for(
@@ -196,6 +225,29 @@ def test_a_router_that_responds_has_the_rest_of_the_timeout_and_is_not_pinged_ag
     assert timer.check(12.5) == 15.0
     assert timer.check(15.0) is None
     assert timer.is_over
+
+
+def test_a_router_of_the_first_call_has_the_whole_timeout_for_its_response_and_then_no_timeout() -> None:
+    timer = KeepAliveTimer(5.0, can_ping=True, is_response_enough=True)
+    timer.begin(10.0)
+    assert timer.check(12.0) == 15.0 and timer.pop_ping() and timer.response_s == 3.0
+    timer.on_ping_response()
+    assert timer.check(15.0) is None
+    assert not timer.is_over
+    timer.end()
+    timer.begin(20.0)
+    timer.check(22.0)
+    assert timer.check(25.0) is None
+    assert timer.is_over
+
+
+def test_after_its_first_message_a_router_has_its_own_timeout() -> None:
+    timer = KeepAliveTimer(5.0, can_ping=True, is_response_enough=True)
+    timer.on_first_message(5.0)
+    timer.begin(10.0)
+    assert timer.check(12.0) == 12.5
+    timer.on_first_message(None)
+    assert timer.begin(20.0) is None
 
 
 def test_a_response_to_the_ping_of_an_earlier_wait_does_not_extend_the_timeout() -> None:
