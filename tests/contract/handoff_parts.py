@@ -33,7 +33,7 @@ KEY = b"k" * 32
 EXPORTER = MemberId("p0", "a1")
 IMPORTER = MemberId("d0", "b2")
 LAYOUT = LayoutFingerprint("weights", "config", "float32", "table")
-DEADLINE_S = 60.0
+DEADLINE_S = 20.0
 
 
 class Counters:

@@ -22,7 +22,7 @@ from cluster.serving.rpc_errors import error_from_rpc
 from cluster.serving.serving import GrpcServer, is_serving, join_address, open_channel
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 
-DEADLINE_S = 60.0
+DEADLINE_S = 10.0
 ROOT = Path(__file__).parents[2]
 Context = grpc.aio.ServicerContext[Any, Any]
 
