@@ -110,6 +110,8 @@ def _tell_round(one: Round, result: RoundResult, seed: int) -> None:
         + (f" ({result.note})" if result.note else "")
         + (f", free after {result.account.free_after_s:.1f} s" if result.account.free_after_s > _SOON_S else "")
     )
+    for course in result.slow:
+        _tell(f"  SLOW {course}")
     if not result.is_right:
         _tell(f"  WRONG. Again: --seed {seed} --only {result.fault}   (was round {one.number})")
         for what in result.wrong[:10]:

@@ -18,7 +18,7 @@ from tandem.client import AsyncClient
 from tandem.enum_words import FINISH_REASONS
 from tandem.errors import TandemError
 from tandem.options import GenerateOptions
-from tandem.results import Ledger
+from tandem.results import Ledger, ledger_from_wire
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 from tests.chaos.questions import ChoiceAnswer, Question, RightAnswer
 
@@ -68,7 +68,8 @@ class Asked:
     last_token_s: float = 0.0
     fault_s: float | None = None  # what worked on it was hit then
     waited: tuple[float, float] = (0.0, 0.0)  # the longest wait for a token from then on: from when until when
-    worked: tuple[tuple[float, float], ...] | None = None  # when workers queued and computed for it; None: unknown
+    arrived_s: float = 0.0  # at its router, by the ledger
+    ledger: Ledger | None = None  # None: this API does not return it, or the answer was cut
     outcome: Outcome | None = None
     told: str = ""  # what went wrong
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -93,17 +94,37 @@ class Asked:
         return self.waited[1] - self.waited[0]
 
     @property
-    def handover_s(self) -> float | None:
-        """Return the part of the longest wait in which no worker queued or computed: detection and hand-over. None:
-        this API does not return the ledger."""
-        return None if self.worked is None else self.wait_s - _overlap_s(self.waited, self.worked)
+    def worked(self) -> tuple[tuple[float, float], ...]:
+        """Return when workers queued and computed for it."""
+        spent = self.ledger.worker_times if self.ledger is not None else ()
+        return tuple(
+            (self.arrived_s + one.ended_s - one.queue_s - one.compute_s, self.arrived_s + one.ended_s) for one in spent
+        )
 
-    def note_ledger(self, ledger: Ledger | inference_pb2.Ledger, now_s: float) -> None:
+    @property
+    def handover_s(self) -> float | None:
+        """Return the part of the longest wait in which no worker queued or computed: detection and hand-over. None: the
+        ledger is not known."""
+        return None if self.ledger is None else self.wait_s - _overlap_s(self.waited, self.worked)
+
+    def note_ledger(self, ledger: Ledger, now_s: float) -> None:
         """Record the ledger. It arrived with the end of the answer, so its times count from `wall_s` ago."""
-        arrived_s = now_s - ledger.wall_s
-        self.worked = tuple(
-            (arrived_s + spent.ended_s - spent.queue_s - spent.compute_s, arrived_s + spent.ended_s)
-            for spent in ledger.worker_times
+        self.arrived_s, self.ledger = now_s - ledger.wall_s, ledger
+
+    def course(self) -> str:
+        """Return where the time of the longest wait went, by the ledger. Times count from the fault."""
+        assert self.ledger is not None and self.fault_s is not None
+        from_s, to_s = (at_s - self.fault_s for at_s in self.waited)
+        spent = [
+            f"{one.member} queued it {one.queue_s:.2f} s and computed {one.compute_s:.2f} s until "
+            f"{self.arrived_s + one.ended_s - self.fault_s:.2f} s"
+            for one in self.ledger.worker_times
+        ]
+        phases = ", ".join(f"{phase.name} {phase.duration_s:.2f} s" for phase in self.ledger.phases)
+        return (
+            f"{self.request_id}, a prompt of {len(self.question.prompt)} tokens, waited from {from_s:.2f} to "
+            f"{to_s:.2f} s, of which detection and hand-over took {self.handover_s:.2f} s; {'; '.join(spent)}; "
+            f"{phases}; reasons: {', '.join(self.ledger.reasons)}"
         )
 
     def take(self, choice: int, first_index: int | None, token_ids: tuple[int, ...], text: str, end: str) -> None:
@@ -190,7 +211,7 @@ async def _by_grpc(asked: Asked, doors: Doors) -> None:
             asked.take(delta.choice, delta.first_index, token_ids, delta.text, finish_reason)
         has_summary = response.HasField("summary")
         if has_summary:
-            asked.note_ledger(response.summary.ledger, asyncio.get_running_loop().time())
+            asked.note_ledger(ledger_from_wire(response.summary.ledger), asyncio.get_running_loop().time())
     if not has_summary:
         raise Wrong(Outcome.MISSING, "the stream ended without its summary")
 

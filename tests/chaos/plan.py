@@ -35,6 +35,7 @@ class Kind(StrEnum):
     MEMORY_PRESSURE = "memory_pressure"  # one process gets no more address space for a while
 
 
+GOALS_S = {Kind.SIGKILL: 0.7, Kind.SIGSTOP: 3.3}  # for detection and hand-over in 99 of 100 cases
 ROLES = ("router", "prefill", "decode")
 PHASES = {
     "router": tuple(Phase),

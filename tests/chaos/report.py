@@ -9,14 +9,13 @@ from pathlib import Path
 
 from benchmarks.machine import about
 from tests.chaos.accounts import ProcessUse
-from tests.chaos.plan import ROLES, Kind, all_faults
+from tests.chaos.plan import GOALS_S, ROLES, all_faults
 from tests.chaos.rounds import RoundResult
 
 _ROOT = Path(__file__).parents[2]
 _RESULTS = _ROOT / "benchmarks" / "results" / "chaos.json"
 _PAGE = _ROOT / "benchmarks" / "results" / "faults.md"
 _BEGIN, _END = "<!-- chaos: begin -->", "<!-- chaos: end -->"
-_GOALS_S = {Kind.SIGKILL: 0.7, Kind.SIGSTOP: 3.3}
 _COLUMNS = (
     "fault", "rounds", "requests", "affected", "lost", "repeated", "missing", "other tokens", "leaked blocks",
     "recovery p50", "p99", "detection and hand-over p50", "p99",
@@ -65,7 +64,7 @@ class Run:
     def goals(self) -> tuple[Goal, ...]:
         """Return the promised times for every process that this run has killed or stopped."""
         goals = []
-        for kind, limit_s in _GOALS_S.items():
+        for kind, limit_s in GOALS_S.items():
             for role in ROLES:
                 found = [one for one in self.covered if one.fault.startswith(f"{kind}:{role}")]
                 handovers = [time_s for one in found for time_s in one.handover_s]

@@ -1,6 +1,7 @@
 """One round: load, a victim in the right phase, the fault, recovery, and the check for leaks."""
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ from tests.chaos.blows import strike
 from tests.chaos.load import Load
 from tests.chaos.meeting import Meeting, Met, Victim
 from tests.chaos.members import FAR_MEMBER, ChaosCluster
-from tests.chaos.plan import Kind, Round
+from tests.chaos.plan import GOALS_S, Kind, Round
 from tests.chaos.views import Views
 
 _BEFORE_S = 0.3  # the load runs for this time before a victim is searched
@@ -39,6 +40,7 @@ class RoundResult:
     leaked_blocks: int
     recovery_s: tuple[float, ...]  # of each affected one that can go on: the longest wait for a token from the fault on
     handover_s: tuple[float, ...]  # of those whose ledger is known: without the queues and computing of workers
+    slow: tuple[str, ...]  # those of them beyond the goal, and where their time went
     wrong: tuple[str, ...]
     account: Account
     logs: dict[str, list[str]] = field(default_factory=dict)  # of a round that went wrong
@@ -176,9 +178,14 @@ def judged(course: Course, account: Account) -> RoundResult:
         leaked_blocks=sum(sum(left.values()) for left in account.leaked.values()),
         recovery_s=tuple(round(asked.wait_s, 3) for asked in able),
         handover_s=tuple(round(asked.handover_s, 3) for asked in able if asked.handover_s is not None),
+        slow=tuple(asked.course() for asked in able if (asked.handover_s or 0.0) > _goal_s(course)),
         wrong=tuple(_wrong(course, others, account)),
         account=account,
     )
+
+
+def _goal_s(course: Course) -> float:
+    return GOALS_S.get(course.round.fault.kind, math.inf)
 
 
 def _wrong(course: Course, judged: Iterable[Asked], account: Account) -> Iterator[str]:

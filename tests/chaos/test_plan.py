@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from tandem.v1 import inference_pb2
+from tandem.results import Ledger, WorkerTime
 from tests.chaos.accounts import Account
 from tests.chaos.asking import Asked, Outcome, Way, Wrong
 from tests.chaos.meeting import Met, Victim
@@ -40,6 +40,10 @@ def test_questions_are_the_same_in_every_run() -> None:
     assert questions == make_questions()
     assert len({question.number for question in questions.all}) == len(questions.all)
     assert {question.n for question in questions.mixed} == {1, 2}
+
+
+def _ledger(wall_s: float, worker_times: tuple[WorkerTime, ...]) -> Ledger:
+    return Ledger((), wall_s, 0.0, (), "", 0, (), worker_times)
 
 
 def _asked(way: Way, router: str, outcome: Outcome) -> Asked:
@@ -110,14 +114,29 @@ async def test_queueing_and_computing_in_the_longest_wait_do_not_count_as_hand_o
     asked.note_wait(14.5)
     arrived_s, wall_s = 9.0, 6.0  # by the client's clock, and until its end
     spent = [
-        inference_pb2.WorkerTime(ended_s=10.8 - arrived_s, queue_s=0.5, compute_s=0.5),  # 0.3 s of it after the fault
-        inference_pb2.WorkerTime(ended_s=13.0 - arrived_s, queue_s=0.5, compute_s=1.0),
-        inference_pb2.WorkerTime(ended_s=13.5 - arrived_s, queue_s=0.0, compute_s=1.0),  # at the same time, in part
-        inference_pb2.WorkerTime(ended_s=14.8 - arrived_s, queue_s=0.1, compute_s=0.1),  # after the wait
+        WorkerTime("prefill0@a", ended_s=10.8 - arrived_s, queue_s=0.5, compute_s=0.5),  # 0.3 s of it after the fault
+        WorkerTime("prefill0@a", ended_s=13.0 - arrived_s, queue_s=0.5, compute_s=1.0),
+        WorkerTime("prefill0@a", ended_s=13.5 - arrived_s, queue_s=0.0, compute_s=1.0),  # at the same time, in part
+        WorkerTime("prefill0@a", ended_s=14.8 - arrived_s, queue_s=0.1, compute_s=0.1),  # after the wait
     ]
-    asked.note_ledger(inference_pb2.Ledger(wall_s=wall_s, worker_times=spent), arrived_s + wall_s)
+    asked.note_ledger(_ledger(wall_s, tuple(spent)), arrived_s + wall_s)
     assert asked.wait_s == 4.0
     assert asked.handover_s == pytest.approx(4.0 - 0.3 - 2.0)
+
+
+async def test_a_wait_beyond_the_goal_is_reported_with_where_its_time_went() -> None:
+    fault, asked = Fault(Kind.SIGKILL, "decode", Phase.QUEUED), _asked(Way.GRPC, "router0", Outcome.OK)
+    asked.last_token_s = 10.0
+    asked.hit(10.5)
+    asked.note_wait(14.5)
+    course = Course(dataclasses.replace(make_plan(1, 1)[0], fault=fault), Victim("decode", "decode0"))
+    course.met, course.ended, course.hit = Met(("id",), ("id",)), [asked], [asked]
+    asked.note_ledger(_ledger(5.0, (WorkerTime("prefill0@a", ended_s=4.0, queue_s=2.5, compute_s=1.0),)), 15.0)
+    assert judged(course, _CLEAN).slow == ()
+    asked.note_ledger(_ledger(5.0, (WorkerTime("prefill0@a", ended_s=4.0, queue_s=0.5, compute_s=0.5),)), 15.0)
+    (told,) = judged(course, _CLEAN).slow
+    assert "waited from 0.00 to 4.00 s, of which detection and hand-over took 3.00 s" in told
+    assert "prefill0@a queued it 0.50 s and computed 0.50 s until 3.50 s" in told
 
 
 def test_a_missed_goal_is_reported() -> None:
