@@ -93,6 +93,7 @@ class RouterStreams:
         self._on_gone = on_gone
         self._streams: dict[MemberId, RouterStream] = {}
         self._graces: dict[MemberId, asyncio.TimerHandle] = {}
+        self._heartbeat: worker_pb2.WorkerMessage | None = None  # the latest one
 
     def get(self, router: MemberId) -> RouterStream | None:
         return self._streams.get(router)
@@ -102,6 +103,8 @@ class RouterStreams:
         self._end_grace(router)
         stream = self._streams.setdefault(router, RouterStream(router))
         stream.attach(connection)
+        if self._heartbeat is not None:
+            stream.beat(self._heartbeat)
         return stream
 
     def disconnect(self, router: MemberId, connection: object) -> None:
@@ -122,7 +125,8 @@ class RouterStreams:
             self._drop(router)
 
     def beat(self, message: worker_pb2.WorkerMessage) -> None:
-        """Send a heartbeat to every connected router."""
+        """Send a heartbeat to every connected router. One that connects later gets it at once."""
+        self._heartbeat = message
         for stream in self._streams.values():
             if stream.is_connected:
                 stream.beat(message)

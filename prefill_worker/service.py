@@ -53,7 +53,6 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         pulls: PrefixPulls | None,  # None: this worker pulls no prefixes
         tiers: PrefixTiers | None,  # None: evicted blocks are lost
         cache_events: CacheEventPublisher,
-        follow_heartbeats: Callable[[], AsyncIterator[worker_pb2.Heartbeat]],
         vocab_size: int,
         max_calls: int,  # at once, including calls that wait for a pull or a fetch
         cluster_key: bytes,
@@ -66,7 +65,6 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         self._pulls = pulls
         self._tiers = tiers
         self._cache_events = cache_events
-        self._follow_heartbeats = follow_heartbeats
         self._vocab_size = vocab_size
         self._max_calls = max_calls
         self._rate = ServiceRate()
@@ -115,12 +113,6 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         ticket = tickets.read(checked(request).ticket, self._cluster_key)
         self._exporter.fail(ticket.ticket_id, reason=HandOffReason.CANCELLED, detail="the router abandoned the ticket")
         return worker_pb2.AbandonResponse()
-
-    async def Heartbeats(
-        self, request: worker_pb2.HeartbeatsRequest, context: grpc.aio.ServicerContext[object, object]
-    ) -> AsyncIterator[worker_pb2.Heartbeat]:
-        async for heartbeat in self._follow_heartbeats():
-            yield heartbeat
 
     def on_events(self, events: tuple[commands.Event, ...]) -> None:
         """Apply the events of the step thread, in order. Answers to `StepLoop.ask` are not among them."""

@@ -40,7 +40,7 @@ from engine.timing.service_time_fit import ServiceTimeFit, TimedStep, step_work
 from engine.timing.steps_at_load import time_steps
 from kvtransfer.importer.link_check import Destination
 from kvtransfer.wire.wire_format import WireDtype
-from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
+from tandem.internal.v1 import worker_pb2_grpc
 from worker.canary import CanaryGeneration
 from worker.heartbeats import Heartbeats
 from worker.life import WorkerLife
@@ -98,7 +98,7 @@ class WorkerApp:
         imports = self._decode.imports
         self._link_check = self._transfer.link_check(Destination(imports, imports.new_id, self._num_free_blocks))
         self._heartbeats = Heartbeats(
-            self._beat,
+            self._decode.beat,
             interval_s=config.heartbeat_s,
             num_steps=lambda: self._steps.progress.steps,
             watch=self._watch,
@@ -130,7 +130,6 @@ class WorkerApp:
                 ending.push_async_callback(self._life.end)
                 ending.callback(self._transfer.end_idle_calls)
                 ending.push_async_callback(self._decode.close)
-                ending.callback(self._prefill.close_calls)
 
     def _step_loop(self, scheduler: SequenceScheduler, runner: Runner) -> StepLoop[commands.Command, commands.Event]:
         return StepLoop[commands.Command, commands.Event](
@@ -218,10 +217,6 @@ class WorkerApp:
         times = self._fit.times
         assert times is not None, "a job came before the first steps were timed"
         return times.prompt_s(num_tokens, num_before, self._life.config.max_prefill_tokens)
-
-    def _beat(self, heartbeat: worker_pb2.Heartbeat) -> None:
-        self._prefill.heartbeats.beat(heartbeat)
-        self._decode.beat(heartbeat)
 
     async def _drain(self, grace_s: float) -> None:
         """Take no new work and return when the present work has ended or moved away. Raises DrainIncomplete."""

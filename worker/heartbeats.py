@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 from cluster.errors import Unavailable
 from cluster.protocol.wire import service_times_to_wire
@@ -38,14 +38,17 @@ class Heartbeats:
 
     async def run(self) -> None:
         """Send a heartbeat every `interval_s` until cancelled."""
-        running = waiting = free_blocks = 0
+        running = waiting = exports = free_blocks = 0
         while True:
             try:
                 inspected = await self._watch.inspections.inspect(timeout_s=self._interval_s)
             except Unavailable:
                 _LOG.debug("the step thread is in a long step; the heartbeat repeats the previous figures")
             else:
-                running, waiting = int(inspected.figures["running"]), int(inspected.figures["waiting"])
+                figures = {name: int(figure) for name, figure in inspected.figures.items()}
+                running = figures["running"] - figures["exports_running"]
+                waiting = figures["waiting"] - figures["exports_waiting"]
+                exports = figures["exports_running"] + figures["exports_waiting"]
                 free_blocks = inspected.blocks["free"] + inspected.blocks["cached"]
             times = self._service_times()
             self._send(
@@ -53,6 +56,7 @@ class Heartbeats:
                     step=self._num_steps(),
                     running=running,
                     waiting=waiting,
+                    exports=exports,
                     free_blocks=free_blocks,
                     links=self._links(),
                     step_s=self._watch.health.step_s,
@@ -60,33 +64,3 @@ class Heartbeats:
                 )
             )
             await asyncio.sleep(self._interval_s)
-
-
-class HeartbeatFeed:
-    """Heartbeats for routers that receive them by a separate call. A slow reader gets only the latest one."""
-
-    def __init__(self) -> None:
-        self._latest: worker_pb2.Heartbeat | None = None
-        self._changed = asyncio.Event()
-        self._is_closed = False
-
-    def beat(self, heartbeat: worker_pb2.Heartbeat) -> None:
-        self._latest = heartbeat
-        self._wake()
-
-    def close(self) -> None:
-        """End every call of `follow`."""
-        self._is_closed = True
-        self._wake()
-
-    async def follow(self) -> AsyncGenerator[worker_pb2.Heartbeat, None]:
-        """Yield the latest heartbeat at once and then each new one, until `close`."""
-        while not self._is_closed:
-            changed = self._changed
-            if self._latest is not None:
-                yield self._latest
-            await changed.wait()
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()

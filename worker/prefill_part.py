@@ -15,7 +15,6 @@ from prefill_worker.prefixes.cache_event_publisher import CacheEventPublisher
 from prefill_worker.prefixes.prefix_pulls import PrefixPulls, PullResources
 from prefill_worker.prefixes.tiers import PrefixTiers, TierResources, open_tiers
 from prefill_worker.service import PrefillService
-from worker.heartbeats import HeartbeatFeed
 from worker.life import WorkerLife
 from worker.transfer import WorkerTransfer
 
@@ -49,14 +48,12 @@ class PrefillPart:
         tiers = _tier_resources(life, engine, compute_s, handoff_ids) if has_tiers else None
         self._tiers = None if tiers is None else PrefixTiers(tiers, steps)
         self.cache_events = CacheEventPublisher(life.member, steps)
-        self.heartbeats = HeartbeatFeed()
         self.service = PrefillService(
             steps=steps,
             exporter=transfer.exporter,
             pulls=self._pulls,
             tiers=self._tiers,
             cache_events=self.cache_events,
-            follow_heartbeats=self.heartbeats.follow,
             vocab_size=engine.model_info.vocab_size,
             max_calls=life.config.max_queue + life.config.max_num_seqs,
             cluster_key=life.key,
@@ -96,9 +93,6 @@ class PrefillPart:
 
     def end_work(self, error: Unhealthy) -> None:
         self.service.end_work(error)
-
-    def close_calls(self) -> None:
-        self.heartbeats.close()
 
     async def close_caches(self) -> None:
         for part in (self._pulls, self._tiers):

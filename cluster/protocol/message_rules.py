@@ -166,7 +166,6 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
         "num_cached": _COUNT,
     },
     worker_pb2.SequenceFailed: {"handles": _HANDLES, "reason": _NAME, "detail": _WORDS},
-    worker_pb2.HeartbeatsRequest: {},
     worker_pb2.Heartbeat: {
         "step": _UINT64,
         "running": _COUNT,
@@ -175,6 +174,7 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
         "links": Many(_REQUIRED, 65_536),
         "step_s": _SECONDS,
         "service_times": _OPTIONAL,
+        "exports": _COUNT,
     },
     worker_pb2.ServiceTimes: {
         **dict.fromkeys(("prefill", "decode"), _REQUIRED),

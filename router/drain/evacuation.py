@@ -12,8 +12,8 @@ import logging
 
 from cluster.request_size import RequestSize, decode_shortage
 from router.fleet.decode_events import MoveOutcome
-from router.fleet.decode_peer import MAX_CONCURRENT_MOVES, DecodePeer
 from router.fleet.fleet import Fleet
+from router.fleet.peer import MAX_CONCURRENT_MOVES, Peer
 from router.pipeline.migration import MOVE_TIMEOUT_S, Migrations
 from router.policies.sequence_progress import SequenceProgress, sequences_to_move
 from router.running import branches
@@ -30,21 +30,21 @@ class Evacuation:
     def __init__(self, *, fleet: Fleet, migrations: Migrations) -> None:
         self._fleet = fleet
         self._migrations = migrations
-        self._evacuating: dict[DecodePeer, None] = {}
+        self._evacuating: dict[Peer, None] = {}
 
     async def run(self) -> None:
-        """Evacuate every decode worker that drains, until cancelled."""
+        """Evacuate every worker that drains, until cancelled."""
         async with branches() as departures:
             while True:
-                for peer in self._fleet.draining_decodes():
+                for peer in self._fleet.draining():
                     if peer not in self._evacuating:
                         self._evacuating[peer] = None
                         departures.create_task(self._attend(peer), name=f"evacuate {peer.member.id}")
                 await self._fleet.changed()
 
-    async def _attend(self, peer: DecodePeer) -> None:
+    async def _attend(self, peer: Peer) -> None:
         began = {"worker": str(peer.member.id), "sequences": peer.stream.num_sequences}
-        _LOG.info("a decode worker leaves", extra=began)
+        _LOG.info("a worker leaves", extra=began)
         try:
             await _WorkerEvacuation(peer, self._fleet, self._migrations).run()
         finally:
@@ -52,9 +52,9 @@ class Evacuation:
 
 
 class _WorkerEvacuation:
-    """The evacuation of one decode worker, from the start of its drain until it is lost."""
+    """The evacuation of one worker, from the start of its drain until it is lost."""
 
-    def __init__(self, peer: DecodePeer, fleet: Fleet, migrations: Migrations) -> None:
+    def __init__(self, peer: Peer, fleet: Fleet, migrations: Migrations) -> None:
         self._peer = peer
         self._fleet = fleet
         self._migrations = migrations
@@ -64,7 +64,7 @@ class _WorkerEvacuation:
 
     async def run(self) -> None:
         async with branches() as moves:
-            while self._peer in self._fleet.draining_decodes():
+            while self._peer in self._fleet.draining():
                 if self._has_refuge:
                     self._send_on(moves)
                 news = asyncio.ensure_future(self._fleet.changed())

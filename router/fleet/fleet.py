@@ -8,8 +8,8 @@ of it registers. While the registry is unreachable, the last known membership ho
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
-from typing import Protocol, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from typing import Protocol
 
 import grpc
 
@@ -19,20 +19,15 @@ from cluster.messages import LinkSpeed, MemberId, Role
 from cluster.observe.telemetry import Telemetry
 from cluster.registry.scale_target import ScaleTarget
 from cluster.service_times import StepLimit
-from router.fleet.decode_peer import DecodePeer
-from router.fleet.decode_stream import DecodeStream
 from router.fleet.membership import DeregisteredWorkers
 from router.fleet.peer import Peer
-from router.fleet.prefill_peer import PrefillPeer
 from router.fleet.supervision import Supervisors, WorkerTimeouts
+from router.fleet.worker_stream import RouterSide
 from router.policies.candidates import WorkerLoad
-from router.policies.work_ahead import DEFAULT_MAX_CHUNK, NO_SEQUENCES, SequenceBatch, WorkAhead
+from router.policies.work_ahead import DEFAULT_MAX_CHUNK, WorkAhead
 from router.running import running
-from tandem.internal.v1 import worker_pb2_grpc
 
 _LOG = logging.getLogger("tandem.router.fleet")
-
-_AnyPeer = TypeVar("_AnyPeer", bound=Peer)
 
 
 class Membership(Protocol):
@@ -54,7 +49,7 @@ class Fleet:
         telemetry: Telemetry,
         follow_cache_events: Callable[[Member, grpc.aio.Channel], Coroutine[None, None, None]],
     ) -> None:
-        """`follow_cache_events` subscribes to the cache events of one prefill worker, until it is cancelled."""
+        """`follow_cache_events` subscribes to the cache events of one worker, until it is cancelled."""
         self._follow_cache_events = follow_cache_events
         self._router = router
         self._membership = membership
@@ -66,9 +61,8 @@ class Fleet:
         self._refused: set[MemberId] = set()
         self._deregistered = DeregisteredWorkers(timeouts.absence_s)
         self._supervisors = Supervisors(connect=connect, is_wanted=self._registered_now)
-        self._prefills: dict[MemberId, PrefillPeer] = {}
-        self._decodes: dict[MemberId, DecodePeer] = {}
-        self._handles = itertools.count(1)
+        self._peers: dict[MemberId, Peer] = {}  # the connected workers
+        self._side = RouterSide(router.id, timeouts, itertools.count(1), self._notify, telemetry)
         self._changed = asyncio.Event()
         self._has_read_long_enough = False  # for `absence_s`
         self._scale_target: ScaleTarget | None = None
@@ -100,8 +94,10 @@ class Fleet:
 
     @property
     def is_checking_prefill(self) -> bool:
-        """Whether a registered prefill worker is suspect and its health check has not ended."""
-        return any(not peer.trusted and peer.member.id in self._registered for peer in self._prefills.values())
+        """Whether a registered prefill worker is suspect and its health check has not ended, or its stream is being
+        connected."""
+        peers = self._of_role(Role.PREFILL)
+        return any(peer.member.id in self._registered and not peer.is_reachable for peer in peers)
 
     async def settle(self, timeout_s: float) -> None:
         """Wait until every worker that was registered at the start is connected, for `timeout_s` at most."""
@@ -117,52 +113,20 @@ class Fleet:
         await self._changed.wait()
 
     def prefill_loads(self) -> list[WorkerLoad]:
-        now_s = asyncio.get_running_loop().time()
-        return [
-            WorkerLoad(
-                member=peer.member.id,
-                kv_format=peer.kv_format,
-                assigned=peer.assigned,
-                capacity=peer.member.capacity,
-                full_for_s=peer.backlog.full_for_s(now_s),
-                work=_work_ahead(peer, NO_SEQUENCES, now_s),
-                unmodelled=peer.unmodelled.at(now_s),
-            )
-            for peer in self._prefills.values()
-            if self._may_get_work(peer)
-        ]
+        return self._loads(Role.PREFILL)
 
     def decode_loads(self) -> list[WorkerLoad]:
-        now_s = asyncio.get_running_loop().time()
-        return [
-            WorkerLoad(
-                member=peer.member.id,
-                kv_format=peer.kv_format,
-                assigned=peer.stream.num_sequences,
-                waiting=peer.stream.heartbeat.waiting,
-                running=peer.stream.heartbeat.running,
-                free_blocks=peer.stream.heartbeat.free_blocks,
-                links=peer.stream.links,
-                kv_bytes_per_token=_kv_bytes_per_token(peer.member),
-                capacity=peer.member.capacity,
-                full_for_s=peer.backlog.full_for_s(now_s),
-                work=_work_ahead(peer, peer.stream.batch(), now_s),
-                unmodelled=peer.unmodelled.at(now_s),
-            )
-            for peer in self._decodes.values()
-            if self._may_get_work(peer) and peer.stream.connected.is_set()
-        ]
+        return self._loads(Role.DECODE)
 
     def available(self) -> list[Member]:
         """Return the workers that may get work now, of both roles."""
-        decodes = [peer for peer in self._decodes.values() if peer.stream.connected.is_set()]
-        return [peer.member for peer in (*self._prefills.values(), *decodes) if self._may_get_work(peer)]
+        return [peer.member for peer in self._peers.values() if self._may_get_work(peer)]
 
     def capacities(self, role: Role) -> list[Capacity]:
         """Return the capacities of a role's workers that do not drain, whether they answer now or not: registered
         workers, and workers whose registration expired but that are still connected. Empty if the capacity of one of
         them is not known."""
-        leaving = {peer.member.id for peer in self._peers() if peer.drain_deadline_s is not None}
+        leaving = {peer.member.id for peer in self._peers.values() if peer.drain_deadline_s is not None}
         return _known_capacities(
             member
             for member in self._workers(role)
@@ -174,13 +138,12 @@ class Fleet:
         deregistered = self._deregistered.members(asyncio.get_running_loop().time())
         return _known_capacities([*self._workers(role), *(m for m in deregistered if m.role is role)])
 
-    def prefill(self, member: MemberId) -> PrefillPeer:
-        """Return a connected prefill worker. Raises NoWorkers."""
-        return _present(self._prefills, member)
-
-    def decode(self, member: MemberId) -> DecodePeer:
-        """Return a connected decode worker. Raises NoWorkers."""
-        return _present(self._decodes, member)
+    def connected_peer(self, member: MemberId) -> Peer:
+        """Return a connected worker. Raises NoWorkers."""
+        peer = self._peers.get(member)
+        if peer is None:
+            raise NoWorkers(f"worker {member} is not connected to this router")
+        return peer
 
     def suspect(self, member: MemberId) -> None:
         """Another component could not reach this worker: check its health now."""
@@ -194,52 +157,56 @@ class Fleet:
         if peer is not None:
             peer.mark_draining(grace_s)
 
-    def draining_decodes(self) -> list[DecodePeer]:
-        """Return the decode workers that drain. They finish or hand over their sequences until `drain_deadline_s`."""
-        return [peer for peer in self._decodes.values() if peer.drain_deadline_s is not None]
+    def draining(self) -> list[Peer]:
+        """Return the workers that drain. They finish or hand over their sequences until `drain_deadline_s`."""
+        return [peer for peer in self._peers.values() if peer.drain_deadline_s is not None]
 
     def members(self) -> tuple[Member, ...]:
         """Return all registered members, routers included."""
         return self._members
 
     def links(self, member: MemberId) -> tuple[LinkSpeed, ...]:
-        """Return how fast a decode worker's hand-offs are, from its last heartbeat."""
-        peer = self._decodes.get(member)
+        """Return how fast a worker's hand-offs are, from its last heartbeat."""
+        peer = self._peers.get(member)
         return peer.stream.links if peer is not None else ()
 
     def connected(self) -> tuple[MemberId, ...]:
-        return (*self._prefills, *self._decodes)
+        return tuple(self._peers)
 
     def peer(self, member: MemberId) -> Peer | None:
-        return self._prefills.get(member) or self._decodes.get(member)
+        return self._peers.get(member)
 
     def peer_by_name(self, name: str) -> Peer | None:
         """Return the worker with this id or "id@incarnation"; None if it is not connected."""
-        return next((peer for peer in self._peers() if name in (peer.member.id.id, str(peer.member.id))), None)
+        return next((peer for peer in self._peers.values() if name in (peer.member.id.id, str(peer.member.id))), None)
 
     def _registered_now(self, member: MemberId) -> bool:
         return member in self._registered
 
     def _may_get_work(self, peer: Peer) -> bool:
         registered = self._registered.get(peer.member.id)
-        is_there = peer.trusted and peer.drain_deadline_s is None
-        return is_there and registered is not None and registered.state is MemberState.READY
+        is_staying = registered is not None and registered.state is MemberState.READY and peer.drain_deadline_s is None
+        return is_staying and peer.is_reachable
 
-    def _peers(self) -> list[Peer]:
-        return [*self._prefills.values(), *self._decodes.values()]
+    def _of_role(self, role: Role) -> list[Peer]:
+        return [peer for peer in self._peers.values() if peer.member.role is role]
+
+    def _loads(self, role: Role) -> list[WorkerLoad]:
+        now_s = asyncio.get_running_loop().time()
+        return [_load(peer, now_s) for peer in self._of_role(role) if self._may_get_work(peer)]
 
     def _others(self, member: MemberId) -> list[Peer]:
         """Return all connected workers but one, those first from which this router received messages last."""
-        others = (peer for peer in self._peers() if peer.member.id != member)
+        others = (peer for peer in self._peers.values() if peer.member.id != member)
         return sorted(others, key=lambda peer: peer.heard_s, reverse=True)
 
     def _workers(self, role: Role) -> list[Member]:
         """Return a role's workers that are registered or connected, and were not refused."""
-        members = {peer.member.id: peer.member for peer in self._peers()} | self._registered
+        members = {peer.member.id: peer.member for peer in self._peers.values()} | self._registered
         return [member for member in members.values() if member.role is role and member.id not in self._refused]
 
     def _is_settled(self) -> bool:
-        connected = [load.member for load in (*self.prefill_loads(), *self.decode_loads())]
+        connected = [member.id for member in self.available()]
         return self._has_snapshot and all(member in connected for member in self._supervisors)
 
     def _on_members(self, members: tuple[Member, ...]) -> None:
@@ -253,7 +220,7 @@ class Fleet:
         for member_id in self._supervisors:
             if incarnations.get(member_id.id, member_id) != member_id:
                 self._supervisors.cancel(member_id)
-        for peer in (*self._prefills.values(), *self._decodes.values()):
+        for peer in self._peers.values():
             peer.set_registered(peer.member.id in self._registered)
         for member in workers:
             if member.id not in self._supervisors and member.state is MemberState.READY and self._accepts(member):
@@ -284,57 +251,25 @@ class Fleet:
             return f"it supports protocol {member.protocol}, {stranger.role} worker {stranger.id} {stranger.protocol}"
         if member.fingerprint is None:
             return "it has no fingerprint"
-        ours = next((peer.member.fingerprint for peer in self._peers() if peer.member.fingerprint is not None), None)
+        fingerprints = (peer.member.fingerprint for peer in self._peers.values())
+        ours = next((fingerprint for fingerprint in fingerprints if fingerprint is not None), None)
         return fingerprint_difference(ours, member.fingerprint) if ours is not None else ""
 
     def _supervise(self, member: Member) -> None:
         self.has_prefill_pool |= member.role is Role.PREFILL
-        serve = self._serve_prefill if member.role is Role.PREFILL else self._serve_decode
-        self._supervisors.supervise(member, serve)
+        self._supervisors.supervise(member, self._serve)
 
-    async def _serve_prefill(self, member: Member, channel: grpc.aio.Channel) -> str:
-        peer = PrefillPeer(
-            member,
-            channel,
-            timeouts=self._timeouts,
-            others=lambda: self._others(member.id),
-            on_change=self._notify,
-            telemetry=self._telemetry,
-        )
-        async with running(self._follow_cache_events(member, channel)):
-            return await self._serve(peer, self._prefills)
-
-    async def _serve_decode(self, member: Member, channel: grpc.aio.Channel) -> str:
-        stream = DecodeStream(
-            router=self._router.id,
-            member=member,
-            stub=worker_pb2_grpc.DecodeWorkerStub(channel),
-            timeouts=self._timeouts,
-            handles=self._handles,
-            on_change=self._notify,
-            on_draining=lambda grace_s: self.mark_draining(member.id, grace_s),
-            telemetry=self._telemetry,
-        )
-        peer = DecodePeer(
-            member,
-            channel,
-            stream,
-            timeouts=self._timeouts,
-            others=lambda: self._others(member.id),
-            on_change=self._notify,
-            telemetry=self._telemetry,
-        )
-        return await self._serve(peer, self._decodes)
-
-    async def _serve(self, peer: _AnyPeer, peers: dict[MemberId, _AnyPeer]) -> str:
+    async def _serve(self, member: Member, channel: grpc.aio.Channel) -> str:
         """Serve a worker until it is lost, and return the reason."""
         detail = "a newer incarnation of it registered, or this router stops"
-        peers[peer.member.id] = peer
+        peer = Peer(member, channel, self._side, lambda: self._others(member.id))
+        self._peers[member.id] = peer
         self._notify()
         try:
-            detail = await peer.run()
+            async with running(self._follow_cache_events(member, channel)):
+                detail = await peer.run()
         finally:
-            del peers[peer.member.id]
+            del self._peers[member.id]
             peer.fail_calls(detail)
             self._notify()
         return detail
@@ -368,7 +303,25 @@ def _known_capacities(members: Iterable[Member]) -> list[Capacity]:
     return known if len(known) == len(capacities) else []
 
 
-def _work_ahead(peer: Peer, batch: SequenceBatch, now_s: float) -> WorkAhead | None:
+def _load(peer: Peer, now_s: float) -> WorkerLoad:
+    stream, capacity = peer.stream, peer.member.capacity
+    return WorkerLoad(
+        member=peer.member.id,
+        kv_format=peer.kv_format,
+        assigned=peer.assigned,
+        waiting=stream.heartbeat.waiting,
+        running=stream.heartbeat.running,
+        free_blocks=stream.heartbeat.free_blocks,
+        links=stream.links,
+        kv_bytes_per_token=capacity.block_bytes / capacity.block_size if capacity is not None else 0.0,
+        capacity=capacity,
+        full_for_s=peer.backlog.full_for_s(now_s),
+        work=_work_ahead(peer, now_s),
+        unmodelled=peer.unmodelled.at(now_s),
+    )
+
+
+def _work_ahead(peer: Peer, now_s: float) -> WorkAhead | None:
     """Return what prediction has to know about a worker; None before it has reported its speed."""
     if peer.service_times is None:
         return None
@@ -378,19 +331,8 @@ def _work_ahead(peer: Peer, batch: SequenceBatch, now_s: float) -> WorkAhead | N
     return WorkAhead(
         times=peer.service_times,
         prompts=peer.backlog.queue(now_s),
-        batch=batch,
+        batch=peer.stream.batch(),
         max_chunk=max_chunk or DEFAULT_MAX_CHUNK,
         max_running=max_running,
         step_limit=StepLimit(capacity.slo_tpot_us / 1e6 if capacity is not None else 0.0),
     )
-
-
-def _kv_bytes_per_token(member: Member) -> float:
-    return member.capacity.block_bytes / member.capacity.block_size if member.capacity is not None else 0.0
-
-
-def _present(peers: Mapping[MemberId, _AnyPeer], member: MemberId) -> _AnyPeer:
-    peer = peers.get(member)
-    if peer is None:
-        raise NoWorkers(f"worker {member} is not connected to this router")
-    return peer

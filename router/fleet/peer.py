@@ -1,276 +1,267 @@
-"""The connection of this router to one incarnation of one worker.
+"""The connection of this router to one incarnation of one worker: its stream, its health, and every call to it.
 
-Owns the count of this router's work there and the worker's health: a failed call makes it suspect at once, silence
-after a while, and a direct health check clears or loses it. Each health check goes to two other workers too: if none
-of them answers either, the silence may be this router's own fault (router/policies/silence.py). Every call has a
-deadline and ends early when the worker is lost.
+Counts this router's work there. Unary calls start sequences, whose tokens come on the stream; a prefill for export is
+one call. A peer never retries and never decides what happens to a sequence; the pipeline does.
 """
 
 import asyncio
-import math
+import logging
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 
 import grpc
 
-from cluster.errors import (
-    AllWorkersSilent,
-    Cancelled,
-    Draining,
-    QueueFull,
-    TandemError,
-    Unavailable,
-    Unhealthy,
-    WorkerLost,
-)
+from cluster.errors import DeadlineExceeded
 from cluster.member import Member
-from cluster.observe.telemetry import Telemetry
-from cluster.protocol.received import checked
+from cluster.messages import DecodeJob, MemberId, PrefillJob, SampledToken
+from cluster.protocol import wire
+from cluster.protocol.received import checked, malformed
 from cluster.service_times import ServiceTimes
-from cluster.serving.rpc_errors import error_from_rpc
-from router.fleet.supervision import WorkerTimeouts, check_health, refuses_connections
-from router.policies.silence import Silence
+from router.fleet.decode_events import Sequences
+from router.fleet.worker_health import Answer, WorkerHealth
+from router.fleet.worker_stream import RouterSide, WorkerStream
+from router.policies.sequence_progress import SequenceProgress
 from router.policies.unmodelled import UnmodelledTimes
-from router.policies.work_ahead import PromptBacklog
-from router.running import running
+from router.policies.work_ahead import PromptWork
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 
-_CHECK_S = 1.0
-_LATE_S = 0.5  # a timeout that fires this much late shows that this router itself was stopped or busy
-_CHECK_PAUSE_S = 0.2
-_LONGEST_CHECK_S = 2.5  # a longer check shows that this router itself was stopped
-_LEAST_WAIT_S = 0.001  # the rest may be less than the clock's resolution
-_LAPSED_CHECK_S = 1.0
-_NUM_OTHERS_ASKED = 2
-OWN_CALL_S = 5.0  # for calls of the router itself, which belong to no request
-
-Answer = TypeVar("Answer")
+_LOG = logging.getLogger("tandem.router.peer")
+_OWN_CALL_S = 5.0  # for calls of the router itself, which belong to no request
+MAX_CONCURRENT_MOVES = 4  # from one worker: a client should wait for its own transfer only
 
 
-class Peer(ABC):
-    """The common part of PrefillPeer and DecodePeer."""
-
+class Peer(WorkerHealth):
     def __init__(
-        self,
-        member: Member,
-        channel: grpc.aio.Channel,
-        *,
-        timeouts: WorkerTimeouts,
-        others: "Callable[[], Sequence[Peer]]",
-        on_change: Callable[[], None],
-        telemetry: Telemetry,
+        self, member: Member, channel: grpc.aio.Channel, side: RouterSide, others: "Callable[[], Sequence[Peer]]"
     ) -> None:
-        """`others` returns the other connected workers, those first from which this router received messages last."""
-        self.member = member
-        self.kv_format = sys.intern(repr(member.fingerprint))
-        self.trusted = True
-        self.assigned = 0  # sequences that this router has there
-        self.backlog = PromptBacklog()
+        """`others`: as of WorkerHealth."""
+        super().__init__(member, channel, side, others)
         self.unmodelled = UnmodelledTimes()
-        self.drain_deadline_s: float | None = None  # by the event loop's clock; None: it stays
-        self._channel = channel
-        self._timeouts = timeouts
-        self._others = others
-        self._on_change = on_change
-        self._telemetry = telemetry
-        self._registered = True
+        self.kv_format = sys.intern(repr(member.fingerprint))
+        self.stream = WorkerStream(
+            member, channel, side, on_draining=self.mark_draining, on_heartbeat=self._on_heartbeat
+        )
+        self.moves = asyncio.Semaphore(MAX_CONCURRENT_MOVES)  # one permit per sequence being moved away
+        self._num_exported = 0  # sequences of this router's prefills there
+        self._prefills = worker_pb2_grpc.PrefillWorkerStub(channel)
+        self._decodes = worker_pb2_grpc.DecodeWorkerStub(channel)
         self._worker = worker_pb2_grpc.WorkerStub(channel)
-        self._suspected = asyncio.Event()
-        self._lost = asyncio.Event()
-        self._silence = Silence()
-        self._lost_detail = ""
-        self._answered_s = asyncio.get_running_loop().time()
+        self._abandoning: set[asyncio.Task[None]] = set()  # Abandon calls, which outlive their requests
 
     @property
     def heard_s(self) -> float:
-        """The time when the worker last sent anything, by the event loop's clock."""
-        return self._answered_s
+        return max(super().heard_s, self.stream.heard_s)
 
     @property
-    @abstractmethod
+    def assigned(self) -> int:
+        return self._num_exported + self.stream.num_sequences
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether the worker is not suspect and its stream is connected."""
+        return self.trusted and self.stream.connected.is_set()
+
+    @property
     def service_times(self) -> ServiceTimes | None:
         """The worker's speed from its last heartbeat; None before it has measured anything."""
-
-    @property
-    def silent_s(self) -> float:
-        return asyncio.get_running_loop().time() - self.heard_s
-
-    @property
-    def num_missed(self) -> int:
-        """The number of consecutive health checks that the worker has missed since it became silent; 0 once it has sent
-        anything."""
-        return self._silence.num_missed(self.heard_s)
-
-    def suspect(self) -> None:
-        """A call failed: give the worker no new work until a health check has passed."""
-        self.trusted = False
-        self._suspected.set()
-
-    def mark_draining(self, grace_s: float) -> None:
-        """Record that the worker accepts no new work and keeps its present work for `grace_s`."""
-        self.drain_deadline_s = max(self.drain_deadline_s or 0.0, asyncio.get_running_loop().time() + grace_s)
-        self._on_change()
-
-    def set_registered(self, registered: bool) -> None:
-        """Record whether the worker is registered. One that is not is checked repeatedly until it is registered or
-        lost."""
-        self._registered = registered
-        if not registered:
-            self.suspect()
-
-    def fail_calls(self, detail: str) -> None:
-        """End every call in progress with the error of `loss`."""
-        self._lost_detail = detail
-        self._lost.set()
+        return self.stream.service_times
 
     async def run(self) -> str:
-        """Check the worker's health until it is lost, or has left and has no work of this router. Returns the
-        reason."""
-        while True:
-            is_silent = await self._until_suspected()
-            self._suspected.clear()
-            problem = await self._check_until_sure(is_silent)
-            if problem is not None:
-                return problem
-            silence, self._silence = self._silence, Silence()
-            if silence.num_counted:
-                self._telemetry.count("tandem_false_suspicions_total", role=self.member.role)
-            if self._registered:
-                self.trusted = True
-                self._on_change()
-            elif self.assigned == 0:
-                return "it left"
-            else:
-                asyncio.get_running_loop().call_later(_LAPSED_CHECK_S, self._suspected.set)
-
-    async def ask(self, timeout_s: float) -> None:
-        """Check the worker's health once, for another one that is silent. No answer has no effect."""
-        if not (await check_health(self._channel, timeout_s)).problem:
-            self._answered_s = asyncio.get_running_loop().time()
-
-    def loss(self, problem: str) -> TandemError:
-        """Return the error of work that the worker no longer serves: Draining if the worker has reported its drain,
-        AllWorkersSilent if this router may be cut off from all workers, else WorkerLost."""
-        message = f"{self.member.role} worker {self.member.id} {problem}"
-        if self.drain_deadline_s is not None:
-            return Draining(f"{message}; it was draining")
-        is_own = not self._silence.continues(self.heard_s) or self._silence.is_of_worker(self._another_sent_s())
-        return WorkerLost(message) if is_own else AllWorkersSilent(message)
+        """Run the stream and the health checks until the worker is lost. Returns the reason."""
+        stream = asyncio.create_task(self.stream.run())
+        checks = asyncio.create_task(super().run())
+        try:
+            done, _ = await asyncio.wait((stream, checks), return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            stream.cancel()
+            checks.cancel()
+            await asyncio.gather(stream, checks, return_exceptions=True)
 
     async def inspect(self) -> worker_pb2.InspectResponse:
         """Return the worker's own figures. Raises TandemError."""
-        asking = self._worker.Inspect(worker_pb2.InspectRequest(), timeout=OWN_CALL_S)
+        asking = self._worker.Inspect(worker_pb2.InspectRequest(), timeout=_OWN_CALL_S)
         inspected: worker_pb2.InspectResponse = await self._unless_lost(asking)
         return checked(inspected)
 
-    async def _until_suspected(self) -> bool:
-        """Wait until a call has failed, or the worker was silent and missed a health check. Returns whether it was
-        silent."""
-        is_silent = False
-        while not self._suspected.is_set():
-            left_s = self._timeouts.health_check_after_s - self.silent_s
-            if left_s > 0:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(max(left_s, _LEAST_WAIT_S)):
-                        await self._suspected.wait()
-            elif not await self._answers(self._timeouts.health_check_timeout_s):
-                is_silent = True
-                self._count_missed()
-                self.suspect()
-        return is_silent
+    # Prompts that the worker computes for another one
 
-    async def _check_until_sure(self, is_silent: bool) -> str | None:
-        """Repeat the health check. Returns None once the worker answers, else why it is lost. A worker that was silent
-        answers with any message."""
-        loop = asyncio.get_running_loop()
-        left_s = self._timeouts.recovery_timeout_s
-        while True:
-            began_s, limit_s = loop.time(), self._timeouts.health_check_timeout_s if is_silent else _CHECK_S
-            if await self._answers(min(limit_s, max(0.0, left_s))):
-                return None
-            if is_silent and not self._silence.continues(self.heard_s):
-                return None
-            if await refuses_connections(self.member.address):
-                return "its address refuses connections"
-            if is_silent:
-                self._count_missed()
-            left_s -= min(loop.time() - began_s, _LONGEST_CHECK_S)
-            if left_s <= 0:
-                return f"it did not answer for {self._timeouts.recovery_timeout_s:g} s"
-            await asyncio.sleep(min(_CHECK_PAUSE_S, left_s))
-            left_s -= _CHECK_PAUSE_S
-
-    async def _answers(self, timeout_s: float) -> bool:
-        """Return whether the worker answers. Others are asked at the same time. The check is repeated if this router
-        itself was stopped while it waited."""
-        loop = asyncio.get_running_loop()
-        while True:
-            asked_s = loop.time()
-            async with running(self._ask_others(timeout_s)):
-                check = await check_health(self._channel, timeout_s)
-            if not check.problem:
-                self._answered_s = loop.time()
-                return True
-            if loop.time() - asked_s <= timeout_s + _LATE_S:
-                record = self._silence.record_timeout if check.timed_out else self._silence.record_failure
-                record(asked_s, sent_s=self.heard_s)
-                return False
-
-    async def _ask_others(self, timeout_s: float) -> None:
-        asked = self._others()[:_NUM_OTHERS_ASKED]
-        # The connection of one of them may close in the meantime, which does not concern this worker.
-        await asyncio.gather(*(other.ask(timeout_s) for other in asked), return_exceptions=True)
-
-    def _another_sent_s(self) -> float:
-        """Return when this router last received anything from another worker."""
-        return max((other.heard_s for other in self._others()), default=-math.inf)
-
-    def _count_missed(self) -> None:
-        """Count the health check that the silent worker has just missed, unless this router may be cut off."""
-        self._silence.count(self._another_sent_s())
-        self._on_change()
+    @asynccontextmanager
+    async def prefill(self, job: PrefillJob, num_cached: int = 0) -> AsyncIterator["PrefillCall"]:
+        """Start a prefill of which the worker is expected to have `num_cached` tokens cached. Leaving the block early
+        cancels it."""
+        work = PromptWork.of(len(job.token_ids), num_cached)
+        with self._queued(work) as computed:
+            call = self._prefills.Prefill(wire.prefill_job_to_wire(job), timeout=job.timeout_s)
+            self._num_exported += len(job.seeds)
+            try:
+                yield PrefillCall(self, call, computed, len(job.seeds))
+            finally:
+                self._num_exported -= len(job.seeds)
+                call.cancel()
 
     @contextmanager
-    def assign(self, num_sequences: int) -> Iterator[None]:
-        """Count sequences as work of this router at the worker, until the block is left."""
-        self.assigned += num_sequences
+    def abandoned_unless_imported(self, ticket: bytes) -> Iterator[Callable[[], None]]:
+        """Yield a function to call once another worker has imported the ticket. Otherwise, on exit, tell this worker
+        that no worker will import it, so that it frees the blocks before the ticket's deadline."""
+        is_taken = False
+
+        def taken() -> None:
+            nonlocal is_taken
+            is_taken = True
+
         try:
-            yield
+            yield taken
         finally:
-            self.assigned -= num_sequences
+            if not is_taken:
+                task = asyncio.create_task(self._abandon(ticket))
+                self._abandoning.add(task)
+                task.add_done_callback(self._abandoning.discard)
 
-    async def _unless_lost(self, answer: Awaitable[Answer]) -> Answer:
-        """Await an answer of the worker. Raises the error of `loss` when the worker is lost first, and the error
-        of a failed call."""
-        work = asyncio.ensure_future(answer)
-        lost = asyncio.ensure_future(self._lost.wait())
+    # Sequences that decode at the worker
+
+    @contextmanager
+    def open_sequences(
+        self, all_progress: Sequence[SequenceProgress], prompt: PromptWork | None = None
+    ) -> Iterator[Sequences]:
+        """Reserve handles on the stream for one attempt, one per sequence. On exit, cancel sequences that have not
+        ended. `prompt`: what the worker has to compute before their first token; None: it imports the KV."""
+        with self.stream.open_sequences(all_progress) as sequences:
+            if prompt is None:
+                yield sequences
+                return
+            with self._queued(prompt) as sequences.on_first_token:
+                yield sequences
+
+    @contextmanager
+    def split_sequence(self, sequences: Sequences, handle: int) -> Iterator[Sequences]:
+        """Separate the lifetime of one of an attempt's sequences from the others."""
+        with self.stream.split_sequence(sequences, handle) as parted:
+            yield parted
+
+    async def start(self, job: DecodeJob) -> None:
+        """Start the sequences of a job. Raises TandemError.
+
+        The worker computes nothing within this call, so a call that exceeds `call_timeout_s` makes the worker suspect.
+        """
+        limit_s = self._timeouts.call_timeout_s
+        calls = self._decode_calls
         try:
-            await asyncio.wait((work, lost), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done() or (work.cancelled() and self._lost.is_set()):  # the channel closes with the peer
-                raise self._gone()
-            result = work.result()
-            self._answered_s = asyncio.get_running_loop().time()
-            return result
-        except grpc.aio.AioRpcError as rpc_error:
-            raise self._judged(error_from_rpc(rpc_error)) from rpc_error
+            await self._unless_lost(calls.Start(wire.decode_job_to_wire(job), timeout=min(job.timeout_s, limit_s)))
+        except DeadlineExceeded as error:
+            if job.timeout_s <= limit_s:
+                raise
+            self.suspect()
+            raise self.loss(f"did not take a start within {limit_s:g} s") from error
+
+    async def freeze(
+        self, handle: int, *, router: MemberId, importer: MemberId, attempt: int
+    ) -> worker_pb2.FreezeResponse:
+        """Freeze a running sequence for a move. Raises TandemError; NotFound if the sequence does not decode there, in
+        which case nothing has changed."""
+        request = worker_pb2.FreezeRequest(router=str(router), handle=handle, importer=str(importer), attempt=attempt)
+        asking = self._decode_calls.Freeze(request, timeout=_OWN_CALL_S)
+        frozen: worker_pb2.FreezeResponse = await self._in_time(asking)
+        return checked(frozen)
+
+    async def thaw(self, handle: int, new_handle: int, *, router: MemberId) -> None:
+        """Let a frozen sequence continue under a new handle. Raises TandemError."""
+        request = worker_pb2.ThawRequest(router=str(router), handle=handle, new_handle=new_handle)
+        await self._in_time(self._decode_calls.Thaw(request, timeout=_OWN_CALL_S))
+
+    @property
+    def _decode_calls(self) -> worker_pb2_grpc.DecodeWorkerStub:
+        """The stub. Raises the error of its loss if the channel is closed, for callers that still hold this peer."""
+        if self._lost.is_set():
+            raise self._gone()
+        return self._decodes
+
+    async def _in_time(self, answer: Awaitable[Answer]) -> Answer:
+        """Await a call whose deadline is `_OWN_CALL_S`, not the deadline of the request. Raises TandemError."""
+        try:
+            return await self._unless_lost(answer)
+        except DeadlineExceeded as error:
+            raise self.loss(f"did not answer within {_OWN_CALL_S:g} s") from error
+
+    @contextmanager
+    def _queued(self, work: PromptWork) -> Iterator[Callable[[float], None]]:
+        """Count a prompt as queued at the worker. Yields a function to call with the time when it is computed."""
+        number = self.backlog.add_prompt(work, asyncio.get_running_loop().time())
+        try:
+            yield partial(self.backlog.record_computed, number)
         finally:
-            work.cancel()
-            lost.cancel()
+            self.backlog.remove_prompt(number)
 
-    def _gone(self) -> TandemError:
-        return self.loss(f"is lost: {self._lost_detail}")
+    def _on_heartbeat(self, heartbeat: worker_pb2.Heartbeat) -> None:
+        self.backlog.record_heartbeat(heartbeat.exports)
 
-    def _judged(self, error: TandemError) -> TandemError:
-        """A call that failed in the network, or that the worker cut off, makes it suspect; a refusal does not. The
-        retry time of a full queue is kept for requests that have not asked the worker yet."""
-        if isinstance(error, QueueFull):
-            self.backlog.record_full_queue(error.retry_after_s, asyncio.get_running_loop().time())
-        if isinstance(error, Unhealthy):
-            self.suspect()
-        if isinstance(error, Cancelled) or type(error) is Unavailable:
-            self.suspect()
-            return self.loss(f"does not answer: {error.message}")
-        return error
+    async def _abandon(self, ticket: bytes) -> None:
+        try:
+            await self._prefills.Abandon(worker_pb2.AbandonRequest(ticket=ticket), timeout=_OWN_CALL_S)
+        except grpc.aio.AioRpcError as error:
+            _LOG.info(
+                "a ticket stays until its deadline", extra={"worker": str(self.member.id), "error": error.details()}
+            )
+        except grpc.aio.UsageError:  # the channel is closed: the worker is gone, or this router ends
+            _LOG.info("a ticket stays until its deadline", extra={"worker": str(self.member.id), "error": "closed"})
+
+    async def read(self, call: "_RpcCall") -> worker_pb2.PrefillEvent | None:
+        """Return the next event of a prefill call, None at its end. Raises TandemError."""
+        event = await self._unless_lost(call.read())
+        return checked(event) if isinstance(event, worker_pb2.PrefillEvent) else None
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokens:
+    """The first token of every choice, and the times that the worker needed for them."""
+
+    tokens: tuple[SampledToken, ...]  # one per choice
+    queue_s: float  # by the worker's clock: from acceptance to the first chunk, and from there to these tokens
+    prefill_s: float
+    num_cached: int  # tokens of the prompt that were not computed
+
+
+_RpcCall: TypeAlias = "grpc.aio.UnaryStreamCall[worker_pb2.PrefillRequest, worker_pb2.PrefillEvent]"
+
+
+class PrefillCall:
+    """One prefill attempt in progress."""
+
+    def __init__(self, peer: "Peer", call: "_RpcCall", computed: Callable[[float], None], num_choices: int) -> None:
+        """`computed` is called with the time of the first tokens."""
+        self._peer = peer
+        self._num_choices = num_choices
+        self._call = call
+        self._computed = computed
+
+    async def ticket(self) -> bytes:
+        """Wait until the job is queued and return its signed ticket, empty without an importer.
+
+        Raises TandemError; MalformedMessage for an answer that is out of bounds.
+        """
+        return (await self._next("accepted")).accepted.ticket
+
+    async def first_tokens(self) -> FirstTokens:
+        """Wait for the first tokens, after `ticket`. Raises TandemError."""
+        message = (await self._next("first_tokens")).first_tokens
+        if len(message.tokens) != self._num_choices:
+            raise malformed(message, f"tokens must be one for each of {self._num_choices} choices")
+        self._computed(asyncio.get_running_loop().time())
+        return FirstTokens(
+            tokens=tuple(map(wire.sampled_token_from_wire, message.tokens)),
+            queue_s=message.queue_s,
+            prefill_s=message.prefill_s,
+            num_cached=message.num_cached + message.num_pulled,
+        )
+
+    async def _next(self, expected: str) -> worker_pb2.PrefillEvent:
+        event = await self._peer.read(self._call)
+        while event is not None and event.WhichOneof("event") is None:  # of a kind that only newer versions send
+            event = await self._peer.read(self._call)
+        if event is None or event.WhichOneof("event") != expected:
+            raise self._peer.loss(f"ended a call without {expected}")
+        return event

@@ -1,7 +1,7 @@
 """Estimates which workers hold the beginning of a prompt, for placement and for pulls.
 
 The prefix index (router/policies/prefix_index.py) decides; this module feeds it. `CacheEventFollower` subscribes to the
-cache events of every prefill worker. `PrefixLocator` names the blocks of a prompt and asks the index. A wrong estimate
+cache events of every worker. `PrefixLocator` names the blocks of a prompt and asks the index. A wrong estimate
 costs a cache miss, never a wrong token: the worker computes what it does not find.
 """
 
@@ -27,7 +27,7 @@ _RETRY_PAUSE_S = 1.0
 
 
 class CacheEventFollower:
-    """One subscription per prefill worker. While a subscription is down the index keeps what the worker reported; it
+    """One subscription per worker. While a subscription is down the index keeps what the worker reported; it
     drops a worker that is lost."""
 
     def __init__(self, index: PrefixIndex) -> None:
@@ -82,8 +82,7 @@ class PrefixLocator:
 
     def cached_tokens(self, token_ids: Sequence[int], salt: str) -> dict[MemberId, int]:
         """The number of leading tokens that each worker has cached; workers without any are missing. The last token
-        never counts: it is always computed. Of decode workers only what this router sent there is known. Empty where
-        there are fewer than two workers to choose from."""
+        never counts: it is always computed. Empty where there are fewer than two workers to choose from."""
         members = self._fleet.available()
         if len(members) < 2:
             return {}

@@ -15,7 +15,6 @@ from cluster.member import Member
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol.wire import link_speeds_to_wire
 from router.drain.operator_commands import DrainCommands, OperatorCall, ScaleTargetView, target_to_wire
-from router.fleet.decode_peer import DecodePeer
 from router.fleet.fleet import Fleet
 from router.grpc_api.admin_wire import comparison_to_wire, explanation_to_wire, live_requests_to_wire
 from router.grpc_api.inference_wire import chat_from_wire, generate_request_from_wire, model_to_wire, output_to_wire
@@ -216,8 +215,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 figures = dict(inspected.figures) | {f"blocks_{k}": float(v) for k, v in inspected.blocks.items()}
             except TandemError:
                 last_seen_s = peer.silent_s
-                if isinstance(peer, DecodePeer):
-                    figures = {"step_s": peer.stream.heartbeat.step_s}
+                figures = {"step_s": peer.stream.heartbeat.step_s}
         status = _member_status(member)
         status.last_seen_s = last_seen_s
         status.figures.update(figures)

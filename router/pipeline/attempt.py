@@ -19,14 +19,12 @@ from cluster.observe.telemetry import Telemetry
 from cluster.protocol import tickets
 from cluster.protocol.hashing import BlockChain
 from router.fleet.decode_events import MoveRequest
-from router.fleet.decode_peer import DecodePeer
 from router.fleet.fleet import Fleet
-from router.fleet.peer import Peer
-from router.fleet.prefill_peer import FirstTokens, PrefillPeer
+from router.fleet.peer import FirstTokens, Peer
 from router.fleet.prefix_locator import PrefixLocator
 from router.pipeline.decode_leg import DecodeLeg
 from router.pipeline.failures import DECODE, PREFILL, AttemptFailed, RetryBudget, leg
-from router.pipeline.hedges import Hedges, Overtaken
+from router.pipeline.hedges import Hedges, Overtaken, PendingLeg
 from router.pipeline.migration import Migrations
 from router.pipeline.worker_choice import PairHealth, WorkerChoice
 from router.policies.work_ahead import PromptWork
@@ -63,7 +61,7 @@ class TicketImport:
         admitted: AdmittedRequest,
         choices: Sequence[Choice],
         retry_budget: RetryBudget,
-        decode: DecodePeer,
+        decode: Peer,
         exporter: MemberId,
         context: AttemptContext,
     ) -> None:
@@ -94,7 +92,7 @@ class TicketImport:
             each.close()
         self._exit.close()
 
-    def begin(self, ticket: bytes, attempt: int, prefill: PrefillPeer) -> None:
+    def begin(self, ticket: bytes, attempt: int, prefill: Peer) -> None:
         """The prefill is queued: send its ticket to the decode worker at once."""
         self._task = asyncio.create_task(self._import(ticket, attempt, prefill), name="import a ticket")
 
@@ -108,7 +106,7 @@ class TicketImport:
         assert self._task is not None, "no ticket was taken"
         return await self._task
 
-    async def _import(self, ticket: bytes, attempt: int, prefill: PrefillPeer) -> DecodeLeg:
+    async def _import(self, ticket: bytes, attempt: int, prefill: Peer) -> DecodeLeg:
         taken = self._exit.enter_context(prefill.abandoned_unless_imported(ticket))
         while True:
             decoding = self._legs[-1]
@@ -133,7 +131,7 @@ class TicketImport:
             decoding.cancel_ended()
             await self._unless_suspect(decoding.decode, decoding.until_started())
 
-    async def _unless_suspect(self, decode: DecodePeer, work: Coroutine[Any, Any, None]) -> None:
+    async def _unless_suspect(self, decode: Peer, work: Coroutine[Any, Any, None]) -> None:
         """Await `work`. If the importer is suspect and another worker can import the ticket, raises the error of the
         importer's loss; this repeats no prefill, so no hedge is needed."""
         fleet = self._context.fleet
@@ -146,7 +144,7 @@ class TicketImport:
                     await asyncio.wait((working, changed), return_when=asyncio.FIRST_COMPLETED)
             working.result()
 
-    async def _go_elsewhere(self, failure: AttemptFailed, ticket: bytes, prefill: PrefillPeer) -> tuple[bytes, int]:
+    async def _go_elsewhere(self, failure: AttemptFailed, ticket: bytes, prefill: Peer) -> tuple[bytes, int]:
         """Open a leg at another importer and return the reissued ticket and its attempt. Raises `failure` if there is
         no other."""
         if failure.lacks_ticket and len(self._tried) > 1:  # too late; its exporter is not to blame
@@ -168,7 +166,7 @@ class TicketImport:
         self._legs.append(self._leg_at(decode))
         return ticket, attempt
 
-    async def _another(self, failure: AttemptFailed, prefill: PrefillPeer) -> DecodePeer | None:
+    async def _another(self, failure: AttemptFailed, prefill: Peer) -> Peer | None:
         """Choose another importer. While the prefill runs, this waits for one."""
         if not (failure.leaves_ticket and self._retry_budget.leaves_two_attempts_after(failure)):
             return None
@@ -186,7 +184,7 @@ class TicketImport:
                 changed.cancel()
         return None
 
-    def _leg_at(self, decode: DecodePeer) -> DecodeLeg:
+    def _leg_at(self, decode: Peer) -> DecodeLeg:
         return DecodeLeg(self._admitted, decode, self._choices, exporter=self._exporter)
 
 
@@ -218,7 +216,7 @@ class Attempt:
     async def hand_over(self, prefill_id: MemberId, decode_id: MemberId) -> None:
         """Prefill on one worker and decode on another: both legs run at once, and the first token precedes the KV."""
         with leg(DECODE, decode_id):
-            decode = self._fleet.decode(decode_id)
+            decode = self._fleet.connected_peer(decode_id)
         ticket_import = TicketImport(
             self._admitted, self._choices, self._retry_budget, decode, prefill_id, self._context
         )
@@ -228,15 +226,15 @@ class Attempt:
                 chain = self._chain(prefill_id, self._choices[0].committed)
                 sources = self._prefixes.sources(chain, puller=prefill_id)
                 job = self._admitted.prefill_job(self._choices, self._number, decode_id, sources)
-                prefill = self._fleet.prefill(prefill_id)
+                prefill = self._fleet.connected_peer(prefill_id)
                 async with prefill.prefill(job, self._prefixes.num_cached(chain, prefill_id)) as call:
-                    ticket_import.begin(await self._from(prefill, call.ticket()), self._number, prefill)
-                    self._deliver_first(await self._from(prefill, call.first_tokens()), prefill_id)
+                    ticket_import.begin(await self._from(PREFILL, prefill, call.ticket()), self._number, prefill)
+                    self._deliver_first(await self._from(PREFILL, prefill, call.first_tokens()), prefill_id)
                     self._prefixes.note_routed(chain, prefill_id)
             if all(choice.ended for choice in self._choices):
                 return
             ticket_import.first_tokens_delivered()
-            decoding = await self._from(prefill, ticket_import.running_leg())
+            decoding = await self._from(PREFILL, prefill, ticket_import.running_leg())
             self._prefixes.note_routed(chain, decoding.worker)
             await self._follow(decoding)
             self._note_outputs(decoding.worker)
@@ -246,15 +244,15 @@ class Attempt:
         self._admitted.dispatched(prefill=prefill_id)
         with leg(PREFILL, prefill_id):
             job = self._admitted.prefill_job(self._choices, self._number, importer=None)
-            prefill = self._fleet.prefill(prefill_id)
+            prefill = self._fleet.connected_peer(prefill_id)
             async with prefill.prefill(job) as call:
-                await self._from(prefill, call.ticket())
-                self._deliver_first(await self._from(prefill, call.first_tokens()), prefill_id)
+                await self._from(PREFILL, prefill, call.ticket())
+                self._deliver_first(await self._from(PREFILL, prefill, call.first_tokens()), prefill_id)
 
     async def on_decode(self, decode_id: MemberId) -> None:
         """Run both legs on one decode worker."""
         with leg(DECODE, decode_id):
-            decode = self._fleet.decode(decode_id)
+            decode = self._fleet.connected_peer(decode_id)
             committed = self._choices[0].committed
             chain = self._chain(decode_id, committed)
             num_tokens = len(self._admitted.request.prompt_token_ids) + len(committed)
@@ -262,7 +260,7 @@ class Attempt:
             with DecodeLeg(self._admitted, decode, self._choices, exporter=None, prompt=prompt) as decoding:
                 self._admitted.dispatched(decode=decode_id)
                 job = self._admitted.decode_job(decoding.owners, committed, self._number, self._router, None)
-                await self._from(decode, decode.start(job))
+                await self._from(DECODE, decode, decode.start(job))
                 await self._follow(decoding)
                 self._note_outputs(decode_id)
 
@@ -304,13 +302,14 @@ class Attempt:
         hedge has ended it."""
         live_choices = [decode.owners[handle] for handle in decode.sequences.live]
         try:
-            return await self._hedges.unless_overtaken(self._admitted, live_choices, decode.decode, decode.follow())
+            pending = PendingLeg(DECODE, decode.decode)
+            return await self._hedges.unless_overtaken(self._admitted, live_choices, pending, decode.follow())
         except Overtaken as overtaken:
             decode.close()
             self._retry_budget.record_hedge(overtaken.name, overtaken.failure)
             await overtaken.end()
             return None
 
-    async def _from(self, peer: Peer, work: Coroutine[Any, Any, Answer]) -> Answer:
+    async def _from(self, leg_name: str, peer: Peer, work: Coroutine[Any, Any, Answer]) -> Answer:
         """Await an answer for which all choices wait. Raises Overtaken."""
-        return await self._hedges.unless_overtaken(self._admitted, self._choices, peer, work)
+        return await self._hedges.unless_overtaken(self._admitted, self._choices, PendingLeg(leg_name, peer), work)

@@ -21,7 +21,7 @@ from router.fleet.decode_events import (
     SequenceToken,
     StreamLost,
 )
-from router.fleet.decode_peer import DecodePeer
+from router.fleet.peer import Peer
 from router.pipeline.failures import (
     DECODE,
     FIRST_TOKEN_COUNT,
@@ -40,7 +40,7 @@ class DecodeLeg:
     def __init__(
         self,
         admitted: AdmittedRequest,
-        decode: DecodePeer,
+        decode: Peer,
         choices: Sequence[Choice],
         *,
         exporter: MemberId | None,  # whose KV it begins with

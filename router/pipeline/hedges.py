@@ -6,19 +6,27 @@ Owns the tasks of hedges, which end with their request at the latest. router/pol
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from cluster.observe.telemetry import Telemetry
 from router.fleet.fleet import Fleet
 from router.fleet.peer import Peer
-from router.fleet.prefill_peer import PrefillPeer
-from router.pipeline.failures import DECODE, PREFILL, AttemptFailed
+from router.pipeline.failures import AttemptFailed
 from router.pipeline.worker_choice import WorkerChoice
 from router.policies.hedging import Action, Execution, HedgeBudget, Race, RaceOutcome, decide
 from router.request.admitted_request import AdmittedRequest, Choice
 
 Answer = TypeVar("Answer")
 GoOn = Callable[["Hedges", AdmittedRequest, Sequence[Choice]], Coroutine[Any, Any, None]]
+
+
+@dataclass(frozen=True, slots=True)
+class PendingLeg:
+    """A leg that waits for its worker."""
+
+    name: str  # as failures.py names it
+    peer: Peer
 
 
 class Overtaken(Exception):
@@ -66,13 +74,13 @@ class Hedging:
         finally:
             await hedges.close()
 
-    def action(self, admitted: AdmittedRequest, choices: Sequence[Choice], peer: Peer) -> Action:
-        """Decide what happens to choices that wait for this worker."""
-        if not (num_missed := peer.num_missed):
+    def action(self, admitted: AdmittedRequest, choices: Sequence[Choice], pending: PendingLeg) -> Action:
+        """Decide what happens to choices that wait for this leg."""
+        if not (num_missed := pending.peer.num_missed):
             return Action.WAIT
         return decide(
             num_missed,
-            is_replaceable=self._worker_choice.can_run_elsewhere(admitted, choices, peer),
+            is_replaceable=self._worker_choice.can_run_elsewhere(admitted, choices, pending.name),
             may_hedge=self._budget.may_begin(self._num_running()),
         )
 
@@ -150,14 +158,18 @@ class Hedges:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def unless_overtaken(
-        self, admitted: AdmittedRequest, choices: Sequence[Choice], peer: Peer, work: Coroutine[Any, Any, Answer]
+        self,
+        admitted: AdmittedRequest,
+        choices: Sequence[Choice],
+        pending: PendingLeg,
+        work: Coroutine[Any, Any, Answer],
     ) -> Answer:
-        """Return the result of `work`, for which these choices wait and which waits for `peer`.
+        """Return the result of `work`, for which these choices wait and which waits for the worker of `pending`.
 
         Raises the errors of `work`, Overtaken, and AttemptFailed when the worker has missed too many health checks.
         """
         working = asyncio.ensure_future(work)
-        watch = _Watch(self._hedging, admitted, choices, peer, self._begin)
+        watch = _Watch(self._hedging, admitted, choices, pending, self._begin)
         try:
             while not working.done():
                 await watch.look()
@@ -170,11 +182,11 @@ class Hedges:
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
 
-    def _begin(self, admitted: AdmittedRequest, choices: Sequence[Choice], peer: Peer) -> _Hedge:
+    def _begin(self, admitted: AdmittedRequest, choices: Sequence[Choice], pending: PendingLeg) -> _Hedge:
         def go_on(execution: Execution) -> Coroutine[Any, Any, None]:
-            return self._go_on(self, admitted.hedged(execution, besides=peer.member.id), choices)
+            return self._go_on(self, admitted.hedged(execution, besides=pending.peer.member.id), choices)
 
-        hedge = _Hedge(self._hedging, _leg(peer), choices, go_on)
+        hedge = _Hedge(self._hedging, pending.name, choices, go_on)
         self._tasks.add(hedge.task)
         hedge.task.add_done_callback(self._tasks.discard)
         return hedge
@@ -188,13 +200,13 @@ class _Watch:
         hedging: Hedging,
         admitted: AdmittedRequest,
         choices: Sequence[Choice],
-        peer: Peer,
-        begin: Callable[[AdmittedRequest, Sequence[Choice], Peer], _Hedge],
+        pending: PendingLeg,
+        begin: Callable[[AdmittedRequest, Sequence[Choice], PendingLeg], _Hedge],
     ) -> None:
         self._hedging = hedging
         self._admitted = admitted
         self._choices = choices
-        self._peer = peer
+        self._pending = pending
         self._begin = begin
         self._hedge: _Hedge | None = None
         self._has_failed = False  # a hedge, by itself: the next one would too
@@ -203,27 +215,27 @@ class _Watch:
     @property
     def overtaken(self) -> Overtaken:
         assert self._hedge is not None, "nothing has taken over"
-        return Overtaken(_leg(self._peer), self._hedge.task, self._hedge.race.hedge, self._failure)
+        return Overtaken(self._pending.name, self._hedge.task, self._hedge.race.hedge, self._failure)
 
     async def look(self) -> None:
         """Start or cancel a hedge according to the worker's health. Raises AttemptFailed when the worker is
         given up."""
-        if self._hedge is not None and (self._hedge.race.outcome is not None or not self._peer.num_missed):
+        if self._hedge is not None and (self._hedge.race.outcome is not None or not self._pending.peer.num_missed):
             await self.call_off()
         if self._hedge is not None:
             return
         going = [choice for choice in self._choices if not choice.ended]
         if not going:
             return
-        action = self._hedging.action(self._admitted, going, self._peer)
+        action = self._hedging.action(self._admitted, going, self._pending)
         if action is Action.GIVE_UP:
-            member = self._peer.member
-            error = self._peer.loss("does not answer, and another one does")
-            raise AttemptFailed(_leg(self._peer), member.id, error.reason, error)
+            peer = self._pending.peer
+            error = peer.loss("does not answer, and another one does")
+            raise AttemptFailed(self._pending.name, peer.member.id, error.reason, error)
         is_current = all(choice.execution is self._admitted.execution and choice.race is None for choice in going)
         if action is Action.HEDGE and is_current and not self._has_failed:
             self._admitted.waits_for_hedge()
-            self._hedge = self._begin(self._admitted, going, self._peer)
+            self._hedge = self._begin(self._admitted, going, self._pending)
 
     async def until_changed(self, working: "asyncio.Future[Any]") -> None:
         """Wait until the worker, a hedge or the work may have changed."""
@@ -249,7 +261,3 @@ class _Watch:
         if self._hedge is not None and await self._hedge.call_off():
             self._has_failed |= self._hedge.is_failed
             self._hedge = None
-
-
-def _leg(peer: Peer) -> str:
-    return PREFILL if isinstance(peer, PrefillPeer) else DECODE

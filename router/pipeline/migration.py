@@ -21,11 +21,11 @@ from cluster.errors import (
     TooManyFrozen,
     WorkerLost,
 )
-from cluster.messages import MemberId
+from cluster.messages import MemberId, Role
 from cluster.observe.telemetry import Telemetry
 from router.fleet.decode_events import MoveOutcome, MoveRequest
-from router.fleet.decode_peer import DecodePeer
 from router.fleet.fleet import Fleet
+from router.fleet.peer import Peer
 from router.pipeline.decode_leg import DecodeLeg
 from router.pipeline.failures import DECODE, AttemptFailed, leg
 from router.pipeline.worker_choice import facts_of
@@ -87,7 +87,7 @@ class Migrations:
         return MigrationCount(num_moved, len(outcomes) - num_moved - outcomes.count(MoveOutcome.ENDED))
 
     async def move(
-        self, source: DecodePeer, handle: int, target: MemberId | None = None, timeout_s: float | None = None
+        self, source: Peer, handle: int, target: MemberId | None = None, timeout_s: float | None = None
     ) -> MoveOutcome:
         """Move one sequence, at most MAX_CONCURRENT_MOVES at a time from one worker over all calls.
 
@@ -102,9 +102,7 @@ class Migrations:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         return outcome
 
-    async def _move_once(
-        self, source: DecodePeer, handle: int, target: MemberId | None, timeout_s: float
-    ) -> MoveOutcome:
+    async def _move_once(self, source: Peer, handle: int, target: MemberId | None, timeout_s: float) -> MoveOutcome:
         await source.moves.acquire()
         move = source.stream.ask_to_move(handle, target, timeout_s)
         if move is None:
@@ -135,7 +133,7 @@ class Migrations:
         migration = _Migration(admitted, source, target, router=self._router, timeout_s=move.timeout_s)
         return await migration.run()
 
-    def _target(self, admitted: AdmittedRequest, source: DecodeLeg, named: MemberId | None) -> DecodePeer:
+    def _target(self, admitted: AdmittedRequest, source: DecodeLeg, named: MemberId | None) -> Peer:
         """Choose a target that accepts work, can hold the sequence and has room. Raises NoWorkers, NoWorkerLargeEnough,
         Overloaded."""
         (choice,) = source.owners.values()
@@ -154,11 +152,11 @@ class Migrations:
         placement = self._policy.choose([exporter], roomy, facts)
         if placement is None or placement.prefill is None:
             raise NoWorkers("no other decode worker can take the sequence now")
-        return self._fleet.decode(placement.decode)
+        return self._fleet.connected_peer(placement.decode)
 
-    def _decode(self, name: str) -> DecodePeer:
+    def _decode(self, name: str) -> Peer:
         peer = self._fleet.peer_by_name(name)
-        if not isinstance(peer, DecodePeer):
+        if peer is None or peer.member.role is not Role.DECODE:
             raise NotFound(f"no decode worker {name!r} is connected to this router; `status` lists them")
         return peer
 
@@ -184,7 +182,7 @@ class _Migration:
     """The move of one sequence, from its freezing until it continues."""
 
     def __init__(
-        self, admitted: AdmittedRequest, source: DecodeLeg, target: DecodePeer, *, router: MemberId, timeout_s: float
+        self, admitted: AdmittedRequest, source: DecodeLeg, target: Peer, *, router: MemberId, timeout_s: float
     ) -> None:
         self._admitted = admitted
         self._source = source

@@ -16,11 +16,10 @@ from cluster.errors import NoWorkerLargeEnough, Overloaded
 from cluster.messages import MemberId, Role
 from cluster.observe.telemetry import Telemetry
 from cluster.request_size import RequestSize, decode_shortage, prefill_shortage, too_large
-from router.fleet.decode_peer import DecodePeer
 from router.fleet.fleet import Fleet
 from router.fleet.peer import Peer
 from router.fleet.prefix_locator import PrefixLocator
-from router.pipeline.failures import AttemptFailed
+from router.pipeline.failures import PREFILL, AttemptFailed
 from router.policies.admission import early_refusal
 from router.policies.breakers import BreakerPolicy, BreakerState, Pair, PairBreakers, Trial
 from router.policies.candidates import RequestFacts, WorkerLoad, has_large_pair, is_servable
@@ -206,10 +205,10 @@ class WorkerChoice:
         facts = _facts(admitted, choices, choices[0].num_committed)
         return has_large_pair(self._fleet.prefill_loads(), self._fleet.decode_loads(), facts)
 
-    def can_run_elsewhere(self, admitted: AdmittedRequest, choices: Sequence[Choice], suspect: Peer) -> bool:
-        """Return whether workers that answer could serve these choices, among them one of the suspect worker's role."""
+    def can_run_elsewhere(self, admitted: AdmittedRequest, choices: Sequence[Choice], leg: str) -> bool:
+        """Return whether workers that answer could serve these choices, among them one for this leg."""
         facts = _facts(admitted, choices, max(choice.num_committed for choice in choices))
-        could_be = has_large_pair if suspect.member.role is Role.PREFILL else is_servable
+        could_be = has_large_pair if leg == PREFILL else is_servable
         return could_be(self._fleet.prefill_loads(), self._fleet.decode_loads(), facts)
 
     def choose_importer(
@@ -220,7 +219,7 @@ class WorkerChoice:
         *,
         num_committed: int,
         besides: Collection[MemberId],
-    ) -> DecodePeer | None:
+    ) -> Peer | None:
         """Choose a decode worker to import from `exporter` a ticket that covers the prompt and `num_committed` tokens.
         Returns None if there is no other now."""
         others = [load for load in self._fleet.decode_loads() if load.member not in besides]
@@ -229,7 +228,7 @@ class WorkerChoice:
         placement = self._importers.choose([exporting], others, facts)
         if placement is None or placement.prefill is None:
             return None
-        return self._fleet.decode(placement.decode)
+        return self._fleet.connected_peer(placement.decode)
 
     def _facts_with_prefixes(self, admitted: AdmittedRequest, choices: Sequence[Choice]) -> RequestFacts:
         prompt = admitted.request.prompt_token_ids + choices[0].committed

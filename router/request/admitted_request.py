@@ -18,7 +18,7 @@ from cluster.errors import DeadlineExceeded, InvalidRequest, NoWorkerLargeEnough
 from cluster.messages import DecodeJob, FinishReason, MemberId, PrefillJob, PrefixSource, SampledToken, SequenceStart
 from cluster.request_size import RequestSize
 from router.fleet.decode_events import SequencesStarted
-from router.fleet.prefill_peer import FirstTokens
+from router.fleet.peer import FirstTokens
 from router.policies.candidates import NO_TARGETS, SloTargets
 from router.policies.hedging import Execution, Race, may_append
 from router.request.account import PhaseName, RequestAccount

@@ -86,7 +86,7 @@ async def stage(**settings: object) -> AsyncIterator[Stage]:
         try:
             yield on_stage
         finally:
-            stream_handles = [peer.stream.num_sequences for peer in router.fleet._decodes.values()]
+            stream_handles = [peer.stream.num_sequences for peer in router.fleet._peers.values()]
             assert not any(stream_handles), "a handle outlives its request"
 
 

@@ -1,11 +1,10 @@
 """A decode worker without a model that speaks the real protocol; its tokens are those of scripted_workers.py."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
-from cluster.errors import HandOffReason, NotFound, TandemError, Unavailable
+from cluster.errors import HandOffReason, NotFound, TandemError
 from cluster.messages import (
     DecodeJob,
     MemberId,
@@ -22,7 +21,7 @@ from tests.system.scripted_workers import (
     Gate,
     ScriptedWorker,
     Store,
-    or_heartbeat,
+    StreamService,
     sampled,
 )
 
@@ -60,14 +59,11 @@ class ScriptedDecode(ScriptedWorker):
         self.cancelled_handles: set[int] = set()
         self.cancelled = asyncio.Event()
         self.index_changes: list[tuple[int, int]] = []  # (index, index sent instead), once each
-        self.voice = Gate()  # closed: sends nothing, not even heartbeats, as a stopped process
-        self.streams: dict[str, asyncio.Queue[worker_pb2.WorkerMessage | None]] = {}
         self.running: dict[int, asyncio.Task[None]] = {}
         self.progress: dict[int, Progress] = {}  # of each sequence that makes tokens, by handle
         self.frozen: dict[int, Progress] = {}
         self.before_freezing, self.after_freezing, self.before_thawing = Gate(), Gate(), Gate()
         self.thaw_refusals: list[TandemError] = []
-        self.is_deaf = False  # what routers say on its streams is lost
         self._changed = asyncio.Event()
         worker_pb2_grpc.add_DecodeWorkerServicer_to_server(_Decode(self), self.server.grpc)
 
@@ -75,21 +71,6 @@ class ScriptedDecode(ScriptedWorker):
         for task in self.running.values():
             task.cancel()
         await super().die()
-
-    def freeze(self) -> None:
-        super().freeze()
-        self.voice.close()
-
-    def leave(self, grace_s: float) -> None:
-        """Announce the drain to every router. Present work continues."""
-        leaving = worker_pb2.WorkerMessage(leaving=worker_pb2.WorkerLeaving(grace_s=grace_s))
-        for stream in self.streams.values():
-            stream.put_nowait(leaving)
-
-    def break_streams(self) -> None:
-        """End every connection. The sequences continue."""
-        for stream in self.streams.values():
-            stream.put_nowait(None)
 
     def lose_messages(self) -> None:
         """Discard the messages that wait to be sent."""
@@ -151,9 +132,10 @@ class ScriptedDecode(ScriptedWorker):
         return step
 
 
-class _Decode(worker_pb2_grpc.DecodeWorkerServicer):
+class _Decode(StreamService):
     def __init__(self, worker: ScriptedDecode) -> None:
-        self._worker = worker
+        super().__init__(worker)
+        self._worker: ScriptedDecode = worker
 
     async def Start(self, request: worker_pb2.StartRequest, context: Context) -> worker_pb2.StartResponse:
         worker, job = self._worker, wire.decode_job_from_wire(request)
@@ -167,23 +149,6 @@ class _Decode(worker_pb2_grpc.DecodeWorkerServicer):
         for sequence in job.sequences:
             worker.running[sequence.handle] = task
         return worker_pb2.StartResponse()
-
-    async def Connect(self, request_iterator: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
-        worker = self._worker
-        hello = (await anext(aiter(request_iterator))).hello
-        outgoing = worker.streams.setdefault(hello.router, asyncio.Queue())
-        reader = asyncio.create_task(self._read(request_iterator))
-        try:
-            await worker.voice.passed()
-            yield worker_pb2.WorkerMessage(hello=worker_pb2.WorkerHello(worker=str(worker.id)))
-            while True:
-                await worker.voice.passed()
-                message = await or_heartbeat(outgoing, worker)
-                if message is None:
-                    raise Unavailable("the connection is told to break")
-                yield message
-        finally:
-            reader.cancel()
 
     async def Freeze(self, request: worker_pb2.FreezeRequest, context: Context) -> worker_pb2.FreezeResponse:
         worker = self._worker
@@ -217,19 +182,16 @@ class _Decode(worker_pb2_grpc.DecodeWorkerServicer):
         worker.running[request.new_handle] = asyncio.create_task(worker.go_on(progress))
         return worker_pb2.ThawResponse()
 
-    async def _read(self, messages: AsyncIterator[Any]) -> None:
-        async for message in messages:
-            if self._worker.is_deaf:
-                continue
-            handles = wire.unpack_ids(message.cancel.handles)
-            self._worker.cancelled_handles.update(handles)
-            for handle in handles:
-                self._worker.progress.pop(handle, None)
-                self._worker.frozen.pop(handle, None)
-                if task := self._worker.running.pop(handle, None):
-                    task.cancel()
-            self._worker.cancelled.set()
-            self._worker.changed()
+    def on_cancelled(self, handles: tuple[int, ...]) -> None:
+        worker = self._worker
+        worker.cancelled_handles.update(handles)
+        for handle in handles:
+            worker.progress.pop(handle, None)
+            worker.frozen.pop(handle, None)
+            if task := worker.running.pop(handle, None):
+                task.cancel()
+        worker.cancelled.set()
+        worker.changed()
 
     async def _serve(self, job: DecodeJob) -> None:
         """Run a job from its ticket to its last token."""

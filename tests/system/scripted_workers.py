@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import grpc
 
-from cluster.errors import TandemError
+from cluster.errors import TandemError, Unavailable
 from cluster.member import Capacity, Member, MemberState
 from cluster.messages import (
     FinishReason,
@@ -101,6 +101,10 @@ class ScriptedWorker:
         self.service_times: ServiceTimes | None = None
         self.drained = asyncio.Event()
         self.door = Gate()  # of every new call, health checks too
+        self.voice = Gate()  # closed: sends nothing on its streams, not even heartbeats, as a stopped process
+        self.is_deaf = False  # what routers say on its streams is lost
+        self.streams: dict[str, asyncio.Queue[worker_pb2.WorkerMessage | None]] = {}
+        self.beats: asyncio.Queue[int] = asyncio.Queue()  # heartbeats that routers have been sent
         self.server = GrpcServer(
             service_names=["tandem.internal.v1.Worker"], telemetry=Telemetry(), interceptors=[_Door(self.door)]
         )
@@ -140,6 +144,18 @@ class ScriptedWorker:
     def freeze(self) -> None:
         """Behave as a stopped process, which listens and sends nothing. Calls in progress wait at its gates."""
         self.door.close()
+        self.voice.close()
+
+    def leave(self, grace_s: float) -> None:
+        """Announce the drain to every router. Present work continues."""
+        leaving = worker_pb2.WorkerMessage(leaving=worker_pb2.WorkerLeaving(grace_s=grace_s))
+        for stream in self.streams.values():
+            stream.put_nowait(leaving)
+
+    def break_streams(self) -> None:
+        """End every connection. The sequences continue."""
+        for stream in self.streams.values():
+            stream.put_nowait(None)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -162,6 +178,48 @@ class _Door(grpc.aio.ServerInterceptor):
         return await continuation(handler_call_details)
 
 
+class StreamService(worker_pb2_grpc.DecodeWorkerServicer):
+    """The streams of a scripted worker: what waits to be sent, and heartbeats in between."""
+
+    def __init__(self, worker: ScriptedWorker) -> None:
+        self._worker = worker
+
+    async def Connect(self, request_iterator: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
+        worker = self._worker
+        hello = (await anext(aiter(request_iterator))).hello
+        outgoing = worker.streams.setdefault(hello.router, asyncio.Queue())
+        reader = asyncio.create_task(self._read(request_iterator))
+        try:
+            await worker.voice.passed()
+            yield worker_pb2.WorkerMessage(hello=worker_pb2.WorkerHello(worker=str(worker.id)))
+            for step in itertools.count():
+                await worker.voice.passed()
+                message = await self._or_heartbeat(outgoing, step)
+                if message is None:
+                    raise Unavailable("the connection is told to break")
+                yield message
+        finally:
+            reader.cancel()
+
+    def on_cancelled(self, handles: tuple[int, ...]) -> None:
+        """A router cancelled these sequences."""
+
+    async def _or_heartbeat(
+        self, outgoing: "asyncio.Queue[worker_pb2.WorkerMessage | None]", step: int
+    ) -> worker_pb2.WorkerMessage | None:
+        try:
+            async with asyncio.timeout(HEARTBEAT_S):
+                return await outgoing.get()
+        except TimeoutError:
+            self._worker.beats.put_nowait(step)
+            return worker_pb2.WorkerMessage(heartbeat=self._worker.heartbeat(step))
+
+    async def _read(self, messages: AsyncIterator[Any]) -> None:
+        async for message in messages:
+            if not self._worker.is_deaf:
+                self.on_cancelled(wire.unpack_ids(message.cancel.handles))
+
+
 class ScriptedPrefill(ScriptedWorker):
     def __init__(self, name: str, store: Store, incarnation: int = 1) -> None:
         super().__init__(name, Role.PREFILL, incarnation)
@@ -170,24 +228,18 @@ class ScriptedPrefill(ScriptedWorker):
         self.refusals: list[TandemError] = []  # raised one by one instead of accepting
         self.before_accepting = Gate()
         self.before_first_tokens = Gate()
-        self.beats: asyncio.Queue[int] = asyncio.Queue()  # heartbeats that routers have been sent
+        self.voice = self.door
         self.cancelled = asyncio.Event()
         self.abandoned: asyncio.Queue[bytes] = asyncio.Queue()
         self.prefill_s = 0.0
         self.num_cached = 0
         worker_pb2_grpc.add_PrefillWorkerServicer_to_server(_Prefill(self), self.server.grpc)
+        worker_pb2_grpc.add_DecodeWorkerServicer_to_server(StreamService(self), self.server.grpc)
 
 
 class _Prefill(worker_pb2_grpc.PrefillWorkerServicer):
     def __init__(self, worker: ScriptedPrefill) -> None:
         self._worker = worker
-
-    async def Heartbeats(self, request: worker_pb2.HeartbeatsRequest, context: Context) -> AsyncIterator[Any]:
-        for step in itertools.count():
-            await self._worker.door.passed()
-            yield self._worker.heartbeat(step)
-            self._worker.beats.put_nowait(step)
-            await asyncio.sleep(HEARTBEAT_S)
 
     async def Prefill(self, request: worker_pb2.PrefillRequest, context: Context) -> AsyncIterator[Any]:
         worker, job = self._worker, wire.prefill_job_from_wire(request)
@@ -218,16 +270,6 @@ class _Prefill(worker_pb2_grpc.PrefillWorkerServicer):
 def _first_tokens(job: PrefillJob) -> tuple[SampledToken, ...]:
     prompt = job.token_ids[: len(job.token_ids) - job.num_committed]
     return tuple(sampled(prompt, seed, job.num_committed, job.stops, job.sampling.num_logprobs) for seed in job.seeds)
-
-
-async def or_heartbeat(
-    outgoing: "asyncio.Queue[worker_pb2.WorkerMessage | None]", worker: ScriptedWorker
-) -> worker_pb2.WorkerMessage | None:
-    try:
-        async with asyncio.timeout(HEARTBEAT_S):
-            return await outgoing.get()
-    except TimeoutError:
-        return worker_pb2.WorkerMessage(heartbeat=worker.heartbeat(step=1))
 
 
 class _About(worker_pb2_grpc.WorkerServicer):

@@ -38,7 +38,7 @@ class Chaos:
             await self._kill(self._chance.choice(self.living))
         await self._move()
         self._advance(self._chance.randint(0, 2))
-        await asyncio.gather(*(self.router.fleet.decode(w.id).inspect() for w in self._connected()))
+        await asyncio.gather(*(self.router.fleet.connected_peer(w.id).inspect() for w in self._connected()))
 
     async def settle(self, answering: "asyncio.Task[Answer]") -> Answer:
         """Let every worker continue, wait for the answer, and check that no worker still holds anything of the

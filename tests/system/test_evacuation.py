@@ -12,7 +12,7 @@ _LONG_S = 1000.0
 
 async def _known_to_leave(on: Stage, worker: ScriptedDecode) -> None:
     async with asyncio.timeout(10):
-        while worker.id not in {peer.member.id for peer in on.router.fleet.draining_decodes()}:
+        while worker.id not in {peer.member.id for peer in on.router.fleet.draining()}:
             await on.router.fleet.changed()
 
 

@@ -134,12 +134,17 @@ async def test_a_worker_with_a_hanging_step_is_avoided_then_recovers_or_exits(ha
     hanging.check(await asyncio.gather(*open_questions))
 
 
-async def test_a_prefill_worker_sends_heartbeats_to_every_subscriber(shm_cluster: LocalCluster) -> None:
-    name = next(name for name in shm_cluster.members if name.startswith("prefill"))
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_worker_of_either_role_sends_heartbeats_on_its_streams(shm_cluster: LocalCluster, role: str) -> None:
+    name = next(name for name in shm_cluster.members if name.startswith(role))
+    hello = worker_pb2.RouterHello(router="router@1", has_no_sequences=True)
     async with asyncio.timeout(_DEADLINE_S), shm_cluster.channel(name) as channel:
-        call = worker_pb2_grpc.PrefillWorkerStub(channel).Heartbeats(worker_pb2.HeartbeatsRequest())
-        first, second = await call.read(), await call.read()
+        call = worker_pb2_grpc.DecodeWorkerStub(channel).Connect()
+        await call.write(worker_pb2.RouterMessage(hello=hello))
+        messages = [await call.read() for _ in range(3)]
         call.cancel()
+    assert [message.WhichOneof("message") for message in messages] == ["hello", "heartbeat", "heartbeat"]
+    first, second = (message.heartbeat for message in messages[1:])
     assert first.free_blocks > 0
     times = service_times_of(first)
     assert times is not None, "no step was timed before the first heartbeat"

@@ -76,7 +76,7 @@ async def test_sequences_stay_when_every_freeze_is_refused(monkeypatch: pytest.M
     async with stage() as on, on.streaming(request := ask(max_tokens=20)) as answering:
         await on.joined()
         on.source.freeze_refusals = [TooManyFrozen("four are frozen")] * 9
-        assert await on.router.migrations.move(on.router.fleet.decode(on.source.id), 1, timeout_s=0.1) == "kept"
+        assert await on.router.migrations.move(on.router.fleet.connected_peer(on.source.id), 1, timeout_s=0.1) == "kept"
         on.source.resumed.set()
         await on.complete(answering, request)
 
@@ -150,7 +150,7 @@ async def test_tokens_that_arrive_after_the_freeze_was_answered_come_first() -> 
         async with asyncio.timeout(10):
             await on.source.after_freezing.reached.wait()
         on.source.after_freezing.open()
-        await on.router.fleet.decode(on.source.id).inspect()  # the freeze's answer is on its way before this one
+        await on.router.fleet.connected_peer(on.source.id).inspect()  # it follows the freeze's answer
         assert on.target.jobs == []
         on.source.voice.open()
         assert await moving == MOVED
@@ -199,7 +199,7 @@ async def test_no_sequence_moves_to_a_worker_where_it_would_queue(capacity: Capa
     async with stage() as on, on.streaming(request := ask(prompt=tuple(range(5, 25)), max_tokens=20)) as answering:
         on.target.capacity = capacity
         await on.joined()
-        peer = on.router.fleet.decode(on.target.id)
+        peer = on.router.fleet.connected_peer(on.target.id)
         async with asyncio.timeout(10):
             while not peer.stream.heartbeat.free_blocks:
                 await peer.inspect()

@@ -36,7 +36,6 @@ from tandem.internal.v1 import kv_pb2_grpc, worker_pb2_grpc
 from tests.contract.handoff_parts import Counters, DecodeBlocks
 from tests.system.asking import ask, asked, question
 from tests.system.local_cluster import DEMO_MODEL, LocalCluster
-from worker.heartbeats import HeartbeatFeed
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -191,7 +190,6 @@ async def _prefill_worker() -> AsyncIterator[_PrefillWorker]:
         pulls=None,
         tiers=None,
         cache_events=CacheEventPublisher(MemberId("p0", "1"), steps),
-        follow_heartbeats=HeartbeatFeed().follow,
         max_calls=64,
         refuse_if_unhealthy=lambda: None,
         vocab_size=engine.model_info.vocab_size,

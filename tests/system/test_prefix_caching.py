@@ -142,7 +142,7 @@ async def test_a_prompt_is_placed_on_the_worker_that_caches_it_until_that_worker
     await cluster.until_free()
 
     async with _another_router(cluster) as other:
-        await _until_indexed(other, await _num_cached(cluster, "prefill0") + await _num_cached(cluster, "prefill1"))
+        await _until_indexed(other, await _num_cached(cluster))
         for prompt, member in [*zip(prompts, placed, strict=True)] * 2:
             answer = await ask(other, question(prompt, max_tokens=2))
             assert (answer.ledger.members[0], answer.usage.cached_tokens) == (member, 6 * _BLOCK_SIZE)
@@ -150,7 +150,7 @@ async def test_a_prompt_is_placed_on_the_worker_that_caches_it_until_that_worker
         gone = cluster.members[placed[0].partition("@")[0]]
         left = next(name for name in cluster.workers("prefill") if name != gone.name)
         gone.send_signal(signal.SIGKILL)
-        await _until_indexed(other, await _num_cached(cluster, left))
+        await _until_indexed(other, await _num_cached(cluster, besides=gone.name))
         answer = await ask(other, question(prompts[0], max_tokens=2))
         assert answer.ledger.members[0].partition("@")[0] == left
 
@@ -171,8 +171,9 @@ async def _another_router(cluster: LocalCluster) -> AsyncIterator[LocalCluster]:
             await router.reader
 
 
-async def _num_cached(cluster: LocalCluster, name: str) -> int:
-    return (await cluster.inspect(name)).blocks["cached"]
+async def _num_cached(cluster: LocalCluster, besides: str = "") -> int:
+    names = [name for role in ("prefill", "decode") for name in cluster.workers(role) if name != besides]
+    return sum([(await cluster.inspect(name)).blocks["cached"] for name in names])
 
 
 async def _until_indexed(cluster: LocalCluster, num_blocks: int) -> None:

@@ -77,11 +77,11 @@ async def test_a_prefill_worker_that_sends_heartbeats_is_not_asked() -> None:
         worker = await router.add_prefill("p0")
         await router.add_decode("d0")
         await router.connected()
-        peer = router.fleet.prefill(worker.id)
+        peer = router.fleet.connected_peer(worker.id)
         worker.door.reached.clear()
-        before_s, before = peer.heard_s, peer.heartbeat.step
+        before_s, before = peer.heard_s, peer.stream.heartbeat.step
         async with asyncio.timeout(_DEADLINE_S):
-            while peer.heard_s == before_s or peer.heartbeat.step == before:
+            while peer.heard_s == before_s or peer.stream.heartbeat.step == before:
                 await worker.beats.get()
         assert not router.telemetry.value("tandem_false_suspicions_total", role="prefill")
 

@@ -153,10 +153,10 @@ async def test_a_suspected_large_worker_is_waited_for() -> None:
         large = await router.add_decode("d0", capacity=LARGE)
         await router.add_decode("d1", capacity=SMALL)
         await router.connected()
-        router.fleet.decode(large.id).trusted = False
+        router.fleet.connected_peer(large.id).trusted = False
         answering = asyncio.create_task(answer_to(router, request := ask()))
         await _waits(router)
-        router.fleet.decode(large.id).trusted = True
+        router.fleet.connected_peer(large.id).trusted = True
         router.register()
         async with asyncio.timeout(10):
             assert (await answering).token_ids[0] == expected_tokens(router, request)
@@ -325,7 +325,7 @@ async def test_a_sequence_that_only_the_draining_worker_can_hold_stays_until_it_
             await on.source.started.wait()
         on.source.leave(0.0)
         async with asyncio.timeout(10):
-            while not on.router.fleet.draining_decodes():
+            while not on.router.fleet.draining():
                 await on.router.fleet.changed()
         await answer_to(on.router, ask(max_tokens=4))  # long enough for what would be given up to be given up
         on.source.transfer.open()

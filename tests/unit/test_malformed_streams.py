@@ -1,4 +1,4 @@
-"""A decode worker whose stream has values out of bounds loses the attempts that the message names, and no other."""
+"""A worker whose stream has values out of bounds loses the attempts that the message names, and no other."""
 
 import asyncio
 import itertools
@@ -15,8 +15,8 @@ from cluster.observe.telemetry import Telemetry
 from cluster.protocol.wire import pack_ids
 from cluster.serving.rpc_errors import HANDOFF_REASON, REASON, RETRY_AFTER_S, error_from_rpc
 from router.fleet.decode_events import DecodeEvent, Sequences, SequencesFailed, SequenceToken, StreamLost
-from router.fleet.decode_stream import DecodeStream
 from router.fleet.supervision import WorkerTimeouts
+from router.fleet.worker_stream import RouterSide, WorkerStream
 from router.pipeline.failures import AttemptFailed, failed_sequences
 from router.policies.sequence_progress import SequenceProgress
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
@@ -47,21 +47,19 @@ class _Worker(worker_pb2_grpc.DecodeWorkerServicer):
 @asynccontextmanager
 async def _following(
     worker: _Worker, telemetry: Telemetry, *, grace_s: float = DEADLINE_S
-) -> AsyncIterator[DecodeStream]:
+) -> AsyncIterator[WorkerStream]:
     server = grpc.aio.server()
     worker_pb2_grpc.add_DecodeWorkerServicer_to_server(worker, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     async with grpc.aio.insecure_channel(address) as channel:
-        stream = DecodeStream(
-            router=MemberId("r0", "1"),
-            member=Member(id=WORKER, role=Role.DECODE, address=address, model="m"),
-            stub=worker_pb2_grpc.DecodeWorkerStub(channel),
-            timeouts=WorkerTimeouts(heartbeat_timeout_s=DEADLINE_S, recovery_timeout_s=grace_s),
-            handles=itertools.count(1),
-            on_change=lambda: None,
+        timeouts = WorkerTimeouts(heartbeat_timeout_s=DEADLINE_S, recovery_timeout_s=grace_s)
+        stream = WorkerStream(
+            Member(id=WORKER, role=Role.DECODE, address=address, model="m"),
+            channel,
+            RouterSide(MemberId("r0", "1"), timeouts, itertools.count(1), lambda: None, telemetry),
             on_draining=lambda grace_s: None,
-            telemetry=telemetry,
+            on_heartbeat=lambda heartbeat: None,
         )
         running = asyncio.create_task(stream.run())
         try:

@@ -30,7 +30,7 @@ class _Exporter:
 
 
 def _service(steps: _Steps, telemetry: Telemetry) -> PrefillService:
-    parts: dict[str, Any] = dict.fromkeys(("pulls", "tiers", "cache_events", "follow_heartbeats"))
+    parts: dict[str, Any] = dict.fromkeys(("pulls", "tiers", "cache_events"))
     return PrefillService(
         steps=steps,  # type: ignore[arg-type]
         exporter=_Exporter(),  # type: ignore[arg-type]

@@ -44,3 +44,13 @@ async def test_a_router_that_does_not_read_gets_only_the_latest_heartbeat() -> N
     streams.send(_STOPPED, _STEP)
     async with asyncio.timeout(10), aclosing(stream.drain(connection)) as said:
         assert [await anext(said), await anext(said)] == [_beat(99_999), _STEP]
+
+
+async def test_a_router_that_connects_gets_the_latest_heartbeat_at_once() -> None:
+    streams = RouterStreams(grace_s=60.0, on_gone=lambda _: None)
+    for step in range(3):
+        streams.beat(_beat(step))
+    connection = object()
+    stream = streams.connect(_READING, connection)
+    async with asyncio.timeout(10), aclosing(stream.drain(connection)) as said:
+        assert await anext(said) == _beat(2)

@@ -306,12 +306,8 @@ class SequenceFailed(_message.Message):
     detail: str
     def __init__(self, handles: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
 
-class HeartbeatsRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
 class Heartbeat(_message.Message):
-    __slots__ = ("step", "running", "waiting", "free_blocks", "links", "step_s", "service_times")
+    __slots__ = ("step", "running", "waiting", "free_blocks", "links", "step_s", "service_times", "exports")
     STEP_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -319,6 +315,7 @@ class Heartbeat(_message.Message):
     LINKS_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
     SERVICE_TIMES_FIELD_NUMBER: _ClassVar[int]
+    EXPORTS_FIELD_NUMBER: _ClassVar[int]
     step: int
     running: int
     waiting: int
@@ -326,7 +323,8 @@ class Heartbeat(_message.Message):
     links: _containers.RepeatedCompositeFieldContainer[_admin_pb2.LinkSpeed]
     step_s: float
     service_times: ServiceTimes
-    def __init__(self, step: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., links: _Optional[_Iterable[_Union[_admin_pb2.LinkSpeed, _Mapping]]] = ..., step_s: _Optional[float] = ..., service_times: _Optional[_Union[ServiceTimes, _Mapping]] = ...) -> None: ...
+    exports: int
+    def __init__(self, step: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., links: _Optional[_Iterable[_Union[_admin_pb2.LinkSpeed, _Mapping]]] = ..., step_s: _Optional[float] = ..., service_times: _Optional[_Union[ServiceTimes, _Mapping]] = ..., exports: _Optional[int] = ...) -> None: ...
 
 class ServiceTimes(_message.Message):
     __slots__ = ("prefill", "decode", "mixed", "hand_off")

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class PrefillWorkerStub(object):
-    """Every prefill worker serves it.
+    """Computes prompts for other workers. Every worker serves it.
     """
 
     def __init__(self, channel):
@@ -45,15 +45,10 @@ class PrefillWorkerStub(object):
                 request_serializer=tandem_dot_internal_dot_v1_dot_worker__pb2.AbandonRequest.SerializeToString,
                 response_deserializer=tandem_dot_internal_dot_v1_dot_worker__pb2.AbandonResponse.FromString,
                 _registered_method=True)
-        self.Heartbeats = channel.unary_stream(
-                '/tandem.internal.v1.PrefillWorker/Heartbeats',
-                request_serializer=tandem_dot_internal_dot_v1_dot_worker__pb2.HeartbeatsRequest.SerializeToString,
-                response_deserializer=tandem_dot_internal_dot_v1_dot_worker__pb2.Heartbeat.FromString,
-                _registered_method=True)
 
 
 class PrefillWorkerServicer(object):
-    """Every prefill worker serves it.
+    """Computes prompts for other workers. Every worker serves it.
     """
 
     def Prefill(self, request, context):
@@ -74,14 +69,6 @@ class PrefillWorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Heartbeats(self, request, context):
-        """Sends one heartbeat at once, and then one every --heartbeat-s until the worker leaves. A router that misses
-        heartbeats checks whether the worker still answers.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_PrefillWorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -95,11 +82,6 @@ def add_PrefillWorkerServicer_to_server(servicer, server):
                     request_deserializer=tandem_dot_internal_dot_v1_dot_worker__pb2.AbandonRequest.FromString,
                     response_serializer=tandem_dot_internal_dot_v1_dot_worker__pb2.AbandonResponse.SerializeToString,
             ),
-            'Heartbeats': grpc.unary_stream_rpc_method_handler(
-                    servicer.Heartbeats,
-                    request_deserializer=tandem_dot_internal_dot_v1_dot_worker__pb2.HeartbeatsRequest.FromString,
-                    response_serializer=tandem_dot_internal_dot_v1_dot_worker__pb2.Heartbeat.SerializeToString,
-            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'tandem.internal.v1.PrefillWorker', rpc_method_handlers)
@@ -109,7 +91,7 @@ def add_PrefillWorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PrefillWorker(object):
-    """Every prefill worker serves it.
+    """Computes prompts for other workers. Every worker serves it.
     """
 
     @staticmethod
@@ -166,36 +148,9 @@ class PrefillWorker(object):
             metadata,
             _registered_method=True)
 
-    @staticmethod
-    def Heartbeats(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/tandem.internal.v1.PrefillWorker/Heartbeats',
-            tandem_dot_internal_dot_v1_dot_worker__pb2.HeartbeatsRequest.SerializeToString,
-            tandem_dot_internal_dot_v1_dot_worker__pb2.Heartbeat.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
 
 class DecodeWorkerStub(object):
-    """Every decode worker serves it.
+    """Runs sequences. Every worker serves it.
     """
 
     def __init__(self, channel):
@@ -227,7 +182,7 @@ class DecodeWorkerStub(object):
 
 
 class DecodeWorkerServicer(object):
-    """Every decode worker serves it.
+    """Runs sequences. Every worker serves it.
     """
 
     def Start(self, request, context):
@@ -241,7 +196,8 @@ class DecodeWorkerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Connect(self, request_iterator, context):
-        """The one stream between a router and this worker. The router reads it without pauses.
+        """The one stream between a router and this worker, with a heartbeat at once and then one every --heartbeat-s. The
+        router reads it without pauses. One that misses heartbeats checks whether the worker still answers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -296,7 +252,7 @@ def add_DecodeWorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DecodeWorker(object):
-    """Every decode worker serves it.
+    """Runs sequences. Every worker serves it.
     """
 
     @staticmethod
@@ -468,8 +424,7 @@ class WorkerServicer(object):
 
     def SubscribeCacheEvents(self, request, context):
         """The cache events of this worker's prefix cache: its content, then every change, at most five messages a second.
-        Prefill workers only. Errors: UNAVAILABLE (leaving, or not a prefill worker), RESOURCE_EXHAUSTED (too many
-        subscribers).
+        Errors: UNAVAILABLE (leaving), RESOURCE_EXHAUSTED (too many subscribers).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

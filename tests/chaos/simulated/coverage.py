@@ -24,7 +24,7 @@ from engine.scheduling.schedule import PromptTime
 from engine.scheduling.step import StepPlan
 from engine.scheduling.steps_in_flight import StepsInFlight
 from kvtransfer.protocol import export_machine, import_state, leases
-from router.fleet.decode_stream import DecodeStream
+from router.fleet.worker_stream import WorkerStream
 from router.policies import breakers
 from router.policies.placement import PlacementReason
 from router.request.account import RequestAccount
@@ -116,7 +116,7 @@ def _wrappers(count: Count) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield leases, "_moved", functools.partial(_before, before=_counting_phase(count, "lease"))
     yield leases, "renew", functools.partial(_counting_renewals, count)
     yield breakers._Breaker, "move", functools.partial(_before, before=_counting_breaker(count))
-    yield DecodeStream, "_converse", functools.partial(_counting_streams, count)
+    yield WorkerStream, "_converse", functools.partial(_counting_streams, count)
     yield SwapSpace, "swap_out", functools.partial(_counting_swaps, count)
     yield StepsInFlight, "begin", lambda begun: _before(begun, functools.partial(_count_step, count))
     yield PromptTime, "take", functools.partial(_counting_limits, count)
@@ -204,19 +204,19 @@ def _counting_streams(count: Count, converse: Any) -> Any:
     """Count each stream's reconnections, and the timeouts that ended a connection."""
 
     @functools.wraps(converse)
-    async def counting(stream: DecodeStream, hello_deadline_s: float) -> str:
+    async def counting(stream: WorkerStream, hello_deadline_s: float) -> str:
         was_connected = getattr(stream, "was_connected", False)
         try:
             detail: str = await converse(stream, hello_deadline_s)
             return detail
         except TimeoutError:
             if stream.connected.is_set():
-                count("decode stream: silent")
+                count("stream: silent")
             raise
         finally:
             if stream.connected.is_set():
                 if was_connected:
-                    count("decode stream: came back")
+                    count("stream: came back")
                 setattr(stream, "was_connected", True)  # noqa: B010 -- production code has no such attribute
 
     return counting

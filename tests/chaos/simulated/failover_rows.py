@@ -16,8 +16,8 @@ EVIDENCE: dict[str, tuple[str, ...]] = {
     "a suspected worker misses a second health check": ("error: worker_lost",),
     "a router receives nothing from any worker": ("error: all_workers_silent",),
     "the decode worker that imports a ticket is suspected, and another one answers": ("counted: tickets_reissued",),
-    "a decode worker's stream is silent while its health check answers": ("decode stream: silent",),
-    "a connection breaks and comes back": ("decode stream: came back",),
+    "a worker's stream is silent while its health check answers": ("stream: silent",),
+    "a connection breaks and comes back": ("stream: came back",),
     "a router counts a decode worker as lost, and reaches it again": ("counted: decode_router_gone began_again",),
     "a decode worker's message about sequences is malformed": (
         "malformed: WorkerMessage.step",

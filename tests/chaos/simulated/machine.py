@@ -208,7 +208,7 @@ def simulated_machine() -> Iterator[None]:
         "prefill_worker.prefixes.tiers.BlockFiles": _block_files,
         "worker.transfer.available_transports": _transports,
         "router.fleet.decode_events.Sequences": type("Sequences", (Counted, Sequences), {}),
-        "router.fleet.decode_stream.Sequences": type("Sequences", (Counted, Sequences), {}),
+        "router.fleet.worker_stream.Sequences": type("Sequences", (Counted, Sequences), {}),
         "router.app.configure_logs": lambda *_: None,
         "router.app.cluster_key": lambda _: b"k" * 32,
         "router.app.HttpServer": _HttpServer,

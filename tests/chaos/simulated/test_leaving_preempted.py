@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from router.fleet.decode_stream import DecodeStream
+from router.fleet.worker_stream import WorkerStream
 from tests.chaos.simulated.machine import simulated_machine
 from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, Schedule, plain_schedule
 from tests.chaos.simulated.world import run_schedule
@@ -38,13 +38,13 @@ def test_a_sequence_preempted_on_a_leaving_worker_continues_elsewhere_without_lo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     failed: list[int] = []
-    fail_sequence = DecodeStream.fail_sequence
+    fail_sequence = WorkerStream.fail_sequence
 
-    def noted(stream: DecodeStream, handle: int) -> None:
+    def noted(stream: WorkerStream, handle: int) -> None:
         failed.extend({handle} & {*stream.preempted()})
         fail_sequence(stream, handle)
 
-    monkeypatch.setattr(DecodeStream, "fail_sequence", noted)
+    monkeypatch.setattr(WorkerStream, "fail_sequence", noted)
     with simulated_machine():
         for seed in _SEEDS:
             result = run_schedule(_crowded(seed))

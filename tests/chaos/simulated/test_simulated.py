@@ -16,7 +16,7 @@ from decode_worker.imports import Imports
 from engine.kv.pool import KvPool
 from engine.scheduling.step import Chunk, Sample, StepPlan
 from kvtransfer.protocol import handoff, import_machine
-from router.fleet.decode_stream import DecodeStream
+from router.fleet.worker_stream import WorkerStream
 from router.request.admitted_request import Choice
 from router.requests import ChoiceDelta
 from tests.chaos.simulated.batch import run_seeds
@@ -136,7 +136,7 @@ BREAKS = (
     ),
     Break(
         "the router waits on for what was lost with a connection",
-        lambda: mock.patch.object(DecodeStream, "_end_silent"),
+        lambda: mock.patch.object(WorkerStream, "_end_silent"),
         _connections_break,
         "deadline_exceeded",
     ),

@@ -1,4 +1,4 @@
-"""The one multiplexed stream between this router and one incarnation of one decode worker.
+"""The one multiplexed stream between this router and one incarnation of one worker: tokens, heartbeats, drain messages.
 
 Owns the connection and the table of which attempt owns which handle. It reads without pause; each attempt has its own
 queue of events. Messages about a handle without an owner are dropped: their attempt is no longer current. A broken
@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import grpc
@@ -41,7 +42,7 @@ from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tandem.keepalive import KeepAliveTimer
 from tandem.keepalive_watch import waiting
 
-_LOG = logging.getLogger("tandem.router.decode_stream")
+_LOG = logging.getLogger("tandem.router.worker_stream")
 _RECONNECT_PAUSE_S = 0.05
 _RESEND_CANCEL_S = 0.2
 _MAX_CANCELS_KEPT = 4096
@@ -49,33 +50,42 @@ _Call: TypeAlias = "grpc.aio.StreamStreamCall[worker_pb2.RouterMessage, worker_p
 _REPLACED = "another incarnation answers at its address"
 
 
-class DecodeStream:
-    """The stream of one router to one decode worker. `run` connects and reads until the worker is lost; the stream
+@dataclass(frozen=True, slots=True)
+class RouterSide:
+    """The part of a router that all its connections to workers share. `handles` yields numbers that this router has
+    never given to any worker. `on_change` is called when a worker becomes usable or stops being usable."""
+
+    router: MemberId
+    timeouts: WorkerTimeouts
+    handles: Iterator[int]
+    on_change: Callable[[], None]
+    telemetry: Telemetry
+
+
+class WorkerStream:
+    """The stream of one router to one worker. `run` connects and reads until the worker is lost; the stream
     cannot be used after that."""
 
     def __init__(
         self,
-        *,
-        router: MemberId,
         member: Member,
-        stub: worker_pb2_grpc.DecodeWorkerStub,
-        timeouts: WorkerTimeouts,
-        handles: Iterator[int],
-        on_change: Callable[[], None],
+        channel: grpc.aio.Channel,
+        side: RouterSide,
+        *,
         on_draining: Callable[[float], None],
-        telemetry: Telemetry,
+        on_heartbeat: Callable[[worker_pb2.Heartbeat], None],
     ) -> None:
-        """`handles` yields numbers that this router has never given to this worker. `on_change` is called when the
-        stream connects or breaks, `on_draining` with the worker's remaining grace in seconds when it drains."""
-        self._router = router
+        """`on_draining` is called with the worker's remaining grace in seconds when it drains."""
         self._worker = member.id
         self._address = member.address
-        self._stub = stub
-        self._timeouts = timeouts
-        self._handles = handles
-        self._on_change = on_change
+        self._stub = worker_pb2_grpc.DecodeWorkerStub(channel)
+        self._router = side.router
+        self._timeouts = side.timeouts
+        self._handles = side.handles
+        self._on_change = side.on_change
+        self._telemetry = side.telemetry
         self._on_draining = on_draining
-        self._telemetry = telemetry
+        self._on_heartbeat = on_heartbeat
         self._owners: dict[int, Sequences] = {}
         self._moves: dict[int, MoveRequest] = {}  # moves in progress
         self._unheard_since_loss: dict[int, int] = {}  # handle -> number of the latest loss, if no message came since
@@ -197,7 +207,7 @@ class DecodeStream:
                 self.connected.clear()
                 self._on_change()
                 disconnected_at_s = loop.time()
-                _LOG.warning("decode stream broke", extra={"worker": str(self._worker), "problem": problem})
+                _LOG.warning("stream broke", extra={"worker": str(self._worker), "problem": problem})
             if problem is _REPLACED:
                 return problem
             if await refuses_connections(self._address):
@@ -303,6 +313,7 @@ class DecodeStream:
                 self.links = link_speeds_from_wire(message.heartbeat.links)
                 self.service_times = service_times_of(message.heartbeat)
                 self._num_others = message.heartbeat.waiting + message.heartbeat.running - self.num_sequences
+                self._on_heartbeat(message.heartbeat)
             case "leaving":
                 self._on_draining(message.leaving.grace_s)
 

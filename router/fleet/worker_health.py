@@ -1,0 +1,247 @@
+"""The health of one incarnation of one worker, as this router sees it, and its drain.
+
+A failed call makes the worker suspect at once, silence after a while, and a direct health check clears or loses it.
+Each health check goes to two other workers too: if none of them answers either, the silence may be this router's own
+fault (router/policies/silence.py). Every call has a deadline and ends early when the worker is lost.
+"""
+
+import asyncio
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+import grpc
+
+from cluster.errors import (
+    AllWorkersSilent,
+    Cancelled,
+    Draining,
+    QueueFull,
+    TandemError,
+    Unavailable,
+    Unhealthy,
+    WorkerLost,
+)
+from cluster.member import Member
+from cluster.serving.rpc_errors import error_from_rpc
+from router.fleet.supervision import check_health, refuses_connections
+from router.fleet.worker_stream import RouterSide
+from router.policies.silence import Silence
+from router.policies.work_ahead import PromptBacklog
+from router.running import running
+
+_CHECK_S = 1.0
+_LATE_S = 0.5  # a timeout that fires this much late shows that this router itself was stopped or busy
+_CHECK_PAUSE_S = 0.2
+_LONGEST_CHECK_S = 2.5  # a longer check shows that this router itself was stopped
+_LEAST_WAIT_S = 0.001  # the rest may be less than the clock's resolution
+_LAPSED_CHECK_S = 1.0
+_NUM_OTHERS_ASKED = 2
+
+Answer = TypeVar("Answer")
+
+
+class WorkerHealth(ABC):
+    """`trusted`: the worker may get new work. `backlog` keeps for how long the worker reported its queue as full."""
+
+    def __init__(
+        self,
+        member: Member,
+        channel: grpc.aio.Channel,
+        side: RouterSide,
+        others: "Callable[[], Sequence[WorkerHealth]]",
+    ) -> None:
+        """`others` returns the other connected workers, those first from which this router received messages last."""
+        self.member = member
+        self.trusted = True
+        self.backlog = PromptBacklog()
+        self.drain_deadline_s: float | None = None  # by the event loop's clock; None: it stays
+        self._channel = channel
+        self._timeouts = side.timeouts
+        self._others = others
+        self._on_change = side.on_change
+        self._telemetry = side.telemetry
+        self._registered = True
+        self._suspected = asyncio.Event()
+        self._lost = asyncio.Event()
+        self._silence = Silence()
+        self._lost_detail = ""
+        self._answered_s = asyncio.get_running_loop().time()
+
+    @property
+    def heard_s(self) -> float:
+        """The time when the worker last sent anything, by the event loop's clock."""
+        return self._answered_s
+
+    @property
+    @abstractmethod
+    def assigned(self) -> int:
+        """The number of sequences that this router has there, with those of prompts that the worker exports."""
+
+    @property
+    def silent_s(self) -> float:
+        return asyncio.get_running_loop().time() - self.heard_s
+
+    @property
+    def num_missed(self) -> int:
+        """The number of consecutive health checks that the worker has missed since it became silent; 0 once it has sent
+        anything."""
+        return self._silence.num_missed(self.heard_s)
+
+    def suspect(self) -> None:
+        """A call failed: give the worker no new work until a health check has passed."""
+        self.trusted = False
+        self._suspected.set()
+
+    def mark_draining(self, grace_s: float) -> None:
+        """Record that the worker accepts no new work and keeps its present work for `grace_s`."""
+        self.drain_deadline_s = max(self.drain_deadline_s or 0.0, asyncio.get_running_loop().time() + grace_s)
+        self._on_change()
+
+    def set_registered(self, registered: bool) -> None:
+        """Record whether the worker is registered. One that is not is checked repeatedly until it is registered or
+        lost."""
+        self._registered = registered
+        if not registered:
+            self.suspect()
+
+    def fail_calls(self, detail: str) -> None:
+        """End every call in progress with the error of `loss`."""
+        self._lost_detail = detail
+        self._lost.set()
+
+    async def run(self) -> str:
+        """Check the worker's health until it is lost, or has left and has no work of this router. Returns the
+        reason."""
+        while True:
+            is_silent = await self._until_suspected()
+            self._suspected.clear()
+            problem = await self._check_until_sure(is_silent)
+            if problem is not None:
+                return problem
+            silence, self._silence = self._silence, Silence()
+            if silence.num_counted:
+                self._telemetry.count("tandem_false_suspicions_total", role=self.member.role)
+            if self._registered:
+                self.trusted = True
+                self._on_change()
+            elif self.assigned == 0:
+                return "it left"
+            else:
+                asyncio.get_running_loop().call_later(_LAPSED_CHECK_S, self._suspected.set)
+
+    async def ask(self, timeout_s: float) -> None:
+        """Check the worker's health once, for another one that is silent. No answer has no effect."""
+        if not (await check_health(self._channel, timeout_s)).problem:
+            self._answered_s = asyncio.get_running_loop().time()
+
+    def loss(self, problem: str) -> TandemError:
+        """Return the error of work that the worker no longer serves: Draining if the worker has reported its drain,
+        AllWorkersSilent if this router may be cut off from all workers, else WorkerLost."""
+        message = f"{self.member.role} worker {self.member.id} {problem}"
+        if self.drain_deadline_s is not None:
+            return Draining(f"{message}; it was draining")
+        is_own = not self._silence.continues(self.heard_s) or self._silence.is_of_worker(self._another_sent_s())
+        return WorkerLost(message) if is_own else AllWorkersSilent(message)
+
+    async def _until_suspected(self) -> bool:
+        """Wait until a call has failed, or the worker was silent and missed a health check. Returns whether it was
+        silent."""
+        is_silent = False
+        while not self._suspected.is_set():
+            left_s = self._timeouts.health_check_after_s - self.silent_s
+            if left_s > 0:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(max(left_s, _LEAST_WAIT_S)):
+                        await self._suspected.wait()
+            elif not await self._answers(self._timeouts.health_check_timeout_s):
+                is_silent = True
+                self._count_missed()
+                self.suspect()
+        return is_silent
+
+    async def _check_until_sure(self, is_silent: bool) -> str | None:
+        """Repeat the health check. Returns None once the worker answers, else why it is lost. A worker that was silent
+        answers with any message."""
+        loop = asyncio.get_running_loop()
+        left_s = self._timeouts.recovery_timeout_s
+        while True:
+            began_s, limit_s = loop.time(), self._timeouts.health_check_timeout_s if is_silent else _CHECK_S
+            if await self._answers(min(limit_s, max(0.0, left_s))):
+                return None
+            if is_silent and not self._silence.continues(self.heard_s):
+                return None
+            if await refuses_connections(self.member.address):
+                return "its address refuses connections"
+            if is_silent:
+                self._count_missed()
+            left_s -= min(loop.time() - began_s, _LONGEST_CHECK_S)
+            if left_s <= 0:
+                return f"it did not answer for {self._timeouts.recovery_timeout_s:g} s"
+            await asyncio.sleep(min(_CHECK_PAUSE_S, left_s))
+            left_s -= _CHECK_PAUSE_S
+
+    async def _answers(self, timeout_s: float) -> bool:
+        """Return whether the worker answers. Others are asked at the same time. The check is repeated if this router
+        itself was stopped while it waited."""
+        loop = asyncio.get_running_loop()
+        while True:
+            asked_s = loop.time()
+            async with running(self._ask_others(timeout_s)):
+                check = await check_health(self._channel, timeout_s)
+            if not check.problem:
+                self._answered_s = loop.time()
+                return True
+            if loop.time() - asked_s <= timeout_s + _LATE_S:
+                record = self._silence.record_timeout if check.timed_out else self._silence.record_failure
+                record(asked_s, sent_s=self.heard_s)
+                return False
+
+    async def _ask_others(self, timeout_s: float) -> None:
+        asked = self._others()[:_NUM_OTHERS_ASKED]
+        # The connection of one of them may close in the meantime, which does not concern this worker.
+        await asyncio.gather(*(other.ask(timeout_s) for other in asked), return_exceptions=True)
+
+    def _another_sent_s(self) -> float:
+        """Return when this router last received anything from another worker."""
+        return max((other.heard_s for other in self._others()), default=-math.inf)
+
+    def _count_missed(self) -> None:
+        """Count the health check that the silent worker has just missed, unless this router may be cut off."""
+        self._silence.count(self._another_sent_s())
+        self._on_change()
+
+    async def _unless_lost(self, answer: Awaitable[Answer]) -> Answer:
+        """Await an answer of the worker. Raises the error of `loss` when the worker is lost first, and the error
+        of a failed call."""
+        work = asyncio.ensure_future(answer)
+        lost = asyncio.ensure_future(self._lost.wait())
+        try:
+            await asyncio.wait((work, lost), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done() or (work.cancelled() and self._lost.is_set()):  # the channel closes with the peer
+                raise self._gone()
+            result = work.result()
+            self._answered_s = asyncio.get_running_loop().time()
+            return result
+        except grpc.aio.AioRpcError as rpc_error:
+            raise self._judged(error_from_rpc(rpc_error)) from rpc_error
+        finally:
+            work.cancel()
+            lost.cancel()
+
+    def _gone(self) -> TandemError:
+        return self.loss(f"is lost: {self._lost_detail}")
+
+    def _judged(self, error: TandemError) -> TandemError:
+        """A call that failed in the network, or that the worker cut off, makes it suspect; a refusal does not. The
+        retry time of a full queue is kept for requests that have not asked the worker yet."""
+        if isinstance(error, QueueFull):
+            self.backlog.record_full_queue(error.retry_after_s, asyncio.get_running_loop().time())
+        if isinstance(error, Unhealthy):
+            self.suspect()
+        if isinstance(error, Cancelled) or type(error) is Unavailable:
+            self.suspect()
+            return self.loss(f"does not answer: {error.message}")
+        return error
