@@ -87,7 +87,9 @@ class _WorkerEvacuation:
         now_s, drain_deadline_s = asyncio.get_running_loop().time(), self._peer.drain_deadline_s
         assert drain_deadline_s is not None
         stream = self._peer.stream
-        all_progress = stream.running_progress()
+        # A move whose outcome is known may still be about to end here. It must not be started a second time.
+        running = stream.running_progress().items()
+        all_progress = {handle: progress for handle, progress in running if handle not in self._moving}
         for handle in sequences_to_move(all_progress, now_s, drain_deadline_s)[
             : MAX_CONCURRENT_MOVES - len(self._moving)
         ]:
