@@ -41,7 +41,7 @@ from router.pipeline.migration import Migrations
 from router.pipeline.pipeline import Pipeline, PipelineSettings
 from router.policies.breakers import BreakerPolicy
 from router.policies.candidates import SloTargets
-from router.policies.effect import NO_EFFECT
+from router.policies.effect import NO_EFFECT, Comparison
 from router.policies.prefix_index import PrefixIndex
 from router.policies.slo_aware import policy
 from router.request.live_requests import LiveRequests
@@ -222,13 +222,7 @@ class Router:
     async def _publish_effect(self) -> None:
         """Publish the effect of disaggregation. It takes milliseconds to estimate, so this is rare."""
         while True:
-            comparison = self._live_requests.explanations.comparison()
-            for effect in {comparison.ttft, comparison.predicted_ttft} - {NO_EFFECT}:
-                for bound, value in (("mean", effect.mean_s), ("low", effect.low_s), ("high", effect.high_s)):
-                    self._telemetry.gauge(
-                        "tandem_disaggregation_ttft_effect_seconds", value, basis=effect.basis, bound=bound
-                    )
-                self._telemetry.gauge("tandem_disaggregation_trials", effect.num_requests, basis=effect.basis)
+            publish_effect(self._live_requests.explanations.comparison(), self._telemetry)
             await asyncio.sleep(_EFFECT_PERIOD_S)
 
     def _as_member(self) -> Member:
@@ -310,6 +304,14 @@ class Router:
             placement=self._config.placement,
             explore=self._config.explore,
         )
+
+
+def publish_effect(comparison: Comparison, telemetry: Telemetry) -> None:
+    """Publish how much earlier or later first tokens are at pairs, as far as that is known."""
+    for effect in {comparison.ttft, comparison.predicted_ttft} - {NO_EFFECT}:
+        for bound, value in (("mean", effect.mean_s), ("low", effect.low_s), ("high", effect.high_s)):
+            telemetry.gauge("tandem_disaggregation_ttft_effect_seconds", value, basis=effect.basis, bound=bound)
+        telemetry.gauge("tandem_disaggregation_trials", effect.num_requests, basis=effect.basis)
 
 
 def _tokenization(config: RouterConfig) -> Tokenization:

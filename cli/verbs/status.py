@@ -17,7 +17,7 @@ _LATENCIES = ("time to first token", "time between tokens", "the same of running
 _VERDICTS = {
     admin_pb2.DISAGGREGATION_VERDICT_WORTH_IT: "worth it here",
     admin_pb2.DISAGGREGATION_VERDICT_NOT_WORTH_IT: "not worth it here",
-    admin_pb2.DISAGGREGATION_VERDICT_TRADE_OFF: "better for one latency here and worse for another one",
+    admin_pb2.DISAGGREGATION_VERDICT_TRADE_OFF: "better in one respect here and worse in another one",
     admin_pb2.DISAGGREGATION_VERDICT_NO_DIFFERENCE: "no clear difference here",
 }
 
@@ -124,6 +124,12 @@ def disaggregation_object(found: admin_pb2.Disaggregation) -> dict[str, object]:
         "placement": found.placement,
         "explore": found.explore,
         **{name: _effect_object(effect) for name, effect in _effects(found).items()},
+        "goodput": {
+            "basis": EFFECT_BASES.label(found.goodput.basis),
+            "pair_share": found.goodput.pair_share,
+            "alone_share": found.goodput.alone_share,
+            "num_requests": found.goodput.num_requests,
+        },
     }
 
 
@@ -152,8 +158,10 @@ def disaggregation_text(found: admin_pb2.Disaggregation) -> str:
         for name, effect in zip(_LATENCIES, _effects(found).values(), strict=True)
         if effect.basis != admin_pb2.EFFECT_BASIS_UNKNOWN
     ]
+    if found.goodput.num_requests and min(found.goodput.pair_share, found.goodput.alone_share) < 1:
+        rows.append(_goodput_row(found.goodput))
     lines = [f"disaggregation: {_VERDICTS[found.verdict]} (a pair of workers, compared with one worker alone)"]
-    lines.append(table(("latency", "difference", "range", "known from"), rows))
+    lines.append(table(("of a request", "difference", "range", "known from"), rows))
     if found.ttft.basis == admin_pb2.EFFECT_BASIS_PREDICTED:
         lines.append(_advice(found))
     return "\n".join(lines)
@@ -168,6 +176,12 @@ def _advice(found: admin_pb2.Disaggregation) -> str:
     if not found.explore:
         return "start routers with --explore 0.02 to measure the time to first token"
     return f"measured once 20 requests are explored (--explore {found.explore:g})"
+
+
+def _goodput_row(goodput: admin_pb2.GoodputEffect) -> tuple[str, str, str, str]:
+    pair, alone = 100 * goodput.pair_share, 100 * goodput.alone_share
+    basis = f"{EFFECT_BASES.label(goodput.basis)} for {goodput.num_requests} requests"
+    return ("latency targets kept", f"{pair - alone:+.0f} points", f"{pair:.0f} % and {alone:.0f} %", basis)
 
 
 def _difference(effect: admin_pb2.LatencyEffect) -> str:

@@ -95,6 +95,12 @@ def comparison_to_wire(found: Comparison, placement: str, explore: float) -> adm
         running_itl=_effect_to_wire(found.running_itl),
         placement=placement,
         explore=explore,
+        goodput=admin_pb2.GoodputEffect(
+            basis=EFFECT_BASES.number(found.goodput.basis),
+            pair_share=found.goodput.pair_share,
+            alone_share=found.goodput.alone_share,
+            num_requests=found.goodput.num_requests,
+        ),
     )
 
 

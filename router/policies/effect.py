@@ -11,13 +11,13 @@ jackknife (Efron and Stein, 1981) with a t quantile whose degrees of freedom cou
 In simulations with known effects it contains the truth in about 95 % of cases, and in 90 % where few explored
 requests have very skewed times (tests/unit/test_effect.py).
 
-The time between tokens is never measured like that: a request slows down the sequences that run beside it, so the
-requests of one moment do not differ by their own candidate alone. It is *predicted* only.
+The time between tokens and the goodput are never measured like that: a request slows down the sequences that run beside
+it, so the requests of one moment do not differ by their own candidate alone. They are *predicted* only.
 """
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -46,7 +46,7 @@ class Verdict(StrEnum):
     NOT_KNOWN = "not_known"
     WORTH_IT = "worth_it"
     NOT_WORTH_IT = "not_worth_it"
-    TRADE_OFF = "trade_off"  # one latency is better and another one worse
+    TRADE_OFF = "trade_off"  # better in one respect and worse in another one
     NO_DIFFERENCE = "no_difference"  # none that is clear
 
 
@@ -76,6 +76,25 @@ NO_EFFECT = Effect(Basis.UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True)
+class Goodput:
+    """The shares of requests that are predicted to keep all latency targets. Without targets both are 1."""
+
+    basis: Basis
+    pair_share: float = 0.0
+    alone_share: float = 0.0
+    num_requests: int = 0
+
+    @property
+    def sign(self) -> int:
+        """-1: pairs keep clearly more targets. 1: they keep clearly fewer. 0: there is no clear difference."""
+        more = self.pair_share - self.alone_share
+        return (more < -_TOLERANCE) - (more > _TOLERANCE)
+
+
+NO_GOODPUT = Goodput(Basis.UNKNOWN)
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """What disaggregation changes, as far as a router can tell."""
 
@@ -83,13 +102,14 @@ class Comparison:
     predicted_ttft: Effect = NO_EFFECT
     itl: Effect = NO_EFFECT  # the mean time between a request's own tokens
     running_itl: Effect = NO_EFFECT  # the same for sequences that already run at the request's workers
+    goodput: Goodput = NO_GOODPUT
 
     @property
     def verdict(self) -> Verdict:
         if self.ttft.basis is Basis.UNKNOWN:
             return Verdict.NOT_KNOWN
         later_tokens = (effect.sign(_LEAST_ITL_S) for effect in (self.itl, self.running_itl))
-        signs = {self.ttft.sign(_LEAST_TTFT_S), *later_tokens} - {0}
+        signs = {self.ttft.sign(_LEAST_TTFT_S), *later_tokens, self.goodput.sign} - {0}
         if not signs:
             return Verdict.NO_DIFFERENCE
         if len(signs) > 1:
@@ -113,14 +133,14 @@ class DisaggregationEffect:
 
     def __init__(self) -> None:
         self._trials: deque[tuple[Trial, bool]] = deque(maxlen=MAX_TRIALS)  # and whether it was explored
-        self._contrasts: deque[tuple[Prediction, Prediction]] = deque(maxlen=MAX_CONTRASTS)  # pair, worker alone
+        self._contrasts: deque[_Contrast] = deque(maxlen=MAX_CONTRASTS)
 
     def add(self, placement: Placement, ttft_s: float | None) -> None:
         """Record a request whose first attempt was placed like this. `ttft_s`: from its placement to its first token;
         None: it ended without a token, and only its predictions count."""
-        contrast = _best(placement.considered, is_pair=True), _best(placement.considered, is_pair=False)
-        if contrast[0] is not None and contrast[1] is not None:
-            self._contrasts.append((contrast[0], contrast[1]))
+        contrast = _contrast(placement.considered)
+        if contrast is not None:
+            self._contrasts.append(contrast)
         trial = _trial(placement, ttft_s) if ttft_s is not None else None
         if trial is not None:
             self._trials.append((trial, placement.reason is PlacementReason.EXPLORED))
@@ -128,20 +148,42 @@ class DisaggregationEffect:
     def compare(self) -> Comparison:
         """Estimate the effects: the measured one where enough requests were explored, and predicted ones otherwise."""
         measured = measured_effect([trial for trial, _ in self._trials], sum(explored for _, explored in self._trials))
-        predicted = predicted_effect([(pair.ttft_s, alone.ttft_s) for pair, alone in self._contrasts])
+        predicted = self._predicted(lambda prediction: prediction.ttft_s)
         return Comparison(
             ttft=measured or predicted,
             predicted_ttft=predicted,
-            itl=predicted_effect([(pair.itl_s, alone.itl_s) for pair, alone in self._contrasts]),
-            running_itl=predicted_effect(
-                [(pair.running_itl_s, alone.running_itl_s) for pair, alone in self._contrasts]
-            ),
+            itl=self._predicted(lambda prediction: prediction.itl_s),
+            running_itl=self._predicted(lambda prediction: prediction.running_itl_s),
+            goodput=self._goodput(),
         )
 
+    def _predicted(self, latency_s: Callable[[Prediction], float]) -> Effect:
+        return predicted_effect([(latency_s(each.pair), latency_s(each.alone)) for each in self._contrasts])
 
-def _best(considered: Sequence[Candidate], *, is_pair: bool) -> Prediction | None:
-    """Return the prediction of the best candidate of a kind."""
-    return next((each.prediction for each in considered if each.is_pair is is_pair), None)
+    def _goodput(self) -> Goodput:
+        if not (number := len(self._contrasts)):
+            return NO_GOODPUT
+        num_pair = sum(each.pair_keeps for each in self._contrasts)
+        num_alone = sum(each.alone_keeps for each in self._contrasts)
+        return Goodput(Basis.PREDICTED, num_pair / number, num_alone / number, number)
+
+
+@dataclass(frozen=True, slots=True)
+class _Contrast:
+    """The predictions of a request's best pair and best worker alone, and whether each keeps all latency targets."""
+
+    pair: Prediction
+    alone: Prediction
+    pair_keeps: bool
+    alone_keeps: bool
+
+
+def _contrast(considered: Sequence[Candidate]) -> _Contrast | None:
+    """Return the contrast of these candidates; None if they have no prediction, or are all of one kind."""
+    pair, alone = (next((each for each in considered if each.is_pair is is_pair), None) for is_pair in (True, False))
+    if pair is None or alone is None or pair.prediction is None or alone.prediction is None:
+        return None
+    return _Contrast(pair.prediction, alone.prediction, not pair.num_violations, not alone.num_violations)
 
 
 def _trial(placement: Placement, ttft_s: float) -> Trial | None:

@@ -150,21 +150,35 @@ class LatencyEffect(_message.Message):
     num_explored: int
     def __init__(self, basis: _Optional[_Union[EffectBasis, str]] = ..., mean_s: _Optional[float] = ..., low_s: _Optional[float] = ..., high_s: _Optional[float] = ..., alone_s: _Optional[float] = ..., num_requests: _Optional[int] = ..., num_explored: _Optional[int] = ...) -> None: ...
 
+class GoodputEffect(_message.Message):
+    __slots__ = ("basis", "pair_share", "alone_share", "num_requests")
+    BASIS_FIELD_NUMBER: _ClassVar[int]
+    PAIR_SHARE_FIELD_NUMBER: _ClassVar[int]
+    ALONE_SHARE_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    basis: EffectBasis
+    pair_share: float
+    alone_share: float
+    num_requests: int
+    def __init__(self, basis: _Optional[_Union[EffectBasis, str]] = ..., pair_share: _Optional[float] = ..., alone_share: _Optional[float] = ..., num_requests: _Optional[int] = ...) -> None: ...
+
 class Disaggregation(_message.Message):
-    __slots__ = ("verdict", "ttft", "itl", "running_itl", "placement", "explore")
+    __slots__ = ("verdict", "ttft", "itl", "running_itl", "placement", "explore", "goodput")
     VERDICT_FIELD_NUMBER: _ClassVar[int]
     TTFT_FIELD_NUMBER: _ClassVar[int]
     ITL_FIELD_NUMBER: _ClassVar[int]
     RUNNING_ITL_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     EXPLORE_FIELD_NUMBER: _ClassVar[int]
+    GOODPUT_FIELD_NUMBER: _ClassVar[int]
     verdict: DisaggregationVerdict
     ttft: LatencyEffect
     itl: LatencyEffect
     running_itl: LatencyEffect
     placement: str
     explore: float
-    def __init__(self, verdict: _Optional[_Union[DisaggregationVerdict, str]] = ..., ttft: _Optional[_Union[LatencyEffect, _Mapping]] = ..., itl: _Optional[_Union[LatencyEffect, _Mapping]] = ..., running_itl: _Optional[_Union[LatencyEffect, _Mapping]] = ..., placement: _Optional[str] = ..., explore: _Optional[float] = ...) -> None: ...
+    goodput: GoodputEffect
+    def __init__(self, verdict: _Optional[_Union[DisaggregationVerdict, str]] = ..., ttft: _Optional[_Union[LatencyEffect, _Mapping]] = ..., itl: _Optional[_Union[LatencyEffect, _Mapping]] = ..., running_itl: _Optional[_Union[LatencyEffect, _Mapping]] = ..., placement: _Optional[str] = ..., explore: _Optional[float] = ..., goodput: _Optional[_Union[GoodputEffect, _Mapping]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("member_id", "wait")

@@ -8,6 +8,8 @@ from statistics import mean
 import pytest
 
 from cluster.messages import MemberId
+from cluster.observe.telemetry import Telemetry
+from router.app import publish_effect
 from router.policies.effect import (
     LEAST_EXPLORED,
     MAX_TRIALS,
@@ -15,6 +17,7 @@ from router.policies.effect import (
     Comparison,
     DisaggregationEffect,
     Effect,
+    Goodput,
     Trial,
     Verdict,
     measured_effect,
@@ -125,7 +128,9 @@ def test_times_without_any_spread_give_an_exact_estimate() -> None:
     assert (effect.low_s, effect.mean_s, effect.high_s) == pytest.approx((-0.5, -0.5, -0.5))
 
 
-def candidate(members: tuple[MemberId | None, MemberId], ttft_s: float, itl_s: float = 0.01) -> Candidate:
+def candidate(
+    members: tuple[MemberId | None, MemberId], ttft_s: float, itl_s: float = 0.01, num_violations: int = 0
+) -> Candidate:
     prediction = Prediction(
         ttft_s,
         itl_s,
@@ -136,7 +141,7 @@ def candidate(members: tuple[MemberId | None, MemberId], ttft_s: float, itl_s: f
         modelled_ttft_s=ttft_s,
         modelled_itl_s=itl_s,
     )
-    return Candidate(*members, depth=0, num_cached=0, prediction=prediction)
+    return Candidate(*members, depth=0, num_cached=0, prediction=prediction, num_violations=num_violations)
 
 
 def placed(*, explored: bool, pair_s: float = 0.1, alone_s: float = 0.2, pair_itl_s: float = 0.01) -> Placement:
@@ -224,3 +229,28 @@ def test_an_interval_that_contains_zero_is_no_clear_difference() -> None:
     unclear = Effect(Basis.MEASURED, mean_s=-0.05, low_s=-0.11, high_s=0.01, alone_s=0.3, num_explored=30)
     assert Comparison(ttft=unclear).verdict is Verdict.NO_DIFFERENCE
     assert not math.isnan(unclear.mean_s)
+
+
+def test_goodput_is_the_predicted_share_of_requests_that_keep_their_targets() -> None:
+    effect = DisaggregationEffect()
+    for number in range(10):
+        pair, alone = candidate(PAIR, 0.2), candidate(ALONE, 0.2, num_violations=2 * (number < 4))
+        effect.add(Placement(*PAIR, PlacementReason.SLO, False, (pair, alone), 2), None)
+    found = effect.compare()
+    assert found.goodput == Goodput(Basis.PREDICTED, pair_share=1.0, alone_share=0.6, num_requests=10)
+    assert found.verdict is Verdict.WORTH_IT
+    later = Comparison(ttft=predicted_effect([(0.3, 0.2)]), goodput=found.goodput)
+    assert later.verdict is Verdict.TRADE_OFF
+
+
+def test_metrics_have_the_measured_effect_beside_the_predicted_one() -> None:
+    telemetry = Telemetry()
+    publish_effect(Comparison(), telemetry)
+    assert "tandem_disaggregation_trials{" not in telemetry.render().decode()
+    measured = Effect(Basis.MEASURED, mean_s=-0.05, low_s=-0.1, high_s=-0.01, num_requests=300, num_explored=30)
+    publish_effect(Comparison(ttft=measured, predicted_ttft=predicted_effect([(0.1, 0.3)])), telemetry)
+    name = "tandem_disaggregation_ttft_effect_seconds"
+    assert telemetry.value(name, basis="measured", bound="mean") == -0.05
+    assert telemetry.value(name, basis="measured", bound="high") == -0.01
+    assert telemetry.value(name, basis="predicted", bound="mean") == pytest.approx(-0.2)
+    assert telemetry.value("tandem_disaggregation_trials", basis="measured") == 300

@@ -193,6 +193,19 @@ def test_the_status_says_whether_disaggregation_is_worth_it_by_how_much_and_how_
     assert (shown["verdict"], shown["explore"], shown["ttft"]["basis"]) == ("worth_it", 0.02, "measured")
 
 
+def test_the_status_shows_how_many_targets_are_kept_where_some_are_missed() -> None:
+    goodput = admin_pb2.GoodputEffect(
+        basis=EFFECT_BASES.number("predicted"), pair_share=0.97, alone_share=0.91, num_requests=1000
+    )
+    found = disaggregation("trade_off", effect("predicted", 0.02), placement="auto", goodput=goodput)
+    (line,) = [line for line in disaggregation_text(found).splitlines() if line.startswith("latency targets kept")]
+    assert "+6 points" in line and "97 % and 91 %" in line
+    assert line.endswith("predicted for 1000 requests")
+    goodput.alone_share = goodput.pair_share = 1.0
+    found = disaggregation("trade_off", effect("predicted", 0.02), placement="auto", goodput=goodput)
+    assert "targets kept" not in disaggregation_text(found)
+
+
 @pytest.mark.parametrize(
     ("placement", "explore", "verdict", "advice"),
     [
