@@ -30,7 +30,7 @@ _STATIC_FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What all arms serve. `flags`: of `tandem up`, beside the pools."""
+    """The model that all arms serve, and its flags of `tandem up` besides the pools."""
 
     model: Path
     vocab_size: int

@@ -73,7 +73,7 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What one command does. `folder` is for files that nothing keeps."""
+    """The work of one command. `folder` is for files that are deleted when it ends."""
 
     kept: _Kept
     served: Served

@@ -13,7 +13,7 @@ _GUEST = 8  # from here on, time that other fields contain already
 
 @dataclass(frozen=True, slots=True)
 class CpuTime:
-    """Seconds since boot, of a moment."""
+    """The CPU time used since boot, in seconds, at one moment."""
 
     at_s: float
     machine_s: float  # of all processes

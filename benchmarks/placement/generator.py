@@ -41,7 +41,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What the process measured, in seconds."""
+    """The measurements of one load process, in seconds."""
 
     records: tuple[Record, ...]
     late_s: float  # p99 of the time by which requests were sent later than planned

@@ -1,4 +1,4 @@
-"""vLLM's engine behind a socket, run by the Python of vLLM's own environment. Imports nothing of Tandem.
+"""Serves vLLM's engine on a socket. The Python of vLLM's own environment runs this file; it imports nothing of Tandem.
 
     python vllm_server.py MODEL_FOLDER MAX_MODEL_LEN
 

@@ -1,4 +1,4 @@
-"""What the requests of a measurement look like: one length of prompt and output, or conversations of several turns.
+"""The requests of a measurement: one length of prompt and output, or conversations of several turns.
 
 Pure; randomness is an argument. Arrival times come from `cli/load/workload.py`.
 """

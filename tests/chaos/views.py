@@ -30,7 +30,7 @@ class Listed:
 
     @property
     def is_handed_over(self) -> bool:
-        """Whether its prefill worker has finished its part."""
+        """Return whether its prefill worker has finished its part."""
         return self.phase not in ("prefill_queue", "prefill", "transfer")
 
 

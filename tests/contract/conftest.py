@@ -1,4 +1,4 @@
-"""What every contract test runs under besides tests/conftest.py."""
+"""The fixtures under which every contract test runs, besides those of tests/conftest.py."""
 
 import pytest
 

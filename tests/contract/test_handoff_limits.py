@@ -119,8 +119,8 @@ async def test_a_ticket_whose_router_died_is_dropped_within_a_lease() -> None:
 
 
 async def test_the_end_of_the_router_does_not_disturb_an_attached_importer() -> None:
-    settings = TransferSettings(lease_s=0.2)
-    async with handoff_rig("tcp", settings=settings) as rig:
+    settings = TransferSettings(lease_s=0.5)  # of the exporter; the importer waits for its answer as long as usual
+    async with handoff_rig("tcp", settings=settings, importer_settings=TransferSettings()) as rig:
         rig.watched.is_holding = True
         prefill = rig.prefill(BLOCK_SIZE + 1)
         importing = rig.start_import(prefill)

@@ -300,7 +300,7 @@ class _Properties:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
-    """torch's CUDA functions that the engine calls, answered by a GPU that is not there."""
+    """Replace the CUDA functions of torch that the engine calls by those of a pretended GPU."""
     if torch.cuda.is_available():
         pytest.skip("there is a real one here")
     pretended = PretendGpu()

@@ -1,4 +1,4 @@
-"""make bench-kv on small sizes: the figures are computed from the samples, and every column really moves the blocks."""
+"""`make bench-kv` runs on small sizes: its figures come from the samples, and every column really moves the blocks."""
 
 import json
 from pathlib import Path

@@ -172,9 +172,8 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 
 
 def are_near(ours: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether two results differ by at most two roundings of one sum: a last place in bfloat16, the order of the sum in
-    float32.
-    """
+    """Return whether two results differ by at most two roundings of one sum: a last place in bfloat16, the order of the
+    sum in float32."""
     return torch.allclose(ours.float(), expected.float(), rtol=2.0**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
 
 

@@ -81,7 +81,7 @@ class Interpreted:
 
 
 class PlainTorch:
-    """torch, to which a tensor on the pretended GPU is a plain one."""
+    """Looks like torch, but a tensor on the pretended GPU is a plain one."""
 
     Tensor = OnGpu
 

@@ -259,7 +259,7 @@ async def test_a_missing_server_is_unavailable_and_a_passed_deadline_is_deadline
 
 
 async def test_a_call_succeeds_though_connecting_takes_half_a_second(served: Served) -> None:
-    """As on a machine whose cores are busy. Half a second is a quarter of the timeout of connecting."""
+    """A machine whose cores are busy is as slow. Half a second is a quarter of the timeout of connecting."""
 
     async def pass_on_late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.5)

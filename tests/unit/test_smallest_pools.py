@@ -84,9 +84,8 @@ def finish_granted(bench: SchedulerBench, handoffs: list[HandOff]) -> int:
 
 
 def is_refused(bench: SchedulerBench, handoff: HandOff) -> bool:
-    """Whether the hand-off was refused with the number of blocks it needs; a router then computes the prompt on this
-    worker.
-    """
+    """Return whether the hand-off was refused with the number of blocks it needs; a router then computes the prompt on
+    this worker."""
     needed = f"needs {bench.limits.num_needed(len(handoff.token_ids), len(handoff.job.sequences))} blocks"
     return any(
         refused.handoff_id == handoff.handoff_id and needed in refused.error.message

@@ -17,7 +17,7 @@ _MEASURING = ("cli/", "benchmarks/placement/", "benchmarks/engine/", "constraint
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What one workload takes on a quiet cluster, and how much of it each static arm sustains."""
+    """The latencies of one workload on a quiet cluster, and the rate of it that each static arm sustains."""
 
     code: str
     workload: str

@@ -1,4 +1,4 @@
-"""What one arm did with the requests of one point: samples of requests, and the figures made of them. Pure."""
+"""Samples of the requests that one arm served at one point, and the figures computed from them. Pure."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -83,7 +83,7 @@ class _Future(Counted, asyncio.Future):  # type: ignore[type-arg]
 
 
 class _Callback(asyncio.TimerHandle):
-    """asyncio's handle without the attributes that only its debug mode uses."""
+    """Handle of asyncio without the attributes that only its debug mode uses."""
 
     __slots__ = ()
 

@@ -1,7 +1,7 @@
-"""What a schedule mixes beyond the work of two separate pools: how routers place requests, the latency targets, and
-direct requests, with which workers of either role prefill, export, import and decode side by side.
+"""The work that a schedule adds to that of two separate pools: how routers place requests, latency targets, and direct
+requests, with which workers of either role prefill, export, import and decode side by side.
 
-Drawn from a random number generator of its own, so the rest of a seed's schedule does not depend on it.
+It is drawn from a random number generator of its own, so the rest of a seed's schedule does not depend on it.
 """
 
 from collections.abc import Sequence

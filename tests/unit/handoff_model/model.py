@@ -203,7 +203,7 @@ class Model:
                     yield "abort", ticket
 
     def is_good_end(self, world: World) -> bool:
-        """Whether no import or read is live and all blocks of the living workers are free."""
+        """Return whether no import or read is live and all blocks of the living workers are free."""
         draft = Draft(self.machines, world)
         if any(number >= 0 or number == DECODING for number in draft.imports) or draft.reads:
             return False
