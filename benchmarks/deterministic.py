@@ -14,9 +14,9 @@ from functools import partial
 
 from benchmarks.machine import about
 from cluster.messages import Sampling
+from cluster.request_size import blocks_for
 from cluster.settings.engine_settings import EngineSettings
 from engine.build import Engine, build_engine
-from engine.scheduling.schedule import blocks_for
 from engine.scheduling.step import Chunk, Sample, StepPlan
 
 _PROMPT_TOKENS, _CONTEXT, _TURNS = 512, 300, 5

@@ -1,4 +1,4 @@
-"""Whether a request is within the operator's limits, and whether a worker can ever hold it. Pure.
+"""The size of a request in tokens and blocks: is it within the operator's limits, and can a worker ever hold it? Pure.
 
 Routers apply these rules at admission and placement, and workers apply them again.
 
@@ -102,7 +102,22 @@ def handoff_blocks(num_tokens: int, num_choices: int, block_size: int) -> int:
     """Return the number of blocks for tokens that choices share. If the last block is not full, each further choice
     needs its own copy of it."""
     num_copies = num_choices - 1 if num_tokens % block_size else 0
-    return -(-num_tokens // block_size) + num_copies
+    return blocks_for(num_tokens, block_size) + num_copies
+
+
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """Return the number of blocks that `num_tokens` tokens occupy, a partly filled one included."""
+    return -(-num_tokens // block_size)
+
+
+def sealed_blocks(num_tokens: int, block_size: int) -> int:
+    """Return the number of blocks that `num_tokens` tokens fill completely."""
+    return num_tokens // block_size
+
+
+def tail_length(num_tokens: int, block_size: int) -> int:
+    """Return the number of tokens in the last, partly filled block, or 0 if all blocks are full."""
+    return num_tokens % block_size
 
 
 def most_tokens(capacity: Capacity) -> int:

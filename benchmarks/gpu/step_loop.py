@@ -12,9 +12,9 @@ from itertools import pairwise
 from cluster.clock import MonotonicClock
 from cluster.messages import DecodeJob, MemberId, Sampling, SequenceStart, TokenStops
 from cluster.protocol.hashing import nameless_chains
+from cluster.request_size import tail_length
 from engine.scheduling.commands import AdmitImported, Command, Event, Reserve, Reserved, StepTokens
 from engine.scheduling.limits import SchedulerLimits
-from engine.scheduling.schedule import tail_length
 from engine.scheduling.scheduler import SequenceScheduler
 from engine.steps.runner import ModelRunner
 from engine.steps.step_loop import StepLoop

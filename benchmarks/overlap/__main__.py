@@ -23,8 +23,8 @@ import torch
 
 from benchmarks.overlap.parties import BLOCK_SIZE, CHUNK_TOKENS, Pair, pair
 from cluster.messages import Sampling
+from cluster.request_size import blocks_for
 from engine.build import Engine
-from engine.scheduling.schedule import blocks_for
 from engine.scheduling.step import Chunk, Sample, StepPlan
 from kvtransfer.digests import digest_blocks
 

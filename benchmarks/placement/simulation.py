@@ -23,7 +23,7 @@ from cluster.messages import (
     TokenStops,
 )
 from cluster.protocol.hashing import nameless_chains
-from cluster.request_size import RequestSize
+from cluster.request_size import RequestSize, blocks_for, sealed_blocks
 from cluster.service_times import ServiceTimes, StepLimit
 from engine.scheduling.commands import (
     AdmitExport,
@@ -41,7 +41,6 @@ from engine.scheduling.commands import (
     StepTokens,
 )
 from engine.scheduling.limits import SchedulerLimits
-from engine.scheduling.schedule import blocks_for, sealed_blocks
 from engine.scheduling.scheduler import SequenceScheduler
 from engine.scheduling.step import DrawnToken, StepPlan, StepResult
 from engine.timing.service_time_fit import step_work

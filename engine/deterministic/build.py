@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 
 from cluster.errors import ModelRefused
 from cluster.messages import LayoutFingerprint, Sampling
+from cluster.request_size import blocks_for
 from engine.attention.fixed_tiles import FixedTilesBackend
 from engine.batch import PackedBatch
 from engine.cpu.compiled_forward import CompiledForward
 from engine.deterministic.fixed_rows import ROW_COUNTS, fix_own_products, fix_rows
 from engine.kv.pool import KvPool
 from engine.model.loaded import LoadedModel
-from engine.scheduling.schedule import blocks_for
 from engine.scheduling.step import Chunk, Sample, StepPlan
 from engine.steps.forward import PlainForward
 from engine.steps.runner import ModelRunner

@@ -25,10 +25,11 @@ from cluster.errors import (
 from cluster.messages import PrefillJob, SampledToken
 from cluster.observe.service_rate import ServiceRate
 from cluster.protocol.hashing import NATIVE, NewChain
+from cluster.request_size import sealed_blocks, tail_length
 from engine.kv.block_pool import BlockPool
 from engine.scheduling.batching.batch import Batch
 from engine.scheduling.batching.block_tables import BlockTables
-from engine.scheduling.batching.sequences import Export, Group, LiveSequences, Sequence
+from engine.scheduling.batching.sequences import Export, Group, LiveSequences, Sequence, finish_reason
 from engine.scheduling.commands import (
     AdmitExport,
     Event,
@@ -46,7 +47,6 @@ from engine.scheduling.commands import (
     ThawRefused,
 )
 from engine.scheduling.limits import SchedulerLimits
-from engine.scheduling.schedule import finish_reason, sealed_blocks, tail_length
 from engine.scheduling.step import DrawnToken
 
 

@@ -18,10 +18,11 @@ from cluster.request_size import (
     handoff_blocks,
     handoff_shortage,
     prefill_shortage,
+    sealed_blocks,
+    tail_length,
 )
 from cluster.service_times import NO_STEP_TARGET, StepLimit
 from engine.scheduling.commands import AdmitImported
-from engine.scheduling.schedule import sealed_blocks, tail_length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,9 +54,8 @@ from engine.scheduling.length_prediction import LengthPredictor
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policies import FirstCome, Policy
 from engine.scheduling.prefix_access import PrefixAccess
-from engine.scheduling.schedule import ChunkBudget, PromptTime
 from engine.scheduling.speculation import NewDrafter, Speculation
-from engine.scheduling.step import UNKNOWN_TOKEN, Chunk, DrawnToken, StepPlan, StepResult
+from engine.scheduling.step import UNKNOWN_TOKEN, Chunk, ChunkBudget, DrawnToken, PromptTime, StepPlan, StepResult
 from engine.scheduling.steps_in_flight import PlannedStep, StepsInFlight, started_events
 
 

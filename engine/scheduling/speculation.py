@@ -10,8 +10,7 @@ from collections.abc import Sequence as SequenceOf
 
 from engine.scheduling.batching.block_tables import BlockTables
 from engine.scheduling.batching.sequences import Sequence
-from engine.scheduling.schedule import ChunkBudget
-from engine.scheduling.step import Chunk, DraftRequest, DrawnToken
+from engine.scheduling.step import Chunk, ChunkBudget, DraftRequest, DrawnToken
 from engine.speculation.drafter import Drafter
 
 NewDrafter = Callable[[], Drafter]

@@ -1,7 +1,12 @@
-"""One engine step as values: a scheduler's plan and the runner's result. Pure.
+"""One engine step as values: a scheduler's budget and plan, and the runner's result. Pure.
 
 A step computes a packed batch of chunks. A chunk is a run of consecutive tokens of one sequence: a whole prompt, a part
 of one, or the single newest token of a decoding sequence. Prefill chunks and decodes may share a step.
+
+A step computes at most `max_prefill_tokens` tokens. Each decoding sequence uses one token of that budget first; the
+rest goes to prompts, oldest first, as much as each can use. Chunks need not end on a block's boundary: ending a chunk
+early would seal no block sooner and would leave budget unused. Beside running sequences, prompts also get limited time
+(`PromptTime`), which protects the time between tokens.
 """
 
 from collections.abc import Sequence
@@ -9,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar, runtime_checkable
 
 from cluster.messages import Sampling, TokenLogprobs
+from cluster.service_times import PrefillTimes
 
 Command = TypeVar("Command", contravariant=True)
 Event = TypeVar("Event", covariant=True)
@@ -106,6 +112,66 @@ class StepResult:
     draft_tokens: tuple[tuple[int, ...], ...] = ()
     redrawn: tuple[int, ...] = ()
     swap_s: float = 0.0
+
+
+class PromptTime:
+    """The seconds that the prompts of the step being planned may still add to it.
+
+    Three exceptions keep prompts going. The first prompt gets at least one block of tokens. The last tokens of a
+    prompt, if they are less than a block, are computed with those before them, since a step of their own would take
+    longer. A prompt that follows another one gets at least one token.
+    """
+
+    def __init__(self, times: PrefillTimes, seconds: float, block_size: int) -> None:
+        self._times = times
+        self._left_s = seconds
+        self._block_size = block_size
+        self._is_first = True
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether no prompt may begin: less than a block at the start of a prompt would fit."""
+        return not self._is_first and self._times.added_s(self._block_size, 0) > self._left_s
+
+    def take(self, num_tokens: int, num_left: int, context: int) -> int:
+        """Use the time for up to `num_tokens` of the `num_left` tokens that a prompt has left behind `context` computed
+        ones, and return how many may be computed."""
+        floor = self._block_size if self._is_first else 1
+        taken = max(min(num_tokens, floor), self._times.tokens_within(self._left_s, context, num_tokens))
+        if num_left - taken < self._block_size:
+            taken = num_tokens
+        self._left_s -= self._times.added_s(taken, context)
+        self._is_first = False
+        return taken
+
+
+class ChunkBudget:
+    """The number of tokens that the step being planned may still compute, and the time that prompts may use of it."""
+
+    def __init__(self, max_prefill_tokens: int, num_decodes: int = 0) -> None:
+        # At least one, so that a prompt advances even if decoding sequences use the whole budget.
+        self.left = max(1, max_prefill_tokens - num_decodes)
+        self._prompt_time: PromptTime | None = None
+
+    def limit_prompts(self, prompt_time: PromptTime | None) -> None:
+        """Limit the time of prompts too; None: they may use all tokens."""
+        self._prompt_time = prompt_time
+
+    @property
+    def has_room_for_prompts(self) -> bool:
+        return self.left > 0 and (self._prompt_time is None or not self._prompt_time.is_used_up)
+
+    def take(self, num_tokens: int) -> int:
+        """Use the budget for up to `num_tokens` tokens and return how many fit."""
+        taken = min(num_tokens, self.left)
+        self.left -= taken
+        return taken
+
+    def take_for_prompt(self, num_left: int, context: int) -> int:
+        """Like `take`, for the `num_left` last tokens of a prompt, of which `context` are computed already. There must
+        be room for prompts; at least one token fits."""
+        fitting = min(num_left, self.left)
+        return self.take(fitting if self._prompt_time is None else self._prompt_time.take(fitting, num_left, context))
 
 
 class Runner(Protocol):

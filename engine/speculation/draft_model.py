@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from cluster.errors import ConfigError
+from cluster.request_size import blocks_for
 from cluster.settings.engine_settings import EngineSettings
 from engine.build import Engine, build_engine
-from engine.scheduling.schedule import blocks_for
 from engine.scheduling.step import Chunk, DrawnToken, Runner, Sample, StepPlan
 
 _MEMORY_SHARE = 4  # the draft model's pool is this fraction of the target's, allocated in addition to it

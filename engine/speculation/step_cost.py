@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from cluster.messages import Sampling
+from cluster.request_size import blocks_for
 from engine.build import Engine
-from engine.scheduling.schedule import blocks_for
 from engine.scheduling.step import Chunk, Sample, StepPlan
 
 _ROWS = 33

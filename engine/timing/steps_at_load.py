@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from cluster.messages import Sampling
+from cluster.request_size import blocks_for
 from engine.build import Engine
-from engine.scheduling.schedule import blocks_for
 from engine.scheduling.step import Chunk, Runner, Sample, StepPlan
 from engine.timing.service_time_fit import TimedStep, step_work
 

@@ -22,10 +22,10 @@ from cluster.messages import LinkSpeed, MemberId, PrefillJob, PrefixSource
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol.hashing import MAX_PREFIX_BLOCKS, NATIVE, BlockChain, NewChain
 from cluster.protocol.received import checked, malformed
+from cluster.request_size import sealed_blocks
 from cluster.serving.rpc_errors import error_from_rpc
 from engine.scheduling import cache_commands, commands
 from engine.scheduling.commands import Quiet
-from engine.scheduling.schedule import sealed_blocks
 from engine.steps.questions import StepInbox
 from kvtransfer.importer.calls import GrpcChannelPool
 from kvtransfer.importer.importer import ExpectedPrompt, Importer

@@ -22,11 +22,11 @@ from cluster.messages import LayoutFingerprint, PrefillJob
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol import tickets
 from cluster.protocol.hashing import NATIVE, BlockChain, NewChain
+from cluster.request_size import sealed_blocks
 from cluster.settings.config import WorkerConfig
 from cluster.settings.engine_settings import parse_bytes
 from engine.scheduling import cache_commands, commands
 from engine.scheduling.commands import Quiet, Release
-from engine.scheduling.schedule import sealed_blocks
 from engine.steps.questions import StepInbox
 from kvtransfer.memory import PoolMemory
 from prefill_worker.prefixes.prefix_pulls import MAX_COST_RATIO, MIN_TIMEOUT_S, ComputeSeconds

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from cluster.messages import DecodeJob, FinishReason, MemberId, Sampling, SequenceStart, TokenStops
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
-from engine.scheduling.batching.sequences import Sequence
+from engine.scheduling.batching.sequences import Sequence, banned_token_ids, finish_reason
 from engine.scheduling.commands import (
     AdmitImported,
     AdmitLocal,
@@ -30,7 +30,6 @@ from engine.scheduling.commands import (
     Unreservable,
 )
 from engine.scheduling.length_prediction import LengthPredictor
-from engine.scheduling.schedule import banned_token_ids, finish_reason
 from engine.scheduling.speculation import NewDrafter
 from engine.scheduling.step import DraftRequest, Sample
 from tests.unit.export_bench import ExportBench

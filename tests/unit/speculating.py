@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import torch
 
 from cluster.messages import Sampling
+from cluster.request_size import blocks_for
 from engine.batch import PackedBatch
 from engine.kv.layout import LayerShape, lay_out
 from engine.kv.pool import KvPool
-from engine.scheduling.schedule import blocks_for
 from engine.scheduling.step import Chunk, DraftRequest, Sample, StepPlan
 from engine.speculation.drafter import Drafter, TokenProposer
 from engine.steps.runner import ModelRunner

@@ -13,6 +13,7 @@ from torch import nn
 from cli.verbs.up import UpConfig
 from cluster.errors import ConfigError, ModelRefused
 from cluster.messages import Sampling
+from cluster.request_size import blocks_for
 from cluster.settings.config import WorkerConfig
 from cluster.settings.engine_settings import EngineSettings
 from engine.attention.fixed_tiles import FixedTilesBackend
@@ -23,7 +24,6 @@ from engine.deterministic.build import check
 from engine.deterministic.fixed_rows import ROW_COUNTS, FixedRows, agreeing_counts, cut, fix_own_products
 from engine.kv.layout import LayerShape, lay_out
 from engine.kv.pool import KvPool
-from engine.scheduling.schedule import blocks_for
 from engine.scheduling.step import Chunk, DrawnToken, Sample, StepPlan
 from engine.steps.runner import ModelRunner
 from tests.golden.families import FAMILIES

@@ -44,7 +44,7 @@ from engine.scheduling.batching.queues import BlockGrant, Ranking, Reservations,
 from engine.scheduling.batching.sequences import Sequence
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policies import Policy
-from engine.scheduling.schedule import ChunkBudget, PromptTime
+from engine.scheduling.step import ChunkBudget, PromptTime
 
 # Called with how many seconds the oldest prompt has waited, and its number of tokens; returns None for no limit.
 NewPromptTime = Callable[[float, int], PromptTime | None]

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 from cluster.protocol.hashing import NATIVE, NewChain
+from cluster.request_size import blocks_for, sealed_blocks
 from engine.kv.block_pool import BlockPool, BlockState
 from engine.scheduling.batching.sequences import Sequence, Swapped
 from engine.scheduling.limits import SchedulerLimits
-from engine.scheduling.schedule import blocks_for, sealed_blocks
 from engine.scheduling.step import BlockCopy, BlockSwap
 
 _NEWEST_SHARE = 0.2  # of the newest measurement in a rate

@@ -15,13 +15,13 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from cluster.request_size import blocks_for
 from engine.kv.block_pool import BlockPool
 from engine.scheduling.batching.block_tables import BlockTables
 from engine.scheduling.batching.queues import BlockRequest, Ranking, Reservations, SequenceQueues
 from engine.scheduling.batching.sequences import Sequence
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policies import Rank
-from engine.scheduling.schedule import blocks_for
 
 
 @dataclass(frozen=True, slots=True)

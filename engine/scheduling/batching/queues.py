@@ -12,12 +12,12 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
+from cluster.request_size import blocks_for
 from engine.kv.block_pool import BlockPool
 from engine.scheduling.batching.sequences import Sequence
 from engine.scheduling.commands import Reserve
 from engine.scheduling.length_prediction import LengthPredictor
 from engine.scheduling.policies import FirstCome, Policy, Rank, Work, displaces, full_rank
-from engine.scheduling.schedule import blocks_for
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,18 +8,23 @@ A sequence that is decoded here has several choices only while their shared prom
 last chunk every choice draws its own token and becomes a sequence of its own.
 """
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Hashable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import Generic, TypeVar
 
 from cluster.messages import DecodeJob, FinishReason, MemberId, PrefillJob, SequenceStart, TokenStops
 from cluster.protocol.hashing import BlockChain
+from cluster.request_size import blocks_for
 from engine.scheduling.length_prediction import LengthPredictor
 from engine.scheduling.policies import Rank
-from engine.scheduling.schedule import Deadlines, banned_token_ids, blocks_for, finish_reason
 from engine.scheduling.step import Chunk, DraftRequest, DrawnToken, Sample
 from engine.speculation.drafter import Drafter
+
+_NONE: frozenset[int] = frozenset()
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(slots=True, eq=False)
@@ -182,6 +187,21 @@ def finish_reason_of(sequence: Sequence) -> FinishReason | None:
     return finish_reason(sequence.group.job.stops, sequence.token_ids[-1], sequence.num_output)
 
 
+def banned_token_ids(stops: TokenStops, num_output: int) -> frozenset[int]:
+    """Return the tokens that must not be drawn after `num_output` output tokens because of `min_tokens`."""
+    return stops.stop_token_ids if num_output < stops.min_tokens else _NONE
+
+
+def finish_reason(stops: TokenStops, token_id: int, num_output: int) -> FinishReason | None:
+    """Return why a sequence ends with this token, its `num_output`-th (counted from 1), or None if it continues.
+
+    Stop strings are the router's: they end a request there.
+    """
+    if token_id in stops.stop_token_ids:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if num_output >= stops.max_tokens else None
+
+
 def _samples(sequence: Sequence, num_draft_tokens: int) -> tuple[Sample, ...]:
     """Return one sample per choice; with draft tokens, one per draft token and one for the token after them."""
     job, known, num_output = sequence.group.job, len(sequence.token_ids), sequence.num_output
@@ -328,3 +348,36 @@ class LiveSequences:
         if group.num_live == 0:
             del self._groups[group.number]
             self._deadlines.discard(group.number)
+
+
+class Deadlines(Generic[Key]):
+    """The deadlines of one scheduler's work, by key. A scheduler discards a key when its work ends for any reason.
+
+    `due` costs O(1) until a deadline may have passed.
+    """
+
+    def __init__(self) -> None:
+        self._deadlines: dict[Key, float] = {}
+        self._earliest_s = math.inf  # at or before the earliest deadline; exact after each scan
+
+    def add(self, key: Key, deadline_s: float) -> None:
+        assert key not in self._deadlines, f"{key!r} has a deadline already"
+        self._deadlines[key] = deadline_s
+        self._earliest_s = min(self._earliest_s, deadline_s)
+
+    def discard(self, key: Key) -> None:
+        self._deadlines.pop(key, None)
+
+    def due(self, now_s: float) -> tuple[Key, ...]:
+        """Remove and return the keys whose deadline has passed, in the order they were added."""
+        if now_s < self._earliest_s:
+            return ()
+        due = tuple(key for key, deadline_s in self._deadlines.items() if deadline_s <= now_s)
+        for key in due:
+            del self._deadlines[key]
+        self._earliest_s = min(self._deadlines.values(), default=math.inf)
+        return due
+
+    def next_s(self) -> float | None:
+        """Return a time no later than the earliest deadline, or None if there is none."""
+        return self._earliest_s if self._deadlines else None

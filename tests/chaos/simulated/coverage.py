@@ -20,8 +20,7 @@ from engine.scheduling.batching.preemption import Preemption
 from engine.scheduling.batching.queues import Reservations, SequenceQueues
 from engine.scheduling.batching.sequences import Sequence
 from engine.scheduling.exports import PromptExports, TicketLeases
-from engine.scheduling.schedule import PromptTime
-from engine.scheduling.step import StepPlan
+from engine.scheduling.step import PromptTime, StepPlan
 from engine.scheduling.steps_in_flight import StepsInFlight
 from kvtransfer.protocol import export_machine, import_state, leases
 from router.fleet.worker_stream import WorkerStream

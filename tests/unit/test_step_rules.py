@@ -5,15 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.messages import FinishReason, TokenStops
-from engine.scheduling.schedule import (
-    ChunkBudget,
-    Deadlines,
-    banned_token_ids,
-    blocks_for,
-    finish_reason,
-    sealed_blocks,
-    tail_length,
-)
+from cluster.request_size import blocks_for, sealed_blocks, tail_length
+from engine.scheduling.batching.sequences import Deadlines, banned_token_ids, finish_reason
+from engine.scheduling.step import ChunkBudget
 
 
 @pytest.mark.parametrize(
