@@ -1,7 +1,6 @@
-"""Counters of hand-offs: the interface that exporters and importers use, and its implementation over Telemetry."""
+"""The counters of a worker's hand-offs, over the process's Telemetry."""
 
 import logging
-from typing import Protocol
 
 from cluster.observe.telemetry import Telemetry
 from kvtransfer.digests import VerifyMode
@@ -9,36 +8,7 @@ from kvtransfer.digests import VerifyMode
 _LOG = logging.getLogger(__name__)
 
 
-class TransferCounters(Protocol):
-    def handoff(self, *, side: str, transport: str, outcome: str, reason: str) -> None:
-        """Count one hand-off that ended.
-
-        `side` is exporter or importer. `transport` is empty if none was agreed. `outcome` is ok, unneeded, failed or
-        refused. `reason` is empty or a HandOffReason."""
-        ...
-
-    def moved(self, *, transport: str, num_bytes: int) -> None:
-        """Count the bytes that an importer read for a hand-off that was settled as valid."""
-        ...
-
-    def checked(self, *, num_verified: int, num_unverified: int) -> None:
-        """Count blocks that were read, by whether their digests were compared."""
-        ...
-
-    def digest_failure(self, *, transport: str) -> None: ...
-
-    def fallback(self, *, broken: str, taken: str, reason: str) -> None:
-        """Count a hand-off that switched from one transport to another. `reason` is a FallBackReason."""
-        ...
-
-    def quarantined(self, change: int) -> None:
-        """Change the number of quarantined blocks by `change`, which may be negative."""
-        ...
-
-    def lease_lapse(self) -> None: ...
-
-
-class TelemetryCounters:
+class TransferCounters:
     """Report counters to the process's Telemetry, and keep plain totals for Inspect."""
 
     def __init__(self, telemetry: Telemetry) -> None:
@@ -56,16 +26,22 @@ class TelemetryCounters:
             _LOG.warning(mode.warning)
 
     def handoff(self, *, side: str, transport: str, outcome: str, reason: str) -> None:
+        """Count one hand-off that ended.
+
+        `side` is exporter or importer. `transport` is empty if none was agreed. `outcome` is ok, unneeded, failed or
+        refused. `reason` is empty or a HandOffReason."""
         self._telemetry.count("tandem_handoffs_total", side=side, transport=transport, outcome=outcome, reason=reason)
         self._add(f"handoffs_{outcome}")
         if transport:
             self._add(f"handoffs_{outcome}_{transport}")
 
     def moved(self, *, transport: str, num_bytes: int) -> None:
+        """Count the bytes that an importer read for a hand-off that was settled as valid."""
         self._telemetry.count("tandem_kv_bytes_total", num_bytes, transport=transport)
         self._add("kv_bytes", num_bytes)
 
     def checked(self, *, num_verified: int, num_unverified: int) -> None:
+        """Count blocks that were read, by whether their digests were compared."""
         self._telemetry.count("tandem_kv_blocks_verified_total", num_verified)
         self._telemetry.count("tandem_kv_blocks_unverified_total", num_unverified)
         self._add("blocks_verified", num_verified)
@@ -76,10 +52,12 @@ class TelemetryCounters:
         self._add("digest_failures")
 
     def fallback(self, *, broken: str, taken: str, reason: str) -> None:
+        """Count a hand-off that switched from one transport to another. `reason` is a FallBackReason."""
         self._telemetry.count("tandem_transport_fallbacks_total", broken=broken, taken=taken, reason=reason)
         self._add("transport_fallbacks")
 
     def quarantined(self, change: int) -> None:
+        """Change the number of quarantined blocks by `change`, which may be negative."""
         self._telemetry.shift("tandem_quarantined_blocks", change)
 
     def lease_lapse(self) -> None:

@@ -9,7 +9,7 @@ from cluster.errors import InternalError
 from cluster.member import Capacity
 from cluster.messages import LayoutFingerprint
 from cluster.settings.config import WorkerConfig
-from kvtransfer.counters import TelemetryCounters
+from kvtransfer.counters import TransferCounters
 from kvtransfer.digests import VerifyMode
 from kvtransfer.exporter.exporter import Exporter
 from kvtransfer.exporter.link_check_access import LinkCheckAccess
@@ -47,7 +47,7 @@ class WorkerTransfer:
         self._life = life
         self._layout = layout
         self._clock = clock
-        self.counters = TelemetryCounters(life.telemetry)
+        self.counters = TransferCounters(life.telemetry)
         self.counters.verifies(VerifyMode(life.config.kv_verify))
         self._wire = _wire_format(life.config, pool, table)
         self.block_bytes = self._wire.memory.block_bytes  # as they travel

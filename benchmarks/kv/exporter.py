@@ -20,7 +20,7 @@ from benchmarks.kv.sockets import PlainServer
 from cluster.clock import MonotonicClock
 from cluster.observe.telemetry import Telemetry
 from cluster.settings.transfer_settings import TransferSettings
-from kvtransfer.counters import TelemetryCounters
+from kvtransfer.counters import TransferCounters
 from kvtransfer.exporter.exporter import Exporter, FirstToken
 from kvtransfer.exporter.service import KvTransferServicer
 from kvtransfer.transports.base import ExporterTransport
@@ -82,7 +82,7 @@ async def serve(transport_name: str, num_blocks: int, certificates: str, device:
         transports=[transport],
         release=lambda ticket_id: None,
         clock=MonotonicClock(),
-        counters=TelemetryCounters(Telemetry()),
+        counters=TransferCounters(Telemetry()),
     )
     kv_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(exporter=exporter), server)
     await exporter.start()

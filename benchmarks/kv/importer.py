@@ -24,7 +24,7 @@ from cluster.observe.telemetry import Telemetry
 from cluster.serving.serving import open_channel
 from cluster.settings.transfer_settings import TransferSettings
 from engine.kv.pool import KvPool
-from kvtransfer.counters import TelemetryCounters
+from kvtransfer.counters import TransferCounters
 from kvtransfer.importer.importer import ExpectedPrompt, Importer
 from kvtransfer.importer.reads import BlockReader
 from kvtransfer.memory import Reservation
@@ -150,7 +150,7 @@ async def moves_over(
             settings=TransferSettings(),
             transports=[side],
             clock=MonotonicClock(),
-            counters=TelemetryCounters(Telemetry()),
+            counters=TransferCounters(Telemetry()),
             connect=lambda address: open_channel(address, tls),
         )
         channel = await side.open_channel(EPOCH, bytes.fromhex(process.hello["endpoint"]))

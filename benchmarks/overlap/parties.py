@@ -30,7 +30,7 @@ from cluster.settings.config_sources import parse_arguments
 from cluster.settings.transfer_settings import TransferSettings
 from engine.build import Engine, build_engine
 from engine.kv.block_pool import BlockPool
-from kvtransfer.counters import TelemetryCounters
+from kvtransfer.counters import TransferCounters
 from kvtransfer.importer.importer import ExpectedPrompt, ImportedBlocks, Importer
 from kvtransfer.memory import Reservation
 from kvtransfer.transports.base import Channel, ImporterTransport, TransportSetup
@@ -144,7 +144,7 @@ class Pair:
             settings=TransferSettings(),
             transports=transports,
             clock=MonotonicClock(),
-            counters=TelemetryCounters(Telemetry()),
+            counters=TransferCounters(Telemetry()),
         )
 
     async def hand_over(self, transport: str, num_tokens: int, *, is_prefilled: bool = False) -> HandedOver:

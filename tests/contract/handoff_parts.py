@@ -12,7 +12,9 @@ import pytest
 
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import Epoch, LayoutFingerprint, MemberId
+from cluster.observe.telemetry import Telemetry
 from engine.kv.block_pool import BlockPool
+from kvtransfer.counters import TransferCounters
 from kvtransfer.memory import PoolMemory, Reservation
 from kvtransfer.transports.base import Channel, ExporterTransport, ImporterTransport, TransportError
 from kvtransfer.transports.cuda.transport import CudaIpcExporter, CudaIpcImporter
@@ -36,10 +38,11 @@ LAYOUT = LayoutFingerprint("weights", "config", "float32", "table")
 DEADLINE_S = 20.0
 
 
-class Counters:
-    """TransferCounters that a test can read."""
+class Counters(TransferCounters):
+    """Counters that a test can read."""
 
     def __init__(self) -> None:
+        super().__init__(Telemetry())
         self.handoffs: Counter[tuple[str, str, str, str]] = Counter()
         self.fallbacks: list[tuple[str, str, str]] = []
         self.num_bytes = 0

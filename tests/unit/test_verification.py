@@ -5,7 +5,7 @@ import random
 import pytest
 
 from cluster.observe.telemetry import Telemetry
-from kvtransfer.counters import TelemetryCounters
+from kvtransfer.counters import TransferCounters
 from kvtransfer.digests import VerifyMode, unverified_places
 
 
@@ -47,7 +47,7 @@ def test_verify_mode_is_logged_at_start_and_shown_as_a_metric(
 ) -> None:
     telemetry = Telemetry()
 
-    TelemetryCounters(telemetry).verifies(mode)
+    TransferCounters(telemetry).verifies(mode)
 
     assert [record.levelname for record in caplog.records] == (["WARNING"] if said else [])
     assert said in caplog.text
