@@ -149,7 +149,7 @@ class Canaries:
         self._telemetry = telemetry
         self._judge = CanaryJudge()
         self._number = 0
-        self._is_unwell = False
+        self._has_failed = False
 
     async def run(self) -> None:
         """Run canaries until cancelled. Returns at once if `interval_s` is 0."""
@@ -168,8 +168,8 @@ class Canaries:
         if outcome is Outcome.DIFFERS:
             outcome = await self._fly_once()
         if outcome is not Outcome.DISTURBED:
-            self._is_unwell = outcome is not Outcome.OK
-            self._health.found(_FINDER, f"a canary generation {_SAYS[outcome]}" if self._is_unwell else "")
+            self._has_failed = outcome is not Outcome.OK
+            self._health.found(_FINDER, f"a canary generation {_PROBLEMS[outcome]}" if self._has_failed else "")
         return outcome
 
     async def _fly_once(self) -> Outcome:
@@ -185,19 +185,19 @@ class Canaries:
             self._runner.end(self._number)
         outcome = self._judge.judge(token_ids, was_alone=was_alone)
         self._telemetry.count("tandem_canaries_total", outcome=outcome)
-        if outcome in _SAYS:
-            _LOG.error("canary %d %s", self._number, _SAYS[outcome])
+        if outcome in _PROBLEMS:
+            _LOG.error("canary %d %s", self._number, _PROBLEMS[outcome])
         return outcome
 
     def _due_in_s(self) -> float:
         progress, now_s = self._progress(), self._clock.now_s()
-        interval_s = self._retry_s if self._is_unwell else self._interval_s
+        interval_s = self._retry_s if self._has_failed else self._interval_s
         if progress.busy_since_s is not None:
             return interval_s
         return progress.last_step_s + interval_s - now_s
 
 
-_SAYS = {
+_PROBLEMS = {
     Outcome.DIFFERS: "gave other tokens than the first one",
     Outcome.LATE: "did not end in time",
 }

@@ -47,7 +47,7 @@ class WorkerHealth:
         self._telemetry = telemetry
         self._end_work = end_work
         self._watchdog = StepWatchdog(limits)
-        self._unwell = StandStill(limits.look_s)
+        self._unhealthy = StandStill(limits.look_s)
         self._problems: dict[str, str] = {}  # by the check that found them
         self._changed = asyncio.Event()
 
@@ -89,16 +89,16 @@ class WorkerHealth:
 
     async def watch(self, registration: Registration) -> None:
         """Check the step thread until cancelled. Raises Unhealthy if the worker must restart, and Fenced."""
-        telling = asyncio.create_task(self._tell(registration), name="tell of health")
+        publishing = asyncio.create_task(self._publish(registration), name="publish health")
         try:
             while True:
                 self._look()
-                done, _ = await asyncio.wait((telling,), timeout=self._limits.look_s)
+                done, _ = await asyncio.wait((publishing,), timeout=self._limits.look_s)
                 if done:
-                    telling.result()  # raises
+                    publishing.result()  # raises
         finally:
-            telling.cancel()
-            await asyncio.gather(telling, return_exceptions=True)
+            publishing.cancel()
+            await asyncio.gather(publishing, return_exceptions=True)
 
     def _look(self) -> None:
         """Check the step thread once. Raises Unhealthy if the worker must restart."""
@@ -116,8 +116,8 @@ class WorkerHealth:
             self._end_of_step_problem()
         elif _STEP not in self._problems:
             self._begin_of_step_problem(progress)
-        unwell_s = self._unwell.look(1 if self._problems else None, self._clock.now_s())
-        if verdict is Verdict.HOPELESS or unwell_s >= self._limits.exit_s:
+        unhealthy_s = self._unhealthy.look(1 if self._problems else None, self._clock.now_s())
+        if verdict is Verdict.HOPELESS or unhealthy_s >= self._limits.exit_s:
             _LOG.critical("the worker is stuck and does not recover: %s", self.problem)
             raise Unhealthy(self.problem)
 
@@ -132,7 +132,7 @@ class WorkerHealth:
             _LOG.warning("the step that was stuck has ended; the worker is healthy again")
             self.found(_STEP, "")
 
-    async def _tell(self, registration: Registration) -> None:
+    async def _publish(self, registration: Registration) -> None:
         """Publish every change to the health service and the registry. A registry that does not answer delays only
         this."""
         while True:

@@ -101,13 +101,13 @@ class WorkerLife:
         """End the worker because of an error from which it cannot recover. Any thread may call this."""
         self._loop.call_soon_threadsafe(self._set_fatal, error)
 
-    def on_loop(self, hear: Callable[[EventT], None]) -> Callable[[EventT], None]:
-        """Return a function that any thread may call; it calls `hear` on the event loop, in the order of the calls."""
+    def on_loop(self, receive: Callable[[EventT], None]) -> Callable[[EventT], None]:
+        """Return a function that any thread may call. It calls `receive` on the event loop, in the order of calls."""
 
-        def tell(event: EventT) -> None:
-            self._loop.call_soon_threadsafe(hear, event)
+        def forward(event: EventT) -> None:
+            self._loop.call_soon_threadsafe(receive, event)
 
-        return tell
+        return forward
 
     def request_drain(self) -> "asyncio.Future[DrainOutcome]":
         """Ask this worker to drain. The result is the outcome of the drain."""
@@ -173,10 +173,10 @@ class WorkerLife:
         await self.server.set_ready(False)
         _LOG.info("draining", extra={"grace_s": grace_s})
         draining = asyncio.create_task(drain(grace_s), name="drain")
-        telling = asyncio.create_task(registration.set_state(MemberState.DRAINING), name="tell the registry")
+        publishing = asyncio.create_task(registration.set_state(MemberState.DRAINING), name="publish the state")
         outcome = DrainOutcome.INCOMPLETE
         try:
-            await _until(draining, (telling, *breaks))
+            await _until(draining, (publishing, *breaks))
             outcome = DrainOutcome.DRAINED
         except DrainIncomplete as error:
             _LOG.warning("drain ended with work left: %s", error.message, extra={"grace_s": grace_s})
@@ -184,8 +184,8 @@ class WorkerLife:
         finally:
             self._drained.set_result(outcome)
             draining.cancel()
-            telling.cancel()
-            await asyncio.gather(draining, telling, return_exceptions=True)
+            publishing.cancel()
+            await asyncio.gather(draining, publishing, return_exceptions=True)
 
     def _as_member(self, profile: WorkerProfile) -> Member:
         return Member(

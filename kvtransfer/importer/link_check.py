@@ -154,7 +154,7 @@ class LinkCheck:
 
     @asynccontextmanager
     async def _opened(self, exporter: MemberId, address: str) -> AsyncIterator[kv_pb2.OpenLinkCheckResponse]:
-        """Yield the exporter's response; tell it at the end that the check is over."""
+        """Yield the exporter's response, and end the check with a second request."""
         context = self._context
         request = kv_pb2.OpenLinkCheckRequest(
             importer=str(context.member),

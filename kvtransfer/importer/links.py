@@ -21,7 +21,7 @@ FORGETTING = 0.9  # per read: about the last ten count
 MIN_READS = 3
 _OUTLIER = 3.0  # a read counts as at most this many times what the line predicts
 _WEIGHT_FLOOR_BYTES = 256 * 1024  # below it, reads differ by latency only
-_MIN_SPREAD = 0.05  # of sizes, relative: with less, they cannot tell latency from bandwidth
+_MIN_SPREAD = 0.05  # of sizes, relative: with less, latency and bandwidth cannot be separated
 _MIN_SECONDS = 1e-7
 _NUM_HAND_OFFS = 31
 MAX_LINKS = 256
@@ -113,7 +113,7 @@ class LinkTable:
 
     def record_hand_off(self, exporter: MemberId, transport: str, num_bytes: int, exposed_s: float) -> None:
         """Record a completed hand-off: the time from the end of the prefill to its end, and the bytes that were read in
-        that time. It tells nothing before the link's speed is known."""
+        that time. It is ignored before the link's speed is known."""
         moving_s = 0.0
         if num_bytes:
             link = self._links.get((exporter, transport))
