@@ -4,6 +4,8 @@ import pytest
 
 from benchmarks.request_modules import __main__ as request_modules
 
+_MOST_MODULES = 128  # 118 to 123 were counted: a canary or a cache event may coincide with the request
+
 
 @pytest.mark.slow
 async def test_counter_lists_the_modules_of_every_process_and_no_generated_stub() -> None:
@@ -15,3 +17,4 @@ async def test_counter_lists_the_modules_of_every_process_and_no_generated_stub(
     not_counted = ("tandem/v1/", "tandem/internal/v1/", "benchmarks/", "tests/")
     assert not [module for module in counted.modules if module.startswith(not_counted)]
     assert counted.num_lines > 1000
+    assert len(counted.modules) <= _MOST_MODULES, counted.modules
