@@ -23,7 +23,7 @@ from cluster.settings.engine_settings import EngineSettings
 from engine.build import Engine, build_engine
 from engine.scheduling.step import Chunk, Sample, StepPlan
 from engine.speculation.drafter import Drafter, drafter_factory
-from engine.speculation.step_cost import fixed_rows
+from engine.timing.steps_at_load import fixed_rows
 
 _DEMO = Path(__file__).parents[1] / "examples" / "demo_model"
 _TEXTS = Path(json.__file__).parents[1]  # the standard library's folder

@@ -34,10 +34,9 @@ from engine.scheduling.scheduler import SequenceScheduler
 from engine.scheduling.step import Runner, StepPlan
 from engine.speculation.draft_model import with_draft_model
 from engine.speculation.drafter import drafter_factory
-from engine.speculation.step_cost import fixed_rows
 from engine.steps.step_loop import StepLoop
 from engine.timing.service_time_fit import ServiceTimeFit, TimedStep, step_work
-from engine.timing.steps_at_load import time_steps
+from engine.timing.steps_at_load import fixed_rows, time_steps
 from kvtransfer.importer.link_check import Destination
 from kvtransfer.wire.wire_format import WireDtype
 from tandem.internal.v1 import worker_pb2_grpc

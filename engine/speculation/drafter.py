@@ -65,7 +65,7 @@ class Acceptance:
     """The acceptance rate of one sequence, with old observations weighing less."""
 
     def __init__(self, max_draft_tokens: int, fixed_rows: float) -> None:
-        """`fixed_rows` is the fixed part of a step's time, as a number of rows (`step_cost.py`)."""
+        """`fixed_rows` is the fixed part of a step's time, as a number of rows (`engine/timing/steps_at_load.py`)."""
         assert max_draft_tokens >= 0
         self._max_draft_tokens = max_draft_tokens
         self._fixed_rows = fixed_rows

@@ -1,4 +1,5 @@
-"""Times a handful of real steps before a worker serves, so that the first request can be predicted."""
+"""Times a handful of real steps before a worker serves, so that the first request can be predicted, and that drafters
+can decide if speculation pays."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,10 @@ _PREFILLS = ((16, 0), (64, 0), (16, 1008), (256, 0))  # (new tokens, tokens befo
 _DECODES = ((1, 16), (8, 16), (1, 1024), (32, 16))  # (sequences, their length)
 _REPEATS = 2  # the quickest counts: a pause only ever makes a step longer
 _MAX_SECONDS = 1.0  # in all; the first step of each kind is timed in any case
-_SAMPLING = Sampling(temperature=1.0)
+_SAMPLING = Sampling(temperature=1.0)  # so that the time includes sampling
+_ROWS = 33
+_TURNS = 5
+_MOST = 4096.0  # if the cost of a row is too small to measure
 
 
 def time_steps(
@@ -38,6 +42,26 @@ def time_steps(
         timed.append(TimedStep(work, _quickest_s(runner, plan, began_s + _MAX_SECONDS, clock)))
     engine.pool.raw[torch.arange(most_blocks, device=engine.pool.device)] = 0
     return tuple(timed)
+
+
+def fixed_rows(engine: Engine, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return the fixed part of a step's time, as a number of rows. The pool must be unused; its used blocks are zeroed
+    afterwards."""
+    pool = engine.pool
+    most_rows = min(_ROWS, engine.model_info.max_model_len, pool.num_tokens)
+    if most_rows < 2:
+        return _MOST
+    plans = {num_rows: _drafting(num_rows, pool.layout.block_size) for num_rows in (1, most_rows)}
+    best_s = dict.fromkeys(plans, float("inf"))
+    for _ in range(_TURNS + 1):  # the first turn warms up
+        for num_rows, plan in plans.items():
+            began_s = clock()
+            engine.runner.run(plan)
+            best_s[num_rows] = min(best_s[num_rows], clock() - began_s)
+    used = list(plans[most_rows].chunks[0].block_ids)
+    pool.raw[torch.tensor(used, device=pool.device)] = 0
+    row_s = (best_s[most_rows] - best_s[1]) / (most_rows - 1)
+    return _MOST if row_s <= 0 else min(_MOST, max(0.0, best_s[1] / row_s - 1))
 
 
 def _quickest_s(runner: Runner, plan: StepPlan, until_s: float, clock: Callable[[], float]) -> float:
@@ -76,3 +100,10 @@ def _chunk(sequence_id: int, start: int, num_tokens: int, first_block: int, bloc
         block_ids=tuple(range(first_block, first_block + blocks_for(end, block_size))),
         samples=(Sample(seed=0, position=end, sampling=_SAMPLING),),
     )
+
+
+def _drafting(num_rows: int, block_size: int) -> StepPlan:
+    """Return a step of one sequence with `num_rows` tokens, all but the first of them draft tokens."""
+    samples = tuple(Sample(0, row + 1, _SAMPLING) for row in range(num_rows))
+    blocks = tuple(range(blocks_for(num_rows, block_size)))
+    return StepPlan((Chunk(0, (1,) * num_rows, 0, blocks, samples, num_draft_tokens=num_rows - 1),))

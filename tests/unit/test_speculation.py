@@ -14,8 +14,8 @@ from cluster.settings.engine_settings import EngineSettings
 from engine.build import Engine, build_engine
 from engine.scheduling.step import Chunk, DrawnToken, StepPlan, StepResult
 from engine.speculation.drafter import Acceptance, PromptLookup, TextDrafter, tokens_per_step
-from engine.speculation.step_cost import fixed_rows
 from engine.steps import runner
+from engine.timing.steps_at_load import fixed_rows
 from tests.golden.families import FAMILIES
 from tests.unit.speculating import BLOCK_SIZE, FixedDrafter, Oracle, Talk, speak, step, table_runner, talks_of
 
