@@ -12,6 +12,8 @@ from itertools import pairwise
 from statistics import fmean
 
 from cli.load.workload import Arrival
+from tandem.client import AsyncClient
+from tandem.errors import TandemError
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,35 @@ Send = Callable[[int, Arrival], AsyncGenerator[int, None]]
 
 class RequestFailed(Exception):
     """Raised by `send` for a failed request; the text is the name of its reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """Sends the planned requests to a cluster over gRPC.
+
+    `prompts` are the token ids by the request's number. `model` is empty for the cluster's only model."""
+
+    client: AsyncClient
+    model: str
+    prompts: Sequence[Sequence[int]]
+    timeout_s: float  # of one request
+
+    async def send(self, number: int, arrival: Arrival) -> AsyncGenerator[int, None]:
+        """Generate exactly the planned number of tokens: greedy, ignoring the end of sequence. Raises RequestFailed."""
+        generation = self.client.generate(
+            token_ids=self.prompts[number],
+            model=self.model,
+            max_tokens=arrival.output_tokens,
+            ignore_eos=True,
+            temperature=0.0,
+            timeout_s=self.timeout_s,
+        )
+        try:
+            async with generation:
+                async for delta in generation:
+                    yield len(delta.token_ids)
+        except TandemError as error:
+            raise RequestFailed(error.reason) from error
 
 
 async def open_loop(arrivals: Sequence[Arrival], send: Send) -> list[Record]:

@@ -10,8 +10,7 @@ from random import Random
 from typing import Any
 
 from cli import connection
-from cli.load.open_loop import Objective, open_loop, report
-from cli.load.sender import Sender
+from cli.load.open_loop import Objective, Sender, open_loop, report
 from cli.load.workload import Arrival, clipped, poisson, prompt_ids, read_trace, scaled
 from cli.table import table
 from cluster.errors import ConfigError
