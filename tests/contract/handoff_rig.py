@@ -277,6 +277,8 @@ async def handoff_rig(transport: str, **options: Unpack[RigOptions]) -> AsyncIte
     kv_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(exporter=rig.exporter), server)
     await rig.exporter.start()
     await server.start()
+    async with rig.importer._channels.use(address) as channel, asyncio.timeout(DEADLINE_S):
+        await channel.channel_ready()  # a test's short timeouts do not include the time of connecting
     try:
         yield rig
     finally:
