@@ -10,7 +10,7 @@ from cli.table import table
 from tandem.enum_words import DISAGGREGATION_VERDICTS, EFFECT_BASES, MEMBER_ROLES, MEMBER_STATES
 from tandem.v1 import admin_pb2
 
-HELP = "members of the cluster, their blocks and queues"
+HELP = "members of the cluster, their blocks and queues, and whether disaggregation is worth it"
 _TIMEOUT_S = 10.0
 _BLOCKS = "blocks_"
 _LATENCIES = ("time to first token", "time between tokens", "the same of running sequences")

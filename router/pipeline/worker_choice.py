@@ -147,7 +147,7 @@ class WorkerChoice:
             if placement is not None and (without_prefill or not is_hasty):
                 admitted.waits(choices[0], None)
                 self._telemetry.count("tandem_placement_decisions_total", reason=placement.reason)
-                admitted.account.placements.add(placement, _now_s())
+                admitted.account.placements.add(placement, _now_s(), is_batch=admitted.request.is_batch)
                 if (chosen := placement.chosen) is not None and (predicted := chosen.prediction) is not None:
                     now_s, modelled = _now_s(), None if admitted.request.is_batch else self._modelled(chosen)
                     admitted.account.predict(predicted.ttft_s, predicted.itl_s, now_s, modelled)

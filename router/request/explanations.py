@@ -22,6 +22,7 @@ class PlacedAttempt:
 
     placement: Placement
     at_s: float  # when it was placed, by the router's monotonic clock
+    is_batch: bool = False  # it is of the batch class, which waits for all other work
     failure: str = ""  # why it failed or was overtaken, as the ledger lists it
 
 
@@ -35,10 +36,10 @@ class PlacementLog:
     def attempts(self) -> tuple[PlacedAttempt, ...]:
         return tuple(self._attempts)
 
-    def add(self, placement: Placement, at_s: float) -> None:
+    def add(self, placement: Placement, at_s: float, *, is_batch: bool = False) -> None:
         if len(self._attempts) == MAX_ATTEMPTS:
             del self._attempts[1]
-        self._attempts.append(PlacedAttempt(placement, at_s))
+        self._attempts.append(PlacedAttempt(placement, at_s, is_batch))
 
     def record_failure(self, placement: Placement, reason: str) -> None:
         """Record why the attempt with this placement ended early."""
@@ -79,6 +80,8 @@ class Explanations:
             return
         self._ended.append(ended)
         first = ended.attempts[0]
+        if first.is_batch:  # its time to first token depends on others' work, whichever workers it has
+            return
         waited_s = None if ended.first_token_s is None else ended.first_token_s - first.at_s
         self._effect.add(first.placement, waited_s)
 

@@ -100,6 +100,15 @@ def test_the_predictions_of_ended_requests_are_compared() -> None:
     assert explanations.comparison().ttft.basis is Basis.PREDICTED
 
 
+def test_requests_of_the_batch_class_are_explained_and_say_nothing_about_disaggregation() -> None:
+    log = PlacementLog()
+    log.add(placement(), 0.0, is_batch=True)
+    explanations = Explanations()
+    explanations.add(Explanation("r1", "", "ok", 0.0, 4, 8, 900.0, 0.02, log.attempts))
+    assert explanations.find("r1")
+    assert explanations.comparison().ttft.basis is Basis.UNKNOWN
+
+
 def test_the_account_of_a_request_explains_it_with_its_real_times() -> None:
     account = RequestAccount(Telemetry(), 10.0, label="mine")
     account.record_admission(7)
