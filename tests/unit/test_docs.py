@@ -12,7 +12,7 @@ import pytest
 
 from cli.command import _VERBS
 from cluster.errors import _STATUS, HandOffReason
-from cluster.observe.metrics import METRICS
+from cluster.observe.telemetry import METRICS
 
 ROOT = Path(__file__).parents[2]
 _SKIPPED = {".git", ".venv", ".whl", ".wheels", ".pytest_cache", "node_modules", "shared"}

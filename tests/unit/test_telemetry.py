@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from cluster.observe.logs import configure_logs
-from cluster.observe.metrics import METRICS, Kind
-from cluster.observe.telemetry import Telemetry
+from cluster.observe.telemetry import METRICS, Kind, Telemetry
 
 
 def test_prometheus_reads_the_counted_values() -> None:
