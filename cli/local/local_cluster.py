@@ -17,9 +17,9 @@ from cluster.errors import RegistryUnavailable, Unavailable
 from cluster.messages import Role
 from cluster.registry.redis_server import RedisServer
 from cluster.registry.registry import Registry
+from cluster.registry.scale_registry import WorkerLoads
 from cluster.serving.serving import open_channel
 from cluster.serving.tls import ClusterTls
-from worker.loads import WorkerLoads
 
 _LEAVE_S = 5.0  # in addition to the grace period of a drain
 

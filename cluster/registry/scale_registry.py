@@ -1,22 +1,29 @@
-"""The scale target in the registry, and its follower.
+"""The scale target in the registry, its follower, and the loads of the workers that the follower scales.
 
 Each cluster has one target with a version number, written by a script, so two concurrent changes are never mixed. The
 follower is the process that runs the workers; there is one at a time. It has a registration with a TTL, which also says
-how far it has come. Without a follower a change of the target is refused. If the registry
-loses its data, the follower writes back the target that it read last. Starts and ends no worker.
+how far it has come. Without a follower a change of the target is refused. If the registry loses its data, the follower
+writes back the target that it read last. This module starts and ends no worker.
 """
 
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+
+import grpc
 
 from cluster.errors import RegistryUnavailable, Unavailable
 from cluster.registry.registry import Registry
 from cluster.registry.scale_target import ScaleTarget, check_sizes
+from cluster.serving.serving import open_channel
+from cluster.serving.tls import ClusterTls
+from tandem.v1 import admin_pb2, admin_pb2_grpc
 
 _NAMES = ("scale:target", "scale:follower", "scale")  # two hashes, one channel
 _CHANNEL = _NAMES[2]
+_LOADS_TIMEOUT_S = 5.0
+_IDLE_BLOCKS = ("blocks_free", "blocks_cached")
 
 # All scripts return the target's prefill, decode and version, and the follower's name, reached and problem; empty
 # without a target.
@@ -138,6 +145,34 @@ class Following:
 
     async def unfollow(self) -> None:
         await self._registry.evaluate(_UNFOLLOW, _NAMES, [self._id])
+
+
+class WorkerLoads:
+    """The loads by which a follower picks the workers that it ends."""
+
+    def __init__(self, routers: Sequence[str], api_key: str, tls: ClusterTls | None) -> None:
+        self._routers = tuple(routers)
+        self._metadata = [("authorization", f"Bearer {api_key}")] if api_key else []
+        self._tls = tls
+
+    async def ask(self) -> Mapping[str, float]:
+        """Return the load of each worker by member id, as a router reports it; {} if no router answers."""
+        for router in self._routers:
+            async with open_channel(router, self._tls) as channel:
+                try:
+                    status = await admin_pb2_grpc.AdminStub(channel).Status(
+                        admin_pb2.StatusRequest(), timeout=_LOADS_TIMEOUT_S, metadata=self._metadata
+                    )
+                except grpc.aio.AioRpcError:
+                    continue
+            return {member.member_id: worker_load(member.figures) for member in status.members if member.figures}
+        return {}
+
+
+def worker_load(figures: Mapping[str, float]) -> float:
+    """Return the load of a worker: its blocks in use, and the sequences that wait there."""
+    blocks = sum(value for name, value in figures.items() if name.startswith("blocks_") and name not in _IDLE_BLOCKS)
+    return blocks + figures.get("waiting", 0.0)
 
 
 def _target(answer: list[str]) -> ScaleTarget | None:

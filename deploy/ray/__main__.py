@@ -16,12 +16,12 @@ from cluster.errors import ConfigError, TandemError
 from cluster.identity import advertised_host
 from cluster.messages import Role
 from cluster.registry.registry import Registry
+from cluster.registry.scale_registry import WorkerLoads
 from cluster.serving.tls import load_tls
 from cluster.settings.config import RouterConfig
 from cluster.settings.config_sources import load_config
 from deploy.ray.follower import RayFollower
 from deploy.ray.pools import RayPools, Resources
-from worker.loads import WorkerLoads
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -5,8 +5,8 @@ import pytest
 from cli.local.layout import PoolPlan, Ports, Slot, pool_plan, router_ports
 from cluster.errors import ConfigError
 from cluster.messages import Role
+from cluster.registry.scale_registry import worker_load
 from cluster.registry.scale_target import ScaleTarget
-from worker.loads import load
 
 
 def slots(*names: str) -> list[Slot]:
@@ -48,8 +48,8 @@ def test_a_draining_worker_does_not_count() -> None:
 
 
 def test_blocks_in_use_and_waiting_requests_make_a_worker_busy() -> None:
-    assert load({"blocks_free": 10, "blocks_cached": 5, "running": 2}) == 0
-    assert load({"blocks_free": 7, "blocks_held": 3, "blocks_leased": 2, "waiting": 4}) == 9
+    assert worker_load({"blocks_free": 10, "blocks_cached": 5, "running": 2}) == 0
+    assert worker_load({"blocks_free": 7, "blocks_held": 3, "blocks_leased": 2, "waiting": 4}) == 9
 
 
 def test_a_slot_is_parsed_from_its_name() -> None:
