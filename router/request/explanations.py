@@ -16,6 +16,14 @@ MAX_ATTEMPTS = 8  # of one request: the first one and the last ones
 MAX_FOUND = 10  # requests of one label: the newest ones
 
 
+def is_named(name: str, request_id: str, label: str) -> bool:
+    """Return whether `name` is a request's id or label, or the id of its HTTP answer. The label of each of several
+    prompts in one HTTP request has a number appended, and the name without it finds all of them."""
+    plain = name.removeprefix("chat").removeprefix("cmpl-") if name.startswith(("cmpl-", "chatcmpl-")) else name
+    shared, _, number = label.rpartition("-")
+    return bool(plain) and (name in (request_id, label) or plain == label or (number.isdigit() and plain == shared))
+
+
 @dataclass(frozen=True, slots=True)
 class PlacedAttempt:
     """One attempt to serve a request, or a hedge."""
@@ -89,7 +97,7 @@ class Explanations:
         """Return the requests with this id or label, the newest first: at most `MAX_FOUND`. `live`: requests that have
         not ended, which come before all others."""
         known = [*sorted(live, key=lambda each: each.began_s, reverse=True), *reversed(self._ended)]
-        return [each for each in known if name and name in (each.request_id, each.label)][:MAX_FOUND]
+        return [each for each in known if is_named(name, each.request_id, each.label)][:MAX_FOUND]
 
     def comparison(self) -> Comparison:
         """Return what disaggregation changes, by the last requests."""

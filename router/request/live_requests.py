@@ -18,7 +18,7 @@ from cluster.errors import Cancelled, ResumeSuperseded, TandemError
 from cluster.observe.telemetry import Telemetry
 from router.policies.admission import AdmissionControl
 from router.request.account import RequestAccount
-from router.request.explanations import Explanation, Explanations
+from router.request.explanations import Explanation, Explanations, is_named
 from router.request.live_table import ClientBuffers, LiveRow, LiveTable
 from router.request.outbox import Outbox, WholeAnswer
 from router.requests import Accepted, GenerateRequest
@@ -68,7 +68,7 @@ class LiveRequests:
 
     def explain(self, name: str) -> list[Explanation]:
         """Return the requests with this id or label, live ones and those that ended recently, the newest first."""
-        named = [live for live in self if name in (live.request_id, live.request.label)]
+        named = [live for live in self if is_named(name, live.request_id, live.request.label)]
         return self.explanations.find(name, [live.account.explanation(live.request_id) for live in named])
 
     async def until_none_left(self) -> None:

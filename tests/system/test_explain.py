@@ -207,6 +207,7 @@ def test_a_request_over_http_is_explained_by_its_x_request_id(up: Up, tandem: Co
     answer = httpx.post(f"{http}/v1/completions", json=body, headers={"x-request-id": "from http"}, timeout=60)
     assert answer.status_code == 200
     explained = _explained(tandem, "from http")
+    assert _explained(tandem, answer.json()["id"])["request_id"] == explained["request_id"]
     (placement,) = explained["placements"]
     assert (explained["label"], explained["outcome"], explained["policy"]) == ("from http", "ok", "auto")
     assert sum(candidate["is_chosen"] for candidate in placement["candidates"]) == 1

@@ -1,5 +1,7 @@
 """The explanations of requests: found by id and label, complete, and bounded."""
 
+import pytest
+
 from cluster.messages import MemberId
 from cluster.observe.telemetry import Telemetry
 from router.policies.effect import Basis
@@ -48,6 +50,25 @@ def test_a_request_is_found_by_its_id_and_by_its_label() -> None:
     assert [found.request_id for found in explanations.find("r3")] == ["r3"]
     assert [found.request_id for found in explanations.find("mine")] == ["r2", "r1"]
     assert explanations.find("other") == explanations.find("") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("mine", ["r2", "r1", "r0"]),
+        ("cmpl-mine", ["r2", "r1", "r0"]),
+        ("chatcmpl-mine", ["r2", "r1", "r0"]),
+        ("mine-1", ["r2"]),
+        ("min", []),
+        ("cmpl-", []),
+        ("chat", []),
+    ],
+)
+def test_an_http_request_is_found_by_its_id_in_the_answer_and_with_all_its_prompts(name: str, found: list[str]) -> None:
+    explanations = Explanations()
+    for number, label in enumerate(("mine", "mine-0", "mine-1", "", "mine-x")):
+        explanations.add(ended(f"r{number}", label))
+    assert [each.request_id for each in explanations.find(name)] == found
 
 
 def test_live_requests_come_first_and_the_newest_of_them_at_the_top() -> None:
