@@ -18,6 +18,7 @@ from cluster.messages import (
     LinkSpeed,
     MemberId,
     PrefillJob,
+    Role,
     Sampling,
     SequenceStart,
     TokenStops,
@@ -60,7 +61,7 @@ _SAMPLING = Sampling()
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all workers have in common. Times in seconds."""
+    """One worker. Times in seconds."""
 
     times: ServiceTimes
     kv_bytes_per_token: float
@@ -69,6 +70,7 @@ class Setting:
     gap_s: float = 0.0  # between two steps of a worker
     step_limit: StepLimit = field(default_factory=StepLimit)
     noise: Callable[[], float] = lambda: 1.0  # a factor of each step's time
+    role: Role | None = None
 
 
 @dataclass(slots=True)
@@ -264,6 +266,7 @@ class _Worker:
             kv_bytes_per_token=setting.kv_bytes_per_token,
             work=work,
             unmodelled=self.unmodelled.at(self._simulation.now_s),
+            role=self._setting.role,
         )
 
     def send(self, command: Command, num_messages: int = 1) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cluster.member import Capacity
-from cluster.messages import LinkSpeed, MemberId
+from cluster.messages import LinkSpeed, MemberId, Role
 from cluster.request_size import RequestSize, decode_shortage, handoff_shortage, prefill_shortage
 from router.policies.unmodelled import NOTHING_UNMODELLED, Unmodelled
 from router.policies.work_ahead import WorkAhead
@@ -64,6 +64,7 @@ class WorkerLoad:
     full_for_s: float = 0.0  # its queue is full for this long, as it reported; 0: it accepts more
     work: WorkAhead | None = None  # for predictions; None: the worker has not reported its speed
     unmodelled: Unmodelled = NOTHING_UNMODELLED
+    role: Role | None = None  # the work that its operator prefers it to do; None: any
 
     @property
     def depth(self) -> int:

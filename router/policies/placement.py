@@ -54,6 +54,7 @@ class Candidate:
     num_cached: int  # tokens of the prompt that the worker that computes it has cached
     prediction: Prediction | None = None  # None: the policy does not predict, or a worker has not reported its speed
     num_violations: int = 0  # latency targets that it is predicted to miss
+    expected_misses: float = 0.0  # of requests, the present one and others, that it makes miss a target
 
     @property
     def is_pair(self) -> bool:

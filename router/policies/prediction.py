@@ -17,6 +17,15 @@ from router.policies.work_ahead import PromptWork, WorkAhead
 
 
 @dataclass(frozen=True, slots=True)
+class RunningBeside:
+    """Sequences that run at one of the workers, and the mean time between their tokens from now to their ends."""
+
+    number: int
+    before_s: float  # without the request
+    after_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """The predicted times of a request at one candidate, in seconds."""
 
@@ -28,6 +37,7 @@ class Prediction:
     num_cached: int  # tokens of the prompt that the worker that computes it has cached
     modelled_ttft_s: float  # the first two as the service times alone predict them
     modelled_itl_s: float
+    beside: tuple[RunningBeside, ...] = ()
 
 
 def predict(
@@ -56,7 +66,7 @@ class _Computed:
     at_s: float
     own_s: float
     num_steps: float  # that compute the prompt
-    running_itl_s: float
+    beside: RunningBeside
     delay_s: float
 
 
@@ -79,7 +89,7 @@ class _Predictor:
             self._exported[prefill.member] = self._compute(prefill, computing.work)
         computed = self._exported[prefill.member]
         if not self._num_later:
-            return self._prediction(prefill, decode, computed, _Decoded(0.0, 0.0, 0.0))
+            return self._prediction(prefill, decode, computed, _NOTHING_DECODED)
         kv_bytes = max(0, self._request.num_prompt_tokens - self._num_cached(decode)) * decode.kv_bytes_per_token
         exposed_s = _exposed_s(decode.work, transfer_s(prefill, decode, kv_bytes) or 0.0, computed)
         decoded = self._decode_there(decode.work, computed, exposed_s)
@@ -103,7 +113,7 @@ class _Predictor:
             at_s=forecast.now_s,
             own_s=forecast.own_s,
             num_steps=forecast.own_steps,
-            running_itl_s=_running_itl_s(forecast, work),
+            beside=_beside(forecast, work),
             delay_s=forecast.delay_s,
         )
 
@@ -111,7 +121,7 @@ class _Predictor:
         """Predict the decode batch of the worker that has computed the prompt."""
         forecast, begun_s = computed.forecast, computed.forecast.delay_s
         if not self._num_later:
-            return _Decoded(0.0, 0.0, 0.0)
+            return _NOTHING_DECODED
         return self._decode(forecast, computed.at_s, begun_s)
 
     def _decode_there(self, work: WorkAhead, computed: _Computed, exposed_s: float) -> "_Decoded":
@@ -124,10 +134,12 @@ class _Predictor:
     def _decode(self, forecast: Forecast, first_s: float, begun_s: float) -> "_Decoded":
         """`begun_s`: the delay of other sequences that the forecast has counted already."""
         request = self._request
-        running_itl_s = forecast.quiet_s(request.num_choices) if forecast.num_running else 0.0
+        beside = RunningBeside(0, 0.0, 0.0)
+        if forecast.num_running:
+            beside = RunningBeside(forecast.num_running, forecast.quiet_s(), forecast.quiet_s(request.num_choices))
         length = request.num_prompt_tokens + request.expected_output / 2
         forecast.decode(request.num_choices, length, self._num_later)
-        return _Decoded((forecast.now_s - first_s) / self._num_later, running_itl_s, forecast.delay_s - begun_s)
+        return _Decoded((forecast.now_s - first_s) / self._num_later, beside, forecast.delay_s - begun_s)
 
     def _prediction(
         self, computing: WorkerLoad, decode: WorkerLoad, computed: _Computed, decoded: "_Decoded", kv_bytes: float = 0.0
@@ -138,12 +150,20 @@ class _Predictor:
         return Prediction(
             ttft_s=modelled_s + unmodelled_s,
             itl_s=itl_s,
-            running_itl_s=max(computed.running_itl_s, decoded.running_itl_s),
+            running_itl_s=max(computed.beside.after_s, decoded.beside.after_s),
             delay_s=computed.delay_s + decoded.delay_s + request.num_choices * self._num_later * itl_s,
             kv_bytes=kv_bytes,
             num_cached=min(self._num_cached(computing), request.num_prompt_tokens - 1),
             modelled_ttft_s=modelled_s,
             modelled_itl_s=decoded.itl_s,
+            beside=tuple(
+                RunningBeside(one.number, factor * one.before_s, factor * one.after_s)
+                for one, factor in (
+                    (computed.beside, computing.unmodelled.itl_factor),
+                    (decoded.beside, decode.unmodelled.itl_factor),
+                )
+                if one.number
+            ),
         )
 
 
@@ -152,16 +172,21 @@ class _Decoded:
     """The tokens after the first one."""
 
     itl_s: float
-    running_itl_s: float
+    beside: RunningBeside
     delay_s: float  # of other sequences
 
 
-def _running_itl_s(forecast: Forecast, work: WorkAhead) -> float:
-    """Predict the mean time between the tokens of the sequences that run at the worker, from now to their ends."""
-    if not work.batch.num_running:
-        return 0.0
+_NOTHING_DECODED = _Decoded(0.0, RunningBeside(0, 0.0, 0.0), 0.0)
+
+
+def _beside(forecast: Forecast, work: WorkAhead) -> RunningBeside:
+    """Predict the sequences that run now at the worker that computes the prompt."""
+    number = work.batch.num_running
+    if not number:
+        return RunningBeside(0, 0.0, 0.0)
     left = max(0.0, work.batch.left - forecast.num_steps)
-    return (forecast.now_s + left * forecast.first_quiet_s) / max(1.0, forecast.num_steps + left)
+    after_s = (forecast.now_s + left * forecast.first_quiet_s) / max(1.0, forecast.num_steps + left)
+    return RunningBeside(number, min(forecast.first_quiet_s, after_s), after_s)
 
 
 def _exposed_s(decode: WorkAhead, moving_s: float, computed: _Computed) -> float:

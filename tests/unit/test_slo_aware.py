@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from cluster.messages import MemberId
+from cluster.messages import MemberId, Role
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
 from cluster.settings.config import RouterConfig
 from router.policies.candidates import NO_TARGETS, RequestFacts, SloTargets, WorkerLoad
@@ -81,6 +81,32 @@ def test_a_candidate_that_misses_a_target_is_chosen_only_if_all_do() -> None:
     hopeless = choose(prefills, decodes, targets=SloTargets(ttft_s=0.1))
     assert names(hopeless) == (None, "d0")
     assert all(candidate.num_violations for candidate in hopeless.considered)
+
+
+def test_a_prediction_just_below_a_target_is_not_as_good_as_one_far_below() -> None:
+    prefills, decodes = [load("p0", num_ahead=1000), load("p1", num_ahead=700)], [load("d0", num_ahead=9000)]
+    placement = choose(prefills, decodes, targets=SloTargets(ttft_s=1.5))
+    assert placement.chosen is not None and placement.chosen.num_violations == 0
+    assert (names(placement), placement.reason) == (("p1", "d0"), PlacementReason.SLO)
+
+
+def test_one_late_request_is_better_than_many_slow_ones() -> None:
+    """Whichever worker computes the prompt, some target is missed: that of the request, or those of eight sequences."""
+    prefills, decodes = [load("p0", num_ahead=3000)], [load("d0", running=8, left=20.0)]
+    placement = choose(prefills, decodes, targets=SloTargets(ttft_s=1.0, itl_s=0.022))
+    assert names(placement) == ("p0", "d0")
+
+
+def in_role(worker: WorkerLoad, role: Role) -> WorkerLoad:
+    return replace(worker, role=role)
+
+
+def test_a_worker_leaves_its_role_where_a_target_would_be_missed_otherwise() -> None:
+    decodes = [in_role(load("d0"), Role.DECODE)]
+    targets = SloTargets(ttft_s=1.0, itl_s=0.05)
+    for num_ahead, chosen in ((300, ("p0", "d0")), (2000, (None, "d0"))):
+        prefills = [in_role(load("p0", num_ahead=num_ahead), Role.PREFILL)]
+        assert names(choose(prefills, decodes, targets=targets)) == chosen
 
 
 def test_targets_of_the_request_go_before_those_of_the_router() -> None:
