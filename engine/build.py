@@ -2,15 +2,19 @@
 at its start."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from cluster.messages import LayoutFingerprint
 from cluster.settings.engine_settings import GPU_MEMORY_UTILIZATION, EngineSettings
+from engine.attention.registry import AttentionBackend
 from engine.cpu.compiled_draw import compiled_draw
 from engine.cpu.compiled_forward import compiled_forward
-from engine.cuda.gpu_forward import Forwards, forwards, gpu_forward
+from engine.cuda.fused_forward import FusedForward, fused_decoder
+from engine.cuda.graph_forward import CudaCapture, captured
 from engine.decoders.traced_calls import NotCompiled
 from engine.deterministic.build import make_deterministic
 from engine.kv import capacity
@@ -20,6 +24,7 @@ from engine.model.loaded import LoadedModel, ModelInfo, fingerprint
 from engine.model.loading import load
 from engine.model.packed_weights import pack_weights
 from engine.scheduling.step import Chunk, StepPlan
+from engine.steps.forward import Forward, PlainForward
 from engine.steps.runner import LaunchingRunner, ModelRunner
 
 _ONE_TOKEN = StepPlan((Chunk(sequence_id=0, token_ids=(0,), start=0, block_ids=(0,)),))  # of an unused pool
@@ -65,6 +70,52 @@ def build_engine(settings: EngineSettings, wire: capacity.WireSpace = capacity.N
         fingerprint=layout_fingerprint,
         report=(*_report(settings, loaded, num_blocks), *speed),
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Forwards:
+    """Makes forwards of one model over any pool and with any back end."""
+
+    over: Callable[[KvPool, AttentionBackend], Forward]
+    report: str
+
+
+def forwards(settings: EngineSettings, loaded: LoadedModel) -> Forwards:
+    """Return the model's forwards, fused if the kernels support the model. This moves weights and runs the model's own
+    forward once more, which needs memory, so it is called before the pool is allocated."""
+    try:
+        if settings.deterministic == "on":
+            raise NotCompiled("--deterministic uses fixed shapes")
+        fused, ops = fused_decoder(loaded, settings.max_prefill_tokens)
+    except NotCompiled as why:
+        return Forwards(partial(PlainForward, loaded.model), f"forward: plain ({why})")
+    return Forwards(
+        lambda pool, backend: FusedForward(fused, pool, backend, ops), f"forward: fused, {len(fused.layers)} layers"
+    )
+
+
+def gpu_forward(
+    settings: EngineSettings, loaded: LoadedModel, pool: KvPool, made: Forwards
+) -> tuple[Forward, tuple[str, ...]]:
+    """Return the forward to serve with, and lines for the report. The pool needs one spare block."""
+    new_forward, line = partial(made.over, pool), made.report
+    plain = new_forward(loaded.attention.build())
+    if settings.cuda_graphs == "off":
+        return plain, (line, "cuda graphs: off (--cuda-graphs off)")
+    if settings.deterministic == "on":
+        return plain, (line, "cuda graphs: off, as --deterministic uses fixed shapes")
+    if not loaded.attention.captures:
+        return plain, (line, f"cuda graphs: off, as attention by {loaded.attention.name} cannot be captured")
+    torch.cuda.empty_cache()
+    taken = torch.cuda.memory_reserved(pool.device)
+    capture = CudaCapture(pool.device)
+    graphs, why = captured(settings.max_num_seqs, loaded, pool, new_forward, capture)
+    taken = torch.cuda.memory_reserved(pool.device) - taken  # graphs keep the memory that their steps use temporarily
+    if not graphs.sizes:
+        return plain, (line, f"cuda graphs: off, as the model cannot be captured ({why})")
+    stopped = f"; smaller ones could not be captured ({why})" if why else ""
+    sizes = f"{len(graphs.sizes)} sizes, {graphs.sizes[0]} to {graphs.sizes[-1]} decodes, {taken >> 20} MiB{stopped}"
+    return graphs, (line, f"cuda graphs: {sizes}")
 
 
 def _measured(

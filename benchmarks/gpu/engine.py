@@ -30,7 +30,7 @@ from cluster.messages import Sampling
 from cluster.settings.engine_settings import EngineSettings
 from engine.attention import registry
 from engine.attention.interface import ATTENTION_NAME, register
-from engine.cuda.gpu_forward import forwards, gpu_forward
+from engine.build import forwards, gpu_forward
 from engine.kv.layout import lay_out
 from engine.kv.pool import KvPool
 from engine.model.loaded import LoadedModel, ModelInfo

@@ -13,14 +13,17 @@ import bisect
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
 from engine.attention.registry import AttentionBackend
 from engine.batch import PackedBatch
+from engine.kv.pool import KvPool
+from engine.model.loaded import LoadedModel
 from engine.steps.forward import Forward
 
+NewForward = Callable[[AttentionBackend], Forward]
 _SMALL = (1, 2, 4)
 _EIGHTS_TO = 256
 _FAR_STEP = 32
@@ -186,3 +189,59 @@ class GraphForward:
     def _compute(self, step: GraphStep, batch: PackedBatch) -> None:
         logits = step.forward(batch)
         self._logits[: len(logits)].copy_(logits)
+
+
+def captured(
+    max_num_seqs: int, loaded: LoadedModel, pool: KvPool, new_forward: NewForward, capture: Capture
+) -> tuple[GraphForward, str]:
+    """Capture graphs for as many sizes as possible. Also returns why it stopped before the last size, if it did."""
+    width = loaded.layout.num_blocks_for(loaded.info.max_model_len)
+    decodes = StaticDecodes(max_num_seqs, width, pool.spare_block, pool.device)
+    graphs = GraphForward(new_forward(loaded.attention.build()), decodes)
+    family = cast(CapturableBackend, loaded.attention.build())
+
+    def step_for(batch: PackedBatch) -> GraphStep:
+        backend = family.for_graph(batch)
+        return GraphStep(new_forward(backend), backend)
+
+    try:
+        graphs.capture(bucket_sizes(max_num_seqs), step_for, capture)
+    except Exception as error:  # noqa: BLE001 - whatever a kernel or a library raises: steps are computed without
+        return graphs, str(error).strip().partition("\n")[0] or type(error).__name__
+    return graphs, ""
+
+
+class CudaCapture:
+    """A Capture on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, compute: Callable[[], object], prepare: Callable[[], None]) -> Callable[[], None]:
+        """Capture `compute` as a graph. Raises RuntimeError if `compute` waits for the device; this is detected before
+        recording, since torch's allocator does not recover from a failed capture."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            for mode in ("default", "error"):  # compiles the kernels and lets libraries choose theirs
+                prepare()
+                _run(compute, mode)
+            prepare()
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            compute()
+        current.wait_stream(self._stream)
+        return graph.replay
+
+
+def _run(compute: Callable[[], object], sync_debug_mode: str) -> None:
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode(sync_debug_mode)
+    try:
+        compute()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

@@ -18,8 +18,7 @@ from engine.attention.gather import GatherBackend, attend_dense
 from engine.attention.interface import AttentionOptions, LayerKv
 from engine.attention.registry import Capability
 from engine.batch import PackedBatch
-from engine.cuda.gpu_forward import NewForward, captured
-from engine.cuda.graph_forward import GraphForward, bucket_for, bucket_sizes
+from engine.cuda.graph_forward import GraphForward, NewForward, bucket_for, bucket_sizes, captured
 from engine.kv.pool import KvPool
 from engine.model.loaded import LoadedModel
 from engine.model.loading import load

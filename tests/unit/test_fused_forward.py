@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from cluster.settings.engine_settings import EngineSettings
+from engine.build import forwards, gpu_forward
 from engine.cuda.fused_forward import FusedForward, fused_decoder
 from engine.cuda.fused_ops import Heads, Ops, Rotation, TorchOps
-from engine.cuda.gpu_forward import captured, forwards, gpu_forward
+from engine.cuda.graph_forward import captured
 from engine.decoders.layer_parts import GELU_TANH, SILU, RmsNorm
 from engine.decoders.traced_calls import NotCompiled
 from engine.kv.pool import KvPool

@@ -20,7 +20,6 @@ from engine.attention.interface import AttentionOptions, LayerKv
 from engine.attention.registry import ALL_DTYPES, Capability
 from engine.batch import PackedBatch, pack
 from engine.build import Engine, build_engine
-from engine.cuda import gpu_forward
 from engine.cuda.fused_ops import TorchOps
 from engine.kv import cuda_memory
 from engine.kv.layout import LayerShape, lay_out
@@ -152,7 +151,7 @@ def build(
 ) -> Callable[..., Engine]:
     plain = loading._build
     monkeypatch.setattr(loading, "_build", lambda *given: moved(plain(*given[:2], "cpu")))  # type: ignore[call-arg]
-    monkeypatch.setattr(gpu_forward, "CudaCapture", lambda device: played(gpu))
+    monkeypatch.setattr(engine_build, "CudaCapture", lambda device: played(gpu))
     monkeypatch.setattr("engine.decoders.layer_parts.torch", PlainTorch())  # which asks for tensors of no subclass
     if request.param == "tensors":
         table = (Capability("tensors", TensorAttention, frozenset({"cuda"}), kv_dtypes=ALL_DTYPES, captures=True),)
@@ -216,7 +215,7 @@ def test_the_pool_is_allocated_after_weights_are_merged(
 
         return call
 
-    noted = ((gpu_forward, "fused_decoder"), (torch.cuda, "empty_cache"))
+    noted = ((engine_build, "fused_decoder"), (torch.cuda, "empty_cache"))
     for owner, name in (*noted, (cuda_memory, "_allocate"), (engine_build, "allocate_pool")):
         monkeypatch.setattr(owner, name, noting(name, getattr(owner, name)))
     build(dtype="bfloat16").pool.close()
