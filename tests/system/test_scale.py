@@ -103,6 +103,7 @@ async def test_streams_lose_no_token_while_workers_join_and_leave(up: Up, tandem
             status, output = await tandem("drain", "decode-0", "--wait", "--json")
         assert (status, json.loads(output)["outcome"]) == (0, "drained")
         assert "decode-0 was drained; starting it again" in up.until("decode-0 was drained")
+        up.until("decode-0 is back")
         assert tokens([task.result() for task in drained]) == undisturbed
 
         await until_connected(tandem, "decode-0", "decode-1")
