@@ -58,8 +58,8 @@ def test_a_fused_forward_with_other_logits_is_refused(tmp_path: Path, monkeypatc
 
 
 # Two roundings of equal size: medians over 130 rows whose errors scatter by half of their size differ by a tenth. What
-# serves keeps the residual in float32 and errs by 0.71 to 0.83 of what the model in bfloat16 does (sixteen draws of
-# weights of two families), a wrong operation by more than fifty times.
+# serves keeps the residual in float32 and errs by 0.69 to 0.85 of what the model in bfloat16 does (32 draws of weights
+# of three families), a wrong operation by more than fifty times.
 _SPREAD = 1.25
 
 
