@@ -18,7 +18,7 @@ _EVERY_RUN_SENDS = (
     "PrefillRequest",
     "PrefillEvent.accepted",
     "PrefillEvent.first_tokens",
-    "Heartbeat",
+    "WorkerMessage.heartbeat",
     "StartRequest",
     "RouterMessage.hello",
     "WorkerMessage.hello",
