@@ -36,6 +36,7 @@ class Job:
     seed: int  # of the prompts
     pace: str
     arrivals: tuple[Arrival, ...]
+    prefix: str = ""  # of the requests' ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ async def _sender(job: Job, prompts: list[list[int]]) -> AsyncIterator[Send]:
         return
     async with AsyncClient(job.address) as client:
         (model,) = await client.models()
-        yield Sender(client, model.id, prompts, _TIMEOUT_S).send
+        yield Sender(client, model.id, prompts, _TIMEOUT_S, job.prefix).send
 
 
 def job_to_json(job: Job) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from random import Random
+from secrets import token_hex
 from statistics import median
 
 from benchmarks.placement.arms import RunningArm, alone
@@ -16,6 +17,7 @@ from benchmarks.placement.cpu_time import cpu_time
 from benchmarks.placement.figures.samples import ArmResult, Slo, percentiles_s, samples_of
 from benchmarks.placement.generator import Generated, Job, generated_from_json, job_to_json
 from benchmarks.placement.plan import Point, order, turns
+from benchmarks.placement.predictions import prediction_errors
 from benchmarks.placement.workload import Workload, even_arrivals, poisson_arrivals, sequential_arrivals
 from cli.load.open_loop import Record
 from cli.load.workload import Arrival
@@ -35,6 +37,7 @@ class _Turn:
     others_cpu: float
     generator_cpu_s: float
     late_s: float
+    prediction_errors: dict[str, list[float]]
 
 
 class Measuring:
@@ -85,14 +88,22 @@ class Measuring:
         """Measure one turn. Raises RuntimeError if a process of the arm ended during it."""
         pids = arm.pids()
         begin = cpu_time(pids.values())
-        generated = await self._run(arm, arrivals, name, "planned")
+        prefix = f"{token_hex(8)}-"
+        generated = await self._run(arm, arrivals, name, "planned", prefix)
         if arm.pids() != pids:
             raise RuntimeError(f"a process of {arm.name} ended during {name}")
         others = cpu_time(pids.values()).others_since(begin, generated.cpu_s)
-        return _Turn(generated.records, arrivals[-1].at_s, generated.took_s, others, generated.cpu_s, generated.late_s)
+        errors: dict[str, list[float]] = {}
+        if arm.protocol == "tandem" and not arm.is_static:
+            errors = await prediction_errors(arm.address, [f"{prefix}{number}" for number in range(len(arrivals))])
+        planned_s = arrivals[-1].at_s
+        return _Turn(generated.records, planned_s, generated.took_s, others, generated.cpu_s, generated.late_s, errors)
 
-    async def _run(self, arm: RunningArm, arrivals: Sequence[Arrival], name: str, pace: str) -> Generated:
-        job = Job(arm.protocol, arm.address, self._vocab_size, zlib.crc32(name.encode()), pace, tuple(arrivals))
+    async def _run(
+        self, arm: RunningArm, arrivals: Sequence[Arrival], name: str, pace: str, prefix: str = ""
+    ) -> Generated:
+        seed = zlib.crc32(name.encode())
+        job = Job(arm.protocol, arm.address, self._vocab_size, seed, pace, tuple(arrivals), prefix)
         with alone(arm, self._arms):
             return await run_generator(job)
 
@@ -130,4 +141,8 @@ def _joined(turns: Sequence[_Turn]) -> ArmResult:
         others_cpu=sum(turn.others_cpu * turn.took_s for turn in turns) / took_s,
         generator_cpu=sum(turn.generator_cpu_s for turn in turns) / took_s,
         late_s=max(turn.late_s for turn in turns),
+        prediction_errors={
+            name: [error for turn in turns for error in turn.prediction_errors[name]]
+            for name in turns[0].prediction_errors
+        },
     )

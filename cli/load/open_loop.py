@@ -121,12 +121,14 @@ class RequestFailed(Exception):
 class Sender:
     """Sends the planned requests to a cluster over gRPC.
 
-    `prompts` are the token ids by the request's number. `model` is empty for the cluster's only model."""
+    `prompts` are the token ids by the request's number. `model` is empty for the cluster's only model.
+    `prefix` begins the requests' ids, which end with their numbers; empty: their ids are random."""
 
     client: AsyncClient
     model: str
     prompts: Sequence[Sequence[int]]
     timeout_s: float  # of one request
+    prefix: str = ""
 
     async def send(self, number: int, arrival: Arrival) -> AsyncGenerator[int, None]:
         """Generate exactly the planned number of tokens: greedy, ignoring the end of sequence. Raises RequestFailed."""
@@ -136,6 +138,7 @@ class Sender:
             max_tokens=arrival.output_tokens,
             ignore_eos=True,
             temperature=0.0,
+            request_id=f"{self.prefix}{number}" if self.prefix else "",
             timeout_s=self.timeout_s,
         )
         try:

@@ -54,9 +54,11 @@ from benchmarks.placement.plan import (
     selected,
     turns,
 )
+from benchmarks.placement.predictions import errors_of
 from benchmarks.placement.workload import Workload, even_arrivals, poisson_arrivals, sequential_arrivals
 from cli.load.open_loop import Record
 from cli.load.workload import Arrival, prompt_ids
+from tandem.v1 import admin_pb2
 
 GOOD, SLOW = Sample(0.1, 0.01, 0.01, 0.02), Sample(0.9, 0.01, 0.01, 0.02)
 SLO = Slo(ttft_s=0.3, tpot_s=0.02)
@@ -331,3 +333,26 @@ def test_cpu_time_of_a_process_grows_while_it_computes() -> None:
 def test_percentiles_of_no_request_are_empty() -> None:
     assert percentiles_s([]) == {}
     assert percentiles_s([1.0, 2.0, 3.0])["p50"] == 2.0
+
+
+def _explained(outcome: str, *predicted_s: float) -> admin_pb2.RequestExplanation:
+    """A request of 0.5 s until its first token and 0.02 s between tokens, placed once for each predicted TTFT."""
+    request = admin_pb2.RequestExplanation(outcome=outcome, num_tokens=8, ttft_s=0.6, itl_s=0.02)
+    for ttft_s in predicted_s:
+        placement = request.placements.add(after_s=0.1)
+        placement.candidates.add().prediction.ttft_s = 9.0  # was not chosen
+        chosen = placement.candidates.add(is_chosen=True)
+        chosen.prediction.ttft_s, chosen.prediction.itl_s = ttft_s, 0.03
+    return request
+
+
+def test_predictions_are_compared_for_requests_that_ended_well_at_their_first_workers() -> None:
+    requests = [_explained("ok", 0.4), _explained("ok", 0.4, 0.4), _explained("worker_lost", 0.4), _explained("ok")]
+    found = errors_of(requests)
+    assert found["ttft"] == pytest.approx([0.2])
+    assert found["itl"] == pytest.approx([0.5])
+
+
+def test_the_page_shows_how_well_the_arm_that_predicts_did() -> None:
+    predicting = replace(arm(10), prediction_errors={"ttft": [0.04, 0.06, 0.3], "itl": []})
+    assert "TTFT 6% / 25%" in page([result({SEPARATE: arm(10), COLOCATED: arm(10), AUTO: predicting})], 1)

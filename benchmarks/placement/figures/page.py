@@ -7,6 +7,7 @@ from benchmarks.placement.figures.intervals import Share
 from benchmarks.placement.figures.log import PointResult
 from benchmarks.placement.figures.samples import ArmResult, Slo
 from benchmarks.placement.plan import ENOUGH_FOR_P99
+from cli.load.open_loop import percentile
 
 _HEAD = (
     "arm",
@@ -101,7 +102,17 @@ def _point(result: PointResult) -> list[str]:
     lines += [result.note] if result.note else []
     lines += [_late(name, arm) for name, arm in result.arms.items() if arm.late_s > _LATE_S]
     lines += ["", _row(_HEAD), "|" + "---|" * len(_HEAD)]
-    return lines + [_row(_cells(name, arm, slo)) for name, arm in result.arms.items()]
+    lines += [_row(_cells(name, arm, slo)) for name, arm in result.arms.items()]
+    return lines + [line for name, arm in result.arms.items() for line in _predicted(name, arm)]
+
+
+def _predicted(name: str, arm: ArmResult) -> list[str]:
+    shown = [
+        f"{what.upper()} {percentile(values, 0.5):.0%} / {percentile(values, 0.9):.0%}"
+        for what, values in arm.prediction_errors.items()
+        if values
+    ]
+    return ["", f"Predictions of {name}, median / p90 of the relative error: {', '.join(shown)}."] if shown else []
 
 
 def _late(name: str, arm: ArmResult) -> str:

@@ -1,7 +1,7 @@
 """Samples of the requests that one arm served at one point, and the figures computed from them. Pure."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from benchmarks.placement.figures.intervals import Share
 from cli.load.open_loop import Record, percentile
@@ -41,6 +41,8 @@ class ArmResult:
     others_cpu: float  # cores that everything but this arm and its load used, in the mean
     generator_cpu: float  # cores that the load generator used
     late_s: float  # p99 of the time by which the load generator sent requests too late
+    # Relative errors of predicted times by name, of an arm that predicts.
+    prediction_errors: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def num_requests(self) -> int:
