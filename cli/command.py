@@ -22,6 +22,7 @@ _VERBS = (
     "generate",
     "scale",
     "drain",
+    "role",
     "migrate",
     "doctor",
     "certs",

@@ -8,9 +8,28 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
+    """What routers use a member for. Every worker can do the work of all three roles of workers."""
+
     ROUTER = "router"
     PREFILL = "prefill"
     DECODE = "decode"
+    BOTH = "both"
+
+    @property
+    def is_worker(self) -> bool:
+        return self is not Role.ROUTER
+
+    def does(self, role: "Role") -> bool:
+        """Return whether a worker of this role does the work of `role`."""
+        return self is role or (self is Role.BOTH and role.is_worker)
+
+    @property
+    def prefills(self) -> bool:
+        return self.does(Role.PREFILL)
+
+    @property
+    def decodes(self) -> bool:
+        return self.does(Role.DECODE)
 
 
 class FinishReason(StrEnum):

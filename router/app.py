@@ -29,7 +29,7 @@ from cluster.serving.serving import MAX_MESSAGE_BYTES, GrpcServer, join_address,
 from cluster.serving.tls import ClusterTls, load_tls
 from cluster.settings.config import RouterConfig, echo
 from router.drain.evacuation import Evacuation
-from router.drain.operator_commands import DrainCommands, ScaleTargetView
+from router.drain.operator_commands import MemberCommands, ScaleTargetView
 from router.fleet.fleet import Fleet
 from router.fleet.membership import advertised_routers
 from router.fleet.prefix_locator import CacheEventFollower, PrefixLocator
@@ -292,14 +292,14 @@ class Router:
         )
 
     def _admin_service(self) -> AdminService:
-        drains = DrainCommands(
+        commands = MemberCommands(
             router=self._member.id, fleet=self._fleet, connect=self._connect, stop=self._stop, drained=self._drained
         )
         return AdminService(
             pipeline=self._pipeline,
             fleet=self._fleet,
             migrations=self._migrations,
-            drains=drains,
+            commands=commands,
             scaling=self._scaling,
             placement=self._config.placement,
             explore=self._config.explore,

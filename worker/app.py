@@ -1,8 +1,7 @@
 """The worker: one engine, one scheduler and one step loop, behind the services of both roles on one port.
 
 This module builds every part before any of them starts, joins them, and starts and ends them in order. A worker's role
-is what routers use it for. It can do the work of both; only what costs memory is left out where the role rarely needs
-it: swap space and draft model with prefill, prefix pulls and tiers with decode.
+is what routers use it for and may change at any time, so every worker has all parts that its settings ask for.
 """
 
 import asyncio
@@ -15,7 +14,6 @@ from functools import partial
 
 from cluster.clock import MonotonicClock
 from cluster.errors import Unhealthy
-from cluster.messages import Role
 from cluster.process import lasting
 from cluster.protocol.wire import link_speeds_to_wire
 from cluster.request_size import LengthLimits
@@ -54,11 +52,10 @@ _LOG = logging.getLogger("tandem.worker")
 async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
     """Run the worker until it is asked to stop, then drain. Raises ConfigError, ModelRefused, Fenced."""
     with lasting():
-        engine = await life.unless_stopped(partial(_engine, life.config, life.role))
+        engine = await life.unless_stopped(partial(_engine, life.config))
     if engine is None:
         return
-    swap_bytes = life.config.swap_bytes if life.role is Role.DECODE else 0
-    host_blocks, swap_report = allocate_host_blocks(engine.pool, swap_bytes)
+    host_blocks, swap_report = allocate_host_blocks(engine.pool, life.config.swap_bytes)
     for line in (*engine.report, swap_report):
         _LOG.info(line)
     await WorkerApp(life, engine, host_blocks).run(announce)
@@ -151,7 +148,7 @@ class WorkerApp:
             cost=PreemptionCost(copy_s_per_block, lambda num_tokens: self._compute_s(num_tokens, 0)),
             policy=make_policy(life.config.scheduling_policy),
             lengths=LengthPredictor(),
-            new_drafter=drafter_factory(life.config, lambda: fixed_rows(engine)) if life.role is Role.DECODE else None,
+            new_drafter=drafter_factory(life.config, lambda: fixed_rows(engine)),
             times=lambda: self._fit.times,
         )
 
@@ -194,6 +191,7 @@ class WorkerApp:
             inspections=self._watch.inspections,
             more_figures=self._figures,
             request_drain=self._life.request_drain,
+            set_role=self._life.set_role,
             check_link=self._link_check.measure,
             publish_cache_events=self._prefill.cache_events.subscribe,
         )
@@ -264,11 +262,10 @@ class WorkerApp:
         return figures | {f"service_time_error_{model}": error for model, error in errors.items()}
 
 
-def _engine(config: WorkerConfig, role: Role) -> Engine:
+def _engine(config: WorkerConfig) -> Engine:
     """Build the engine. Raises ConfigError and ModelRefused."""
     engine = build_engine(config, WireDtype(config.kv_wire_dtype))
-    drafts = role is Role.DECODE and config.speculation == "draft"
-    return with_draft_model(config, engine) if drafts else engine
+    return with_draft_model(config, engine) if config.speculation == "draft" else engine
 
 
 def _limits(config: WorkerConfig, engine: Engine, host_blocks: HostBlocks | None) -> SchedulerLimits:

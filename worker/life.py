@@ -14,7 +14,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, TypeAlias, TypeVar
 
-from cluster.errors import DrainIncomplete, InternalError, Unhealthy
+from cluster.errors import DrainIncomplete, Draining, InternalError, Unavailable, Unhealthy
 from cluster.identity import advertised_host, cluster_key, new_member_id
 from cluster.member import Capacity, DrainOutcome, Member, MemberState
 from cluster.messages import LayoutFingerprint, Role
@@ -90,6 +90,7 @@ class WorkerLife:
         self._stop = stop
         self._loop = asyncio.get_running_loop()
         self._fatal: asyncio.Future[None] = self._loop.create_future()
+        self._registration: Registration | None = None  # None until the worker has joined its cluster
         self._drained: asyncio.Future[DrainOutcome] = self._loop.create_future()
         _LOG.info("starting", extra={"member": str(self.member), "settings": echo(config)})
 
@@ -113,6 +114,16 @@ class WorkerLife:
         """Ask this worker to drain. The result is the outcome of the drain."""
         self._stop.set()
         return asyncio.shield(self._drained)
+
+    async def set_role(self, role: Role) -> Role:
+        """Register another role; the worker's work continues. Return the former one. Raises Unavailable and Fenced."""
+        if self._registration is None:
+            raise Unavailable("this worker is still starting and has no registration yet; try again")
+        if self._stop.is_set():
+            raise Draining("this worker is draining and will not do the work of another role")
+        former = await self._registration.set_role(role)
+        _LOG.info("another role", extra={"former_role": former, "role": role})
+        return former
 
     async def unless_stopped(self, work: Callable[[], Result]) -> Result | None:
         """Run `work` on a thread of its own and return its result. Returns None, and abandons the thread, if the worker
@@ -141,6 +152,7 @@ class WorkerLife:
         await self.server.start()
         self._health.start()
         await registration.join_unless(self._stop)
+        self._registration = registration
         keep = asyncio.create_task(registration.keep(), name="keep registration")
         watching = asyncio.create_task(watch(registration), name="watch over health")
         stopped = asyncio.create_task(self._stop.wait(), name="wait for stop")

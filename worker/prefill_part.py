@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 
 from cluster.clock import Clock
 from cluster.errors import DrainIncomplete, Unhealthy
-from cluster.messages import Role
 from cluster.protocol.hashing import NATIVE
 from engine.build import Engine
 from engine.scheduling import commands
@@ -23,7 +22,7 @@ ComputeSeconds = Callable[[int, int], float]
 
 class PrefillPart:
     """`compute_s` predicts the seconds to compute a number of tokens behind others. `handoff_ids` are shared with the
-    imports of hand-offs. Pulls and tiers belong to workers of the prefill role only, because they cost memory."""
+    imports of hand-offs."""
 
     def __init__(
         self,
@@ -39,7 +38,7 @@ class PrefillPart:
     ) -> None:
         self._exporter = transfer.exporter
         self._released = asyncio.Event()
-        keeps_prefixes = life.role is Role.PREFILL and life.config.prefix_caching != "off"
+        keeps_prefixes = life.config.prefix_caching != "off"
         # Blocks that are pulled in a quantised format would differ from computed ones.
         can_pull = keeps_prefixes and life.config.kv_wire_dtype == NATIVE
         pulls = _pull_resources(life, transfer, compute_s, handoff_ids, clock) if can_pull else None

@@ -1,4 +1,5 @@
-"""The gRPC service of every worker: inspection of its blocks and figures, link checks, and the request to drain.
+"""The gRPC service of every worker: inspection of its blocks and figures, link checks, and the requests to drain and to
+change its role.
 
 The step thread runs check() and answers; this module never accesses a block pool.
 """
@@ -12,11 +13,11 @@ import grpc
 
 from cluster.errors import Unavailable
 from cluster.member import DrainOutcome
-from cluster.messages import MemberId
+from cluster.messages import MemberId, Role
 from cluster.protocol.received import checked
 from engine.scheduling.commands import Inspect, Inspected
 from engine.steps.questions import Asked
-from tandem.enum_words import DRAIN_OUTCOMES
+from tandem.enum_words import DRAIN_OUTCOMES, MEMBER_ROLES
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 
 _INSPECTION_TIMEOUT_S = 30.0
@@ -66,6 +67,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         inspections: Inspections,
         more_figures: Callable[[], dict[str, float]],
         request_drain: Callable[[], Awaitable[DrainOutcome]],
+        set_role: Callable[[Role], Awaitable[Role]],
         check_link: Callable[[worker_pb2.CheckLinkRequest], Awaitable[worker_pb2.CheckLinkResponse]],
         publish_cache_events: Callable[[worker_pb2.SubscribeCacheEventsRequest], AsyncIterator[worker_pb2.CacheEvents]],
     ) -> None:
@@ -75,6 +77,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._inspections = inspections
         self._more_figures = more_figures
         self._request_drain = request_drain
+        self._set_role = set_role
 
     async def Inspect(
         self, request: worker_pb2.InspectRequest, context: grpc.aio.ServicerContext[object, object]
@@ -93,6 +96,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         drained = self._request_drain()
         outcome = await drained if checked(request).wait else ""
         return worker_pb2.DrainWorkerResponse(outcome=DRAIN_OUTCOMES.number(outcome))
+
+    async def SetRole(
+        self, request: worker_pb2.SetRoleRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> worker_pb2.SetRoleResponse:
+        former = await self._set_role(Role(MEMBER_ROLES.word(checked(request).role)))
+        return worker_pb2.SetRoleResponse(former_role=MEMBER_ROLES.number(former))
 
     async def CheckLink(
         self, request: worker_pb2.CheckLinkRequest, context: grpc.aio.ServicerContext[object, object]

@@ -73,6 +73,7 @@ def _enum(enum: type[int], *, may_be_unset: bool = False) -> EnumValue:
 
 # A worker that still runs cannot report that it was lost.
 _DRAINED = _enum(admin_pb2.DrainOutcome, may_be_unset=True).without(admin_pb2.DRAIN_OUTCOME_LOST)
+_WORKER_ROLE = _enum(admin_pb2.MemberRole).without(admin_pb2.MEMBER_ROLE_ROUTER)
 
 RULES: Mapping[type[Message], Mapping[str, Rule]] = {
     inference_pb2.TokenLogprob: {"token_id": _COUNT, "logprob": Real(least=-3.5e38, most=1.0)},
@@ -221,6 +222,8 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
     },
     worker_pb2.DrainWorkerRequest: {"wait": _FLAG},
     worker_pb2.DrainWorkerResponse: {"outcome": _DRAINED},
+    worker_pb2.SetRoleRequest: {"role": _WORKER_ROLE},
+    worker_pb2.SetRoleResponse: {"former_role": _WORKER_ROLE},
     kv_pb2.LeasePrefixRequest: {
         "request_id": _NAME,
         "attempt": _COUNT,

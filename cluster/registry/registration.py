@@ -7,9 +7,11 @@ newer incarnation has registered under its id.
 import asyncio
 import logging
 from contextlib import suppress
+from dataclasses import replace
 
 from cluster.errors import ConfigError, Fenced, RegistryUnavailable
 from cluster.member import Member, MemberState, fingerprint_difference
+from cluster.messages import Role
 from cluster.registry.registry import Registry, jittered
 
 _LOG = logging.getLogger("tandem.registration")
@@ -60,6 +62,13 @@ class Registration:
         self._state = state
         await self._register_state()
 
+    async def set_role(self, role: Role) -> Role:
+        """Register another role as `set_state` does. Return the former one. Raises Fenced."""
+        former = self.member.role
+        self.member = replace(self.member, role=role)
+        await self._register_state()
+        return former
+
     async def set_unhealthy(self, is_unhealthy: bool) -> None:
         """Register the unhealthy state as `set_state` does. While the member is unhealthy, no other state is
         registered. Raises Fenced."""
@@ -96,7 +105,8 @@ class Registration:
         try:
             await self._registry.renew(self.member)
         except RegistryUnavailable as error:
-            _LOG.warning("the new state is not registered yet", extra={"state": state, "error": str(error)})
+            fields = {"state": state, "role": self.member.role, "error": str(error)}
+            _LOG.warning("the new state is not registered yet", extra=fields)
 
 
 def refuse_unequal(member: Member, others: tuple[Member, ...]) -> None:

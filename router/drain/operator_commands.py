@@ -1,4 +1,4 @@
-"""Performs operators' commands: drain a member, or change the number of workers of each role.
+"""Performs operators' commands: drain a member, change a worker's role, or the number of workers of each role.
 
 A worker or another router is drained by a call to it, this router by its own stop event. The drained member reports
 what became of its work; a member that ends without a report is lost. The process that runs the workers follows the
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from cluster.errors import NotFound
+from cluster.errors import InvalidRequest, NotFound
 from cluster.member import Member, MemberState
 from cluster.messages import MemberId, Role
 from cluster.protocol.received import checked
@@ -21,7 +21,7 @@ from cluster.registry.scale_registry import ScaleTargets
 from cluster.registry.scale_target import ScaleTarget
 from cluster.serving.rpc_errors import error_from_rpc
 from router.fleet.fleet import Fleet
-from tandem.enum_words import DRAIN_OUTCOMES
+from tandem.enum_words import DRAIN_OUTCOMES, MEMBER_ROLES
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tandem.v1 import admin_pb2, admin_pb2_grpc
 
@@ -45,7 +45,13 @@ class DrainResult:
     outcome: str = ""  # drained, incomplete or lost; empty: the caller did not wait
 
 
-class DrainCommands:
+@dataclass(frozen=True, slots=True)
+class RoleChange:
+    member: MemberId
+    former: Role
+
+
+class MemberCommands:
     def __init__(
         self,
         *,
@@ -76,6 +82,27 @@ class DrainCommands:
         if wait:
             await self._until_gone(member.id)
         return DrainResult(member.id, outcome)
+
+    async def set_role(self, name: str, role: Role) -> RoleChange:
+        """Change the role of a worker, named as by `drain`. Raises NotFound, InvalidRequest, and the error of a call
+        that does not reach the worker."""
+        member = self._member(name)
+        if not member.role.is_worker:
+            raise InvalidRequest(f"{member.id.id} is a router; only workers have a role that can be changed")
+        others = (other for other in self._fleet.members() if other.id != member.id and other.role.decodes)
+        if not role.decodes and all(other.state is not MemberState.READY for other in others):
+            raise InvalidRequest(
+                f"{member.id.id} is the last worker that decodes; give another worker the role decode or both first"
+            )
+        async with self._connect(member.address) as channel:
+            request = worker_pb2.SetRoleRequest(role=MEMBER_ROLES.number(role))
+            try:
+                answer = checked(await worker_pb2_grpc.WorkerStub(channel).SetRole(request, timeout=_ASK_S))
+            except grpc.aio.AioRpcError as error:
+                raise error_from_rpc(error) from error
+        former = Role(MEMBER_ROLES.word(answer.former_role))
+        _LOG.info("an operator changes a role", extra={"worker": str(member.id), "former_role": former, "role": role})
+        return RoleChange(member.id, former)
 
     def _member(self, name: str) -> Member:
         members = self._fleet.members()

@@ -96,8 +96,8 @@ class Fleet:
     def is_checking_prefill(self) -> bool:
         """Whether a registered prefill worker is suspect and its health check has not ended, or its stream is being
         connected."""
-        peers = self._of_role(Role.PREFILL)
-        return any(peer.member.id in self._registered and not peer.is_reachable for peer in peers)
+        prefills = [peer for peer in self._peers.values() if peer.member.role.prefills]
+        return any(peer.member.id in self._registered and not peer.is_reachable for peer in prefills)
 
     async def settle(self, timeout_s: float) -> None:
         """Wait until every worker that was registered at the start is connected, for `timeout_s` at most."""
@@ -113,17 +113,19 @@ class Fleet:
         await self._changed.wait()
 
     def prefill_loads(self) -> list[WorkerLoad]:
-        return self._loads(Role.PREFILL)
+        """Return the loads of the workers whose role computes prompts."""
+        return self._loads(lambda role: role.prefills)
 
     def decode_loads(self) -> list[WorkerLoad]:
-        return self._loads(Role.DECODE)
+        """Return the loads of the workers whose role decodes."""
+        return self._loads(lambda role: role.decodes)
 
     def available(self) -> list[Member]:
         """Return the workers that may get work now, of both roles."""
         return [peer.member for peer in self._peers.values() if self._may_get_work(peer)]
 
     def capacities(self, role: Role) -> list[Capacity]:
-        """Return the capacities of a role's workers that do not drain, whether they answer now or not: registered
+        """Return the capacities of the workers for a role that do not drain, whether they answer now or not: registered
         workers, and workers whose registration expired but that are still connected. Empty if the capacity of one of
         them is not known."""
         leaving = {peer.member.id for peer in self._peers.values() if peer.drain_deadline_s is not None}
@@ -136,7 +138,7 @@ class Fleet:
     def recent_capacities(self, role: Role) -> list[Capacity]:
         """Return `capacities`, plus those of workers that drain or left recently: they may be restarting."""
         deregistered = self._deregistered.members(asyncio.get_running_loop().time())
-        return _known_capacities([*self._workers(role), *(m for m in deregistered if m.role is role)])
+        return _known_capacities([*self._workers(role), *(m for m in deregistered if m.role.does(role))])
 
     def connected_peer(self, member: MemberId) -> Peer:
         """Return a connected worker. Raises NoWorkers."""
@@ -188,12 +190,10 @@ class Fleet:
         is_staying = registered is not None and registered.state is MemberState.READY and peer.drain_deadline_s is None
         return is_staying and peer.is_reachable
 
-    def _of_role(self, role: Role) -> list[Peer]:
-        return [peer for peer in self._peers.values() if peer.member.role is role]
-
-    def _loads(self, role: Role) -> list[WorkerLoad]:
-        now_s = asyncio.get_running_loop().time()
-        return [_load(peer, now_s) for peer in self._of_role(role) if self._may_get_work(peer)]
+    def _loads(self, does_work: Callable[[Role], bool]) -> list[WorkerLoad]:
+        """Return the loads of the workers of certain roles that may get work now."""
+        now_s, peers = asyncio.get_running_loop().time(), self._peers.values()
+        return [_load(peer, now_s) for peer in peers if does_work(peer.member.role) and self._may_get_work(peer)]
 
     def _others(self, member: MemberId) -> list[Peer]:
         """Return all connected workers but one, those first from which this router received messages last."""
@@ -201,9 +201,9 @@ class Fleet:
         return sorted(others, key=lambda peer: peer.heard_s, reverse=True)
 
     def _workers(self, role: Role) -> list[Member]:
-        """Return a role's workers that are registered or connected, and were not refused."""
+        """Return the workers for a role that are registered or connected, and were not refused."""
         members = {peer.member.id: peer.member for peer in self._peers.values()} | self._registered
-        return [member for member in members.values() if member.role is role and member.id not in self._refused]
+        return [member for member in members.values() if member.role.does(role) and member.id not in self._refused]
 
     def _is_settled(self) -> bool:
         connected = [member.id for member in self.available()]
@@ -214,14 +214,15 @@ class Fleet:
         if not self._has_snapshot:
             asyncio.get_running_loop().call_later(self._timeouts.absence_s, self._on_absences_over)
         self._has_snapshot = True
-        workers = [member for member in members if member.role is not Role.ROUTER]
+        workers = [member for member in members if member.role.is_worker]
         self._registered = {member.id: member for member in workers}
+        self.has_prefill_pool |= any(member.role.prefills for member in workers)
         incarnations = {member.id.id: member.id for member in workers}
         for member_id in self._supervisors:
             if incarnations.get(member_id.id, member_id) != member_id:
                 self._supervisors.cancel(member_id)
         for peer in self._peers.values():
-            peer.set_registered(peer.member.id in self._registered)
+            peer.set_registered(self._registered.get(peer.member.id))
         for member in workers:
             if member.id not in self._supervisors and member.state is MemberState.READY and self._accepts(member):
                 self._supervise(member)
@@ -256,12 +257,12 @@ class Fleet:
         return fingerprint_difference(ours, member.fingerprint) if ours is not None else ""
 
     def _supervise(self, member: Member) -> None:
-        self.has_prefill_pool |= member.role is Role.PREFILL
         self._supervisors.supervise(member, self._serve)
 
     async def _serve(self, member: Member, channel: grpc.aio.Channel) -> str:
         """Serve a worker until it is lost, and return the reason."""
         detail = "a newer incarnation of it registered, or this router stops"
+        member = self._registered.get(member.id, member)  # its role may have changed while it was being connected
         peer = Peer(member, channel, self._side, lambda: self._others(member.id))
         self._peers[member.id] = peer
         self._notify()
@@ -275,7 +276,7 @@ class Fleet:
         return detail
 
     def _count_members(self) -> None:
-        for role in (Role.PREFILL, Role.DECODE):
+        for role in (Role.PREFILL, Role.DECODE, Role.BOTH):
             for state in MemberState:
                 number = sum(m.role is role and m.state is state for m in self._registered.values())
                 self._telemetry.gauge("tandem_members", number, role=role, state=state)

@@ -100,12 +100,14 @@ class WorkerHealth(ABC):
         self.drain_deadline_s = max(self.drain_deadline_s or 0.0, asyncio.get_running_loop().time() + grace_s)
         self._on_change()
 
-    def set_registered(self, registered: bool) -> None:
-        """Record whether the worker is registered. One that is not is checked repeatedly until it is registered or
-        lost."""
-        self._registered = registered
-        if not registered:
+    def set_registered(self, registered: Member | None) -> None:
+        """Record the worker as it is registered now, perhaps with another role. One that is not registered (None) is
+        checked repeatedly until it is registered or lost."""
+        self._registered = registered is not None
+        if registered is None:
             self.suspect()
+        else:
+            self.member = registered
 
     def fail_calls(self, detail: str) -> None:
         """End every call in progress with the error of `loss`."""

@@ -12,9 +12,10 @@ import grpc
 
 from cluster.errors import InvalidRequest, NotFound, TandemError, Unauthenticated
 from cluster.member import Member
+from cluster.messages import Role
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol.wire import link_speeds_to_wire
-from router.drain.operator_commands import DrainCommands, OperatorCall, ScaleTargetView, target_to_wire
+from router.drain.operator_commands import MemberCommands, OperatorCall, ScaleTargetView, target_to_wire
 from router.fleet.fleet import Fleet
 from router.grpc_api.admin_wire import comparison_to_wire, explanation_to_wire, live_requests_to_wire
 from router.grpc_api.inference_wire import chat_from_wire, generate_request_from_wire, model_to_wire, output_to_wire
@@ -144,7 +145,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         pipeline: Pipeline,
         fleet: Fleet,
         migrations: Migrations,
-        drains: DrainCommands,
+        commands: MemberCommands,
         scaling: ScaleTargetView,
         placement: str,
         explore: float,
@@ -155,7 +156,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self._pipeline = pipeline
         self._fleet = fleet
         self._migrations = migrations
-        self._drains = drains
+        self._commands = commands
         self._scaling = scaling
 
     async def Status(self, request: admin_pb2.StatusRequest, context: _Context) -> admin_pb2.StatusResponse:
@@ -178,9 +179,16 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: _Context) -> admin_pb2.DrainResponse:
         operator = OperatorCall(context.time_remaining(), _shown_key(context))
-        drained = await self._drains.drain(request.member_id, operator, wait=request.wait)
+        drained = await self._commands.drain(request.member_id, operator, wait=request.wait)
         outcome = DRAIN_OUTCOMES.number(drained.outcome)
         return admin_pb2.DrainResponse(member=str(drained.member), outcome=outcome)
+
+    async def SetRole(self, request: admin_pb2.SetRoleRequest, context: _Context) -> admin_pb2.SetRoleResponse:
+        roles = {MEMBER_ROLES.number(role): role for role in Role if role.is_worker}
+        if request.role not in roles:
+            raise InvalidRequest(f"the role of a worker is one of {', '.join(roles.values())}")
+        change = await self._commands.set_role(request.member_id, roles[request.role])
+        return admin_pb2.SetRoleResponse(member=str(change.member), former_role=MEMBER_ROLES.number(change.former))
 
     async def Scale(self, request: admin_pb2.ScaleRequest, context: _Context) -> admin_pb2.ScaleResponse:
         prefill = request.prefill if request.HasField("prefill") else None

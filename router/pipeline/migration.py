@@ -21,7 +21,7 @@ from cluster.errors import (
     TooManyFrozen,
     WorkerLost,
 )
-from cluster.messages import MemberId, Role
+from cluster.messages import MemberId
 from cluster.observe.telemetry import Telemetry
 from router.fleet.decode_events import MoveOutcome, MoveRequest
 from router.fleet.fleet import Fleet
@@ -156,7 +156,8 @@ class Migrations:
 
     def _decode(self, name: str) -> Peer:
         peer = self._fleet.peer_by_name(name)
-        if peer is None or peer.member.role is not Role.DECODE:
+        has_sequences = peer is not None and peer.stream.num_sequences > 0  # perhaps from a former role
+        if peer is None or not (peer.member.role.decodes or has_sequences):
             raise NotFound(f"no decode worker {name!r} is connected to this router; `status` lists them")
         return peer
 

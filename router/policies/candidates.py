@@ -123,12 +123,15 @@ Pair = tuple[WorkerLoad | None, WorkerLoad]
 def pairs(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts) -> list[Pair]:
     """Return all pairs that can hold the request, can exchange KV and are not excluded. Workers to avoid are used only
     if there are no others. If no pair is left, return decode workers alone: hand-offs have just failed and would fail
-    again, or a worker of each pair is too small."""
+    again, or a worker of each pair is too small. A worker of both roles alone counts as a pair."""
     prefills = list(filter(request.fits_prefill, prefills))
     importers = list(filter(request.fits_import, decodes))
     preferred = _preferring_others(prefills, request.avoid), _preferring_others(importers, request.avoid)
     found = _disaggregated(*preferred, request) or _disaggregated(prefills, importers, request)
-    return found or _alone(decodes, request)
+    if not found:
+        return _alone(decodes, request)
+    of_both = [decode for decode in decodes if decode.role is Role.BOTH and decode.member not in request.avoid]
+    return [*found, *_alone(of_both, request)]
 
 
 def candidates(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts) -> list[Pair]:
@@ -136,7 +139,7 @@ def candidates(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], re
     worker to avoid is returned only if there is no other."""
     found = pairs(prefills, decodes, request)
     if found and found[0][0] is not None:
-        found = [*found, *_alone(decodes, request)]
+        found = [*(pair for pair in found if pair[0] is not None), *_alone(decodes, request)]
     return [pair for pair in found if not _members(pair) & request.avoid] or found
 
 

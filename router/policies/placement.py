@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from cluster.messages import MemberId
+from cluster.messages import MemberId, Role
 from router.policies.candidates import Pair, RequestFacts, WorkerLoad, pairs, transfer_s
 from router.policies.prediction import Prediction
 
@@ -201,7 +201,7 @@ class _Turns:
             prefill=prefill.member if prefill is not None else None,
             decode=decode.member,
             reason=reason if len(pairs) > 1 else PlacementReason.ONLY_CANDIDATE,
-            is_fallback=prefill is None,
+            is_fallback=all(pair[0] is None for pair in pairs),
             considered=_by_load(chosen, pairs, request),
             num_candidates=len(pairs),
         )
@@ -264,9 +264,9 @@ def _depth(pair: Pair) -> int:
 
 
 def _share_to_compute(pair: Pair, request: RequestFacts) -> float:
-    """Return the share of the prompt that the prefill worker has to compute."""
-    prefill, _ = pair
-    cached = request.cached_tokens.get(prefill.member, 0) if prefill is not None else 0
+    """Return the share of the prompt that the worker that computes it has not cached."""
+    prefill, decode = pair
+    cached = request.cached_tokens.get((prefill or decode).member, 0) if prefill or decode.role is Role.BOTH else 0
     return max(0.0, 1 - cached / request.num_prompt_tokens)
 
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tandem.v1 import inference_pb2 as tandem_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tandem/v1/admin.proto\x12\ttandem.v1\x1a\x19tandem/v1/inference.proto\"\x0f\n\rStatusRequest\"\x0f\n\rFollowRequest\"\xda\x02\n\x0cMemberStatus\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12#\n\x04role\x18\x03 \x01(\x0e\x32\x15.tandem.v1.MemberRole\x12%\n\x05state\x18\x04 \x01(\x0e\x32\x16.tandem.v1.MemberState\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x13\n\x0blast_seen_s\x18\x06 \x01(\x01\x12\x35\n\x07\x66igures\x18\x07 \x03(\x0b\x32$.tandem.v1.MemberStatus.FiguresEntry\x12\r\n\x05model\x18\x08 \x01(\t\x12\x15\n\rkv_transports\x18\t \x03(\t\x12#\n\x05links\x18\n \x03(\x0b\x32\x14.tandem.v1.LinkSpeed\x1a.\n\x0c\x46iguresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"X\n\tLinkSpeed\x12\x10\n\x08\x65xporter\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x13\n\x0b\x62ytes_per_s\x18\x03 \x01(\x01\x12\x11\n\tlatency_s\x18\x04 \x01(\x01\"\xac\x01\n\x0eStatusResponse\x12(\n\x07members\x18\x01 \x03(\x0b\x32\x17.tandem.v1.MemberStatus\x12\x15\n\rlive_requests\x18\x02 \x01(\r\x12&\n\x06target\x18\x03 \x01(\x0b\x32\x16.tandem.v1.ScaleTarget\x12\x31\n\x0e\x64isaggregation\x18\x04 \x01(\x0b\x32\x19.tandem.v1.Disaggregation\"\xa2\x01\n\rLatencyEffect\x12%\n\x05\x62\x61sis\x18\x01 \x01(\x0e\x32\x16.tandem.v1.EffectBasis\x12\x0e\n\x06mean_s\x18\x02 \x01(\x01\x12\r\n\x05low_s\x18\x03 \x01(\x01\x12\x0e\n\x06high_s\x18\x04 \x01(\x01\x12\x0f\n\x07\x61lone_s\x18\x05 \x01(\x01\x12\x14\n\x0cnum_requests\x18\x06 \x01(\r\x12\x14\n\x0cnum_explored\x18\x07 \x01(\r\"u\n\rGoodputEffect\x12%\n\x05\x62\x61sis\x18\x01 \x01(\x0e\x32\x16.tandem.v1.EffectBasis\x12\x12\n\npair_share\x18\x02 \x01(\x01\x12\x13\n\x0b\x61lone_share\x18\x03 \x01(\x01\x12\x14\n\x0cnum_requests\x18\x04 \x01(\r\"\x90\x02\n\x0e\x44isaggregation\x12\x31\n\x07verdict\x18\x01 \x01(\x0e\x32 .tandem.v1.DisaggregationVerdict\x12&\n\x04ttft\x18\x02 \x01(\x0b\x32\x18.tandem.v1.LatencyEffect\x12%\n\x03itl\x18\x03 \x01(\x0b\x32\x18.tandem.v1.LatencyEffect\x12-\n\x0brunning_itl\x18\x04 \x01(\x0b\x32\x18.tandem.v1.LatencyEffect\x12\x11\n\tplacement\x18\x05 \x01(\t\x12\x0f\n\x07\x65xplore\x18\x06 \x01(\x01\x12)\n\x07goodput\x18\x07 \x01(\x0b\x32\x18.tandem.v1.GoodputEffect\"/\n\x0c\x44rainRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x0c\n\x04wait\x18\x02 \x01(\x08\"I\n\rDrainResponse\x12\x0e\n\x06member\x18\x01 \x01(\t\x12(\n\x07outcome\x18\x02 \x01(\x0e\x32\x17.tandem.v1.DrainOutcome\"G\n\x0eMigrateRequest\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x0e\n\x06target\x18\x02 \x01(\t\x12\x15\n\rmax_sequences\x18\x03 \x01(\r\"6\n\x0fMigrateResponse\x12\x11\n\tnum_moved\x18\x01 \x01(\r\x12\x10\n\x08num_kept\x18\x02 \x01(\r\"\x11\n\x0fRequestsRequest\"\xbb\x01\n\x0bLiveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x05phase\x18\x02 \x01(\x0e\x32\x17.tandem.v1.RequestPhase\x12\r\n\x05\x61ge_s\x18\x03 \x01(\x01\x12\x16\n\x0eprefill_member\x18\x04 \x01(\t\x12\x15\n\rdecode_member\x18\x05 \x01(\t\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\x12\x0f\n\x07reasons\x18\x07 \x03(\t\x12\r\n\x05label\x18\x08 \x01(\t\"<\n\x10RequestsResponse\x12(\n\x08requests\x18\x01 \x03(\x0b\x32\x16.tandem.v1.LiveRequest\"!\n\x0e\x45xplainRequest\x12\x0f\n\x07request\x18\x01 \x01(\t\"B\n\x0f\x45xplainResponse\x12/\n\x08requests\x18\x01 \x03(\x0b\x32\x1d.tandem.v1.RequestExplanation\"\x89\x02\n\x12RequestExplanation\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05label\x18\x02 \x01(\t\x12\x0f\n\x07outcome\x18\x03 \x01(\t\x12\r\n\x05\x61ge_s\x18\x04 \x01(\x01\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\r\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\x12\x13\n\x06ttft_s\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05itl_s\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x33\n\nplacements\x18\t \x03(\x0b\x32\x1f.tandem.v1.PlacementExplanation\x12\x0e\n\x06policy\x18\n \x01(\tB\t\n\x07_ttft_sB\x08\n\x06_itl_s\"\xa7\x01\n\x14PlacementExplanation\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x66ter_s\x18\x02 \x01(\x01\x12\x0f\n\x07\x66\x61ilure\x18\x03 \x01(\t\x12\x31\n\ncandidates\x18\x04 \x03(\x0b\x32\x1d.tandem.v1.PlacementCandidate\x12\x16\n\x0enum_candidates\x18\x05 \x01(\r\x12\x12\n\npropensity\x18\x06 \x01(\x01\"\xdd\x01\n\x12PlacementCandidate\x12\x16\n\x0eprefill_member\x18\x01 \x01(\t\x12\x15\n\rdecode_member\x18\x02 \x01(\t\x12\x11\n\tis_chosen\x18\x03 \x01(\x08\x12\x16\n\x0eis_alternative\x18\x04 \x01(\x08\x12\r\n\x05\x64\x65pth\x18\x05 \x01(\r\x12\x12\n\nnum_cached\x18\x06 \x01(\r\x12\x16\n\x0enum_violations\x18\x07 \x01(\r\x12\x32\n\nprediction\x18\x08 \x01(\x0b\x32\x1e.tandem.v1.PlacementPrediction\"n\n\x13PlacementPrediction\x12\x0e\n\x06ttft_s\x18\x01 \x01(\x01\x12\r\n\x05itl_s\x18\x02 \x01(\x01\x12\x15\n\rrunning_itl_s\x18\x03 \x01(\x01\x12\x0f\n\x07\x64\x65lay_s\x18\x04 \x01(\x01\x12\x10\n\x08kv_bytes\x18\x05 \x01(\x01\"P\n\x0cScaleRequest\x12\x14\n\x07prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_decode\"7\n\rScaleResponse\x12&\n\x06target\x18\x01 \x01(\x0b\x32\x16.tandem.v1.ScaleTarget\"s\n\x0bScaleTarget\x12\x0f\n\x07prefill\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x10\n\x08\x66ollower\x18\x04 \x01(\t\x12\x0f\n\x07reached\x18\x05 \x01(\x04\x12\x0f\n\x07problem\x18\x06 \x01(\t*r\n\nMemberRole\x12\x1b\n\x17MEMBER_ROLE_UNSPECIFIED\x10\x00\x12\x16\n\x12MEMBER_ROLE_ROUTER\x10\x01\x12\x17\n\x13MEMBER_ROLE_PREFILL\x10\x02\x12\x16\n\x12MEMBER_ROLE_DECODE\x10\x03*\x95\x01\n\x0bMemberState\x12\x1c\n\x18MEMBER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15MEMBER_STATE_STARTING\x10\x01\x12\x16\n\x12MEMBER_STATE_READY\x10\x02\x12\x19\n\x15MEMBER_STATE_DRAINING\x10\x03\x12\x1a\n\x16MEMBER_STATE_UNHEALTHY\x10\x04*~\n\x0c\x44rainOutcome\x12\x1d\n\x19\x44RAIN_OUTCOME_UNSPECIFIED\x10\x00\x12\x19\n\x15\x44RAIN_OUTCOME_DRAINED\x10\x01\x12\x1c\n\x18\x44RAIN_OUTCOME_INCOMPLETE\x10\x02\x12\x16\n\x12\x44RAIN_OUTCOME_LOST\x10\x03*\x83\x02\n\x15\x44isaggregationVerdict\x12&\n\"DISAGGREGATION_VERDICT_UNSPECIFIED\x10\x00\x12$\n DISAGGREGATION_VERDICT_NOT_KNOWN\x10\x01\x12#\n\x1f\x44ISAGGREGATION_VERDICT_WORTH_IT\x10\x02\x12\'\n#DISAGGREGATION_VERDICT_NOT_WORTH_IT\x10\x03\x12$\n DISAGGREGATION_VERDICT_TRADE_OFF\x10\x04\x12(\n$DISAGGREGATION_VERDICT_NO_DIFFERENCE\x10\x05*|\n\x0b\x45\x66\x66\x65\x63tBasis\x12\x1c\n\x18\x45\x46\x46\x45\x43T_BASIS_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45\x46\x46\x45\x43T_BASIS_UNKNOWN\x10\x01\x12\x1a\n\x16\x45\x46\x46\x45\x43T_BASIS_PREDICTED\x10\x02\x12\x19\n\x15\x45\x46\x46\x45\x43T_BASIS_MEASURED\x10\x03\x32\xc8\x03\n\x05\x41\x64min\x12=\n\x06Status\x12\x18.tandem.v1.StatusRequest\x1a\x19.tandem.v1.StatusResponse\x12:\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x18.tandem.v1.DrainResponse\x12@\n\x07Migrate\x12\x19.tandem.v1.MigrateRequest\x1a\x1a.tandem.v1.MigrateResponse\x12\x43\n\x08Requests\x12\x1a.tandem.v1.RequestsRequest\x1a\x1b.tandem.v1.RequestsResponse\x12@\n\x07\x45xplain\x12\x19.tandem.v1.ExplainRequest\x1a\x1a.tandem.v1.ExplainResponse\x12:\n\x05Scale\x12\x17.tandem.v1.ScaleRequest\x1a\x18.tandem.v1.ScaleResponse\x12?\n\x06\x46ollow\x12\x18.tandem.v1.FollowRequest\x1a\x19.tandem.v1.StatusResponse0\x01\x42!\n\ttandem.v1P\x01Z\x12tandem/v1;tandemv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tandem/v1/admin.proto\x12\ttandem.v1\x1a\x19tandem/v1/inference.proto\"\x0f\n\rStatusRequest\"\x0f\n\rFollowRequest\"\xda\x02\n\x0cMemberStatus\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12#\n\x04role\x18\x03 \x01(\x0e\x32\x15.tandem.v1.MemberRole\x12%\n\x05state\x18\x04 \x01(\x0e\x32\x16.tandem.v1.MemberState\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x13\n\x0blast_seen_s\x18\x06 \x01(\x01\x12\x35\n\x07\x66igures\x18\x07 \x03(\x0b\x32$.tandem.v1.MemberStatus.FiguresEntry\x12\r\n\x05model\x18\x08 \x01(\t\x12\x15\n\rkv_transports\x18\t \x03(\t\x12#\n\x05links\x18\n \x03(\x0b\x32\x14.tandem.v1.LinkSpeed\x1a.\n\x0c\x46iguresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"X\n\tLinkSpeed\x12\x10\n\x08\x65xporter\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x13\n\x0b\x62ytes_per_s\x18\x03 \x01(\x01\x12\x11\n\tlatency_s\x18\x04 \x01(\x01\"\xac\x01\n\x0eStatusResponse\x12(\n\x07members\x18\x01 \x03(\x0b\x32\x17.tandem.v1.MemberStatus\x12\x15\n\rlive_requests\x18\x02 \x01(\r\x12&\n\x06target\x18\x03 \x01(\x0b\x32\x16.tandem.v1.ScaleTarget\x12\x31\n\x0e\x64isaggregation\x18\x04 \x01(\x0b\x32\x19.tandem.v1.Disaggregation\"\xa2\x01\n\rLatencyEffect\x12%\n\x05\x62\x61sis\x18\x01 \x01(\x0e\x32\x16.tandem.v1.EffectBasis\x12\x0e\n\x06mean_s\x18\x02 \x01(\x01\x12\r\n\x05low_s\x18\x03 \x01(\x01\x12\x0e\n\x06high_s\x18\x04 \x01(\x01\x12\x0f\n\x07\x61lone_s\x18\x05 \x01(\x01\x12\x14\n\x0cnum_requests\x18\x06 \x01(\r\x12\x14\n\x0cnum_explored\x18\x07 \x01(\r\"u\n\rGoodputEffect\x12%\n\x05\x62\x61sis\x18\x01 \x01(\x0e\x32\x16.tandem.v1.EffectBasis\x12\x12\n\npair_share\x18\x02 \x01(\x01\x12\x13\n\x0b\x61lone_share\x18\x03 \x01(\x01\x12\x14\n\x0cnum_requests\x18\x04 \x01(\r\"\x90\x02\n\x0e\x44isaggregation\x12\x31\n\x07verdict\x18\x01 \x01(\x0e\x32 .tandem.v1.DisaggregationVerdict\x12&\n\x04ttft\x18\x02 \x01(\x0b\x32\x18.tandem.v1.LatencyEffect\x12%\n\x03itl\x18\x03 \x01(\x0b\x32\x18.tandem.v1.LatencyEffect\x12-\n\x0brunning_itl\x18\x04 \x01(\x0b\x32\x18.tandem.v1.LatencyEffect\x12\x11\n\tplacement\x18\x05 \x01(\t\x12\x0f\n\x07\x65xplore\x18\x06 \x01(\x01\x12)\n\x07goodput\x18\x07 \x01(\x0b\x32\x18.tandem.v1.GoodputEffect\"/\n\x0c\x44rainRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x0c\n\x04wait\x18\x02 \x01(\x08\"I\n\rDrainResponse\x12\x0e\n\x06member\x18\x01 \x01(\t\x12(\n\x07outcome\x18\x02 \x01(\x0e\x32\x17.tandem.v1.DrainOutcome\"H\n\x0eSetRoleRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x15.tandem.v1.MemberRole\"M\n\x0fSetRoleResponse\x12\x0e\n\x06member\x18\x01 \x01(\t\x12*\n\x0b\x66ormer_role\x18\x02 \x01(\x0e\x32\x15.tandem.v1.MemberRole\"G\n\x0eMigrateRequest\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x0e\n\x06target\x18\x02 \x01(\t\x12\x15\n\rmax_sequences\x18\x03 \x01(\r\"6\n\x0fMigrateResponse\x12\x11\n\tnum_moved\x18\x01 \x01(\r\x12\x10\n\x08num_kept\x18\x02 \x01(\r\"\x11\n\x0fRequestsRequest\"\xbb\x01\n\x0bLiveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x05phase\x18\x02 \x01(\x0e\x32\x17.tandem.v1.RequestPhase\x12\r\n\x05\x61ge_s\x18\x03 \x01(\x01\x12\x16\n\x0eprefill_member\x18\x04 \x01(\t\x12\x15\n\rdecode_member\x18\x05 \x01(\t\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\x12\x0f\n\x07reasons\x18\x07 \x03(\t\x12\r\n\x05label\x18\x08 \x01(\t\"<\n\x10RequestsResponse\x12(\n\x08requests\x18\x01 \x03(\x0b\x32\x16.tandem.v1.LiveRequest\"!\n\x0e\x45xplainRequest\x12\x0f\n\x07request\x18\x01 \x01(\t\"B\n\x0f\x45xplainResponse\x12/\n\x08requests\x18\x01 \x03(\x0b\x32\x1d.tandem.v1.RequestExplanation\"\x89\x02\n\x12RequestExplanation\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05label\x18\x02 \x01(\t\x12\x0f\n\x07outcome\x18\x03 \x01(\t\x12\r\n\x05\x61ge_s\x18\x04 \x01(\x01\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\r\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\x12\x13\n\x06ttft_s\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05itl_s\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x33\n\nplacements\x18\t \x03(\x0b\x32\x1f.tandem.v1.PlacementExplanation\x12\x0e\n\x06policy\x18\n \x01(\tB\t\n\x07_ttft_sB\x08\n\x06_itl_s\"\xa7\x01\n\x14PlacementExplanation\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x66ter_s\x18\x02 \x01(\x01\x12\x0f\n\x07\x66\x61ilure\x18\x03 \x01(\t\x12\x31\n\ncandidates\x18\x04 \x03(\x0b\x32\x1d.tandem.v1.PlacementCandidate\x12\x16\n\x0enum_candidates\x18\x05 \x01(\r\x12\x12\n\npropensity\x18\x06 \x01(\x01\"\xdd\x01\n\x12PlacementCandidate\x12\x16\n\x0eprefill_member\x18\x01 \x01(\t\x12\x15\n\rdecode_member\x18\x02 \x01(\t\x12\x11\n\tis_chosen\x18\x03 \x01(\x08\x12\x16\n\x0eis_alternative\x18\x04 \x01(\x08\x12\r\n\x05\x64\x65pth\x18\x05 \x01(\r\x12\x12\n\nnum_cached\x18\x06 \x01(\r\x12\x16\n\x0enum_violations\x18\x07 \x01(\r\x12\x32\n\nprediction\x18\x08 \x01(\x0b\x32\x1e.tandem.v1.PlacementPrediction\"n\n\x13PlacementPrediction\x12\x0e\n\x06ttft_s\x18\x01 \x01(\x01\x12\r\n\x05itl_s\x18\x02 \x01(\x01\x12\x15\n\rrunning_itl_s\x18\x03 \x01(\x01\x12\x0f\n\x07\x64\x65lay_s\x18\x04 \x01(\x01\x12\x10\n\x08kv_bytes\x18\x05 \x01(\x01\"P\n\x0cScaleRequest\x12\x14\n\x07prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_decode\"7\n\rScaleResponse\x12&\n\x06target\x18\x01 \x01(\x0b\x32\x16.tandem.v1.ScaleTarget\"s\n\x0bScaleTarget\x12\x0f\n\x07prefill\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x10\n\x08\x66ollower\x18\x04 \x01(\t\x12\x0f\n\x07reached\x18\x05 \x01(\x04\x12\x0f\n\x07problem\x18\x06 \x01(\t*\x88\x01\n\nMemberRole\x12\x1b\n\x17MEMBER_ROLE_UNSPECIFIED\x10\x00\x12\x16\n\x12MEMBER_ROLE_ROUTER\x10\x01\x12\x17\n\x13MEMBER_ROLE_PREFILL\x10\x02\x12\x16\n\x12MEMBER_ROLE_DECODE\x10\x03\x12\x14\n\x10MEMBER_ROLE_BOTH\x10\x04*\x95\x01\n\x0bMemberState\x12\x1c\n\x18MEMBER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15MEMBER_STATE_STARTING\x10\x01\x12\x16\n\x12MEMBER_STATE_READY\x10\x02\x12\x19\n\x15MEMBER_STATE_DRAINING\x10\x03\x12\x1a\n\x16MEMBER_STATE_UNHEALTHY\x10\x04*~\n\x0c\x44rainOutcome\x12\x1d\n\x19\x44RAIN_OUTCOME_UNSPECIFIED\x10\x00\x12\x19\n\x15\x44RAIN_OUTCOME_DRAINED\x10\x01\x12\x1c\n\x18\x44RAIN_OUTCOME_INCOMPLETE\x10\x02\x12\x16\n\x12\x44RAIN_OUTCOME_LOST\x10\x03*\x83\x02\n\x15\x44isaggregationVerdict\x12&\n\"DISAGGREGATION_VERDICT_UNSPECIFIED\x10\x00\x12$\n DISAGGREGATION_VERDICT_NOT_KNOWN\x10\x01\x12#\n\x1f\x44ISAGGREGATION_VERDICT_WORTH_IT\x10\x02\x12\'\n#DISAGGREGATION_VERDICT_NOT_WORTH_IT\x10\x03\x12$\n DISAGGREGATION_VERDICT_TRADE_OFF\x10\x04\x12(\n$DISAGGREGATION_VERDICT_NO_DIFFERENCE\x10\x05*|\n\x0b\x45\x66\x66\x65\x63tBasis\x12\x1c\n\x18\x45\x46\x46\x45\x43T_BASIS_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45\x46\x46\x45\x43T_BASIS_UNKNOWN\x10\x01\x12\x1a\n\x16\x45\x46\x46\x45\x43T_BASIS_PREDICTED\x10\x02\x12\x19\n\x15\x45\x46\x46\x45\x43T_BASIS_MEASURED\x10\x03\x32\x8a\x04\n\x05\x41\x64min\x12=\n\x06Status\x12\x18.tandem.v1.StatusRequest\x1a\x19.tandem.v1.StatusResponse\x12:\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x18.tandem.v1.DrainResponse\x12@\n\x07SetRole\x12\x19.tandem.v1.SetRoleRequest\x1a\x1a.tandem.v1.SetRoleResponse\x12@\n\x07Migrate\x12\x19.tandem.v1.MigrateRequest\x1a\x1a.tandem.v1.MigrateResponse\x12\x43\n\x08Requests\x12\x1a.tandem.v1.RequestsRequest\x1a\x1b.tandem.v1.RequestsResponse\x12@\n\x07\x45xplain\x12\x19.tandem.v1.ExplainRequest\x1a\x1a.tandem.v1.ExplainResponse\x12:\n\x05Scale\x12\x17.tandem.v1.ScaleRequest\x1a\x18.tandem.v1.ScaleResponse\x12?\n\x06\x46ollow\x12\x18.tandem.v1.FollowRequest\x1a\x19.tandem.v1.StatusResponse0\x01\x42!\n\ttandem.v1P\x01Z\x12tandem/v1;tandemv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,16 +35,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'\n\ttandem.v1P\001Z\022tandem/v1;tandemv1'
   _globals['_MEMBERSTATUS_FIGURESENTRY']._loaded_options = None
   _globals['_MEMBERSTATUS_FIGURESENTRY']._serialized_options = b'8\001'
-  _globals['_MEMBERROLE']._serialized_start=2927
-  _globals['_MEMBERROLE']._serialized_end=3041
-  _globals['_MEMBERSTATE']._serialized_start=3044
-  _globals['_MEMBERSTATE']._serialized_end=3193
-  _globals['_DRAINOUTCOME']._serialized_start=3195
-  _globals['_DRAINOUTCOME']._serialized_end=3321
-  _globals['_DISAGGREGATIONVERDICT']._serialized_start=3324
-  _globals['_DISAGGREGATIONVERDICT']._serialized_end=3583
-  _globals['_EFFECTBASIS']._serialized_start=3585
-  _globals['_EFFECTBASIS']._serialized_end=3709
+  _globals['_MEMBERROLE']._serialized_start=3081
+  _globals['_MEMBERROLE']._serialized_end=3217
+  _globals['_MEMBERSTATE']._serialized_start=3220
+  _globals['_MEMBERSTATE']._serialized_end=3369
+  _globals['_DRAINOUTCOME']._serialized_start=3371
+  _globals['_DRAINOUTCOME']._serialized_end=3497
+  _globals['_DISAGGREGATIONVERDICT']._serialized_start=3500
+  _globals['_DISAGGREGATIONVERDICT']._serialized_end=3759
+  _globals['_EFFECTBASIS']._serialized_start=3761
+  _globals['_EFFECTBASIS']._serialized_end=3885
   _globals['_STATUSREQUEST']._serialized_start=63
   _globals['_STATUSREQUEST']._serialized_end=78
   _globals['_FOLLOWREQUEST']._serialized_start=80
@@ -67,34 +67,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAINREQUEST']._serialized_end=1317
   _globals['_DRAINRESPONSE']._serialized_start=1319
   _globals['_DRAINRESPONSE']._serialized_end=1392
-  _globals['_MIGRATEREQUEST']._serialized_start=1394
-  _globals['_MIGRATEREQUEST']._serialized_end=1465
-  _globals['_MIGRATERESPONSE']._serialized_start=1467
-  _globals['_MIGRATERESPONSE']._serialized_end=1521
-  _globals['_REQUESTSREQUEST']._serialized_start=1523
-  _globals['_REQUESTSREQUEST']._serialized_end=1540
-  _globals['_LIVEREQUEST']._serialized_start=1543
-  _globals['_LIVEREQUEST']._serialized_end=1730
-  _globals['_REQUESTSRESPONSE']._serialized_start=1732
-  _globals['_REQUESTSRESPONSE']._serialized_end=1792
-  _globals['_EXPLAINREQUEST']._serialized_start=1794
-  _globals['_EXPLAINREQUEST']._serialized_end=1827
-  _globals['_EXPLAINRESPONSE']._serialized_start=1829
-  _globals['_EXPLAINRESPONSE']._serialized_end=1895
-  _globals['_REQUESTEXPLANATION']._serialized_start=1898
-  _globals['_REQUESTEXPLANATION']._serialized_end=2163
-  _globals['_PLACEMENTEXPLANATION']._serialized_start=2166
-  _globals['_PLACEMENTEXPLANATION']._serialized_end=2333
-  _globals['_PLACEMENTCANDIDATE']._serialized_start=2336
-  _globals['_PLACEMENTCANDIDATE']._serialized_end=2557
-  _globals['_PLACEMENTPREDICTION']._serialized_start=2559
-  _globals['_PLACEMENTPREDICTION']._serialized_end=2669
-  _globals['_SCALEREQUEST']._serialized_start=2671
-  _globals['_SCALEREQUEST']._serialized_end=2751
-  _globals['_SCALERESPONSE']._serialized_start=2753
-  _globals['_SCALERESPONSE']._serialized_end=2808
-  _globals['_SCALETARGET']._serialized_start=2810
-  _globals['_SCALETARGET']._serialized_end=2925
-  _globals['_ADMIN']._serialized_start=3712
-  _globals['_ADMIN']._serialized_end=4168
+  _globals['_SETROLEREQUEST']._serialized_start=1394
+  _globals['_SETROLEREQUEST']._serialized_end=1466
+  _globals['_SETROLERESPONSE']._serialized_start=1468
+  _globals['_SETROLERESPONSE']._serialized_end=1545
+  _globals['_MIGRATEREQUEST']._serialized_start=1547
+  _globals['_MIGRATEREQUEST']._serialized_end=1618
+  _globals['_MIGRATERESPONSE']._serialized_start=1620
+  _globals['_MIGRATERESPONSE']._serialized_end=1674
+  _globals['_REQUESTSREQUEST']._serialized_start=1676
+  _globals['_REQUESTSREQUEST']._serialized_end=1693
+  _globals['_LIVEREQUEST']._serialized_start=1696
+  _globals['_LIVEREQUEST']._serialized_end=1883
+  _globals['_REQUESTSRESPONSE']._serialized_start=1885
+  _globals['_REQUESTSRESPONSE']._serialized_end=1945
+  _globals['_EXPLAINREQUEST']._serialized_start=1947
+  _globals['_EXPLAINREQUEST']._serialized_end=1980
+  _globals['_EXPLAINRESPONSE']._serialized_start=1982
+  _globals['_EXPLAINRESPONSE']._serialized_end=2048
+  _globals['_REQUESTEXPLANATION']._serialized_start=2051
+  _globals['_REQUESTEXPLANATION']._serialized_end=2316
+  _globals['_PLACEMENTEXPLANATION']._serialized_start=2319
+  _globals['_PLACEMENTEXPLANATION']._serialized_end=2486
+  _globals['_PLACEMENTCANDIDATE']._serialized_start=2489
+  _globals['_PLACEMENTCANDIDATE']._serialized_end=2710
+  _globals['_PLACEMENTPREDICTION']._serialized_start=2712
+  _globals['_PLACEMENTPREDICTION']._serialized_end=2822
+  _globals['_SCALEREQUEST']._serialized_start=2824
+  _globals['_SCALEREQUEST']._serialized_end=2904
+  _globals['_SCALERESPONSE']._serialized_start=2906
+  _globals['_SCALERESPONSE']._serialized_end=2961
+  _globals['_SCALETARGET']._serialized_start=2963
+  _globals['_SCALETARGET']._serialized_end=3078
+  _globals['_ADMIN']._serialized_start=3888
+  _globals['_ADMIN']._serialized_end=4410
 # @@protoc_insertion_point(module_scope)

@@ -14,6 +14,7 @@ class MemberRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MEMBER_ROLE_ROUTER: _ClassVar[MemberRole]
     MEMBER_ROLE_PREFILL: _ClassVar[MemberRole]
     MEMBER_ROLE_DECODE: _ClassVar[MemberRole]
+    MEMBER_ROLE_BOTH: _ClassVar[MemberRole]
 
 class MemberState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -49,6 +50,7 @@ MEMBER_ROLE_UNSPECIFIED: MemberRole
 MEMBER_ROLE_ROUTER: MemberRole
 MEMBER_ROLE_PREFILL: MemberRole
 MEMBER_ROLE_DECODE: MemberRole
+MEMBER_ROLE_BOTH: MemberRole
 MEMBER_STATE_UNSPECIFIED: MemberState
 MEMBER_STATE_STARTING: MemberState
 MEMBER_STATE_READY: MemberState
@@ -195,6 +197,22 @@ class DrainResponse(_message.Message):
     member: str
     outcome: DrainOutcome
     def __init__(self, member: _Optional[str] = ..., outcome: _Optional[_Union[DrainOutcome, str]] = ...) -> None: ...
+
+class SetRoleRequest(_message.Message):
+    __slots__ = ("member_id", "role")
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    member_id: str
+    role: MemberRole
+    def __init__(self, member_id: _Optional[str] = ..., role: _Optional[_Union[MemberRole, str]] = ...) -> None: ...
+
+class SetRoleResponse(_message.Message):
+    __slots__ = ("member", "former_role")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    FORMER_ROLE_FIELD_NUMBER: _ClassVar[int]
+    member: str
+    former_role: MemberRole
+    def __init__(self, member: _Optional[str] = ..., former_role: _Optional[_Union[MemberRole, str]] = ...) -> None: ...
 
 class MigrateRequest(_message.Message):
     __slots__ = ("source", "target", "max_sequences")

@@ -45,6 +45,11 @@ class AdminStub(object):
                 request_serializer=tandem_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/tandem.v1.Admin/SetRole',
+                request_serializer=tandem_dot_v1_dot_admin__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_admin__pb2.SetRoleResponse.FromString,
+                _registered_method=True)
         self.Migrate = channel.unary_unary(
                 '/tandem.v1.Admin/Migrate',
                 request_serializer=tandem_dot_v1_dot_admin__pb2.MigrateRequest.SerializeToString,
@@ -86,6 +91,16 @@ class AdminServicer(object):
     def Drain(self, request, context):
         """Asks one member (this router, another router, or a worker) to accept no new work, finish its work and leave.
         Errors: NOT_FOUND (no such member; the message names the members that exist).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetRole(self, request, context):
+        """Changes the role of a worker, without a restart. Its present work ends there; routers read the new role with the
+        next change of the membership.
+        Errors: NOT_FOUND (no such member), INVALID_ARGUMENT (a router, or the last worker that decodes), UNAVAILABLE (the
+        worker is draining or does not answer).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -142,6 +157,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=tandem_dot_v1_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=tandem_dot_v1_dot_admin__pb2.SetRoleRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_admin__pb2.SetRoleResponse.SerializeToString,
             ),
             'Migrate': grpc.unary_unary_rpc_method_handler(
                     servicer.Migrate,
@@ -224,6 +244,33 @@ class Admin(object):
             '/tandem.v1.Admin/Drain',
             tandem_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
             tandem_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Admin/SetRole',
+            tandem_dot_v1_dot_admin__pb2.SetRoleRequest.SerializeToString,
+            tandem_dot_v1_dot_admin__pb2.SetRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -13,7 +13,7 @@ from cluster.registry.registry import Registry
 from cluster.registry.scale_registry import ScaleTargets
 from cluster.serving.rpc_errors import REASON, RETRY_AFTER_S
 from cluster.serving.serving import GrpcServer, open_channel
-from router.drain.operator_commands import DrainCommands, ScaleTargetView
+from router.drain.operator_commands import MemberCommands, ScaleTargetView
 from router.grpc_api.service import AdminService, ApiKeyInterceptor, InferenceService, WriteTimeout
 from tandem.enum_words import MEMBER_ROLES
 from tandem.keepalive import KEEPALIVE_KEY
@@ -37,7 +37,7 @@ async def served(
         stalls = WriteTimeout(client_stall_s, router.telemetry)
         inference = InferenceService(pipeline=router.pipeline, tokenization=router.tokenization, stalls=stalls)
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server.grpc)
-        drains = DrainCommands(
+        drains = MemberCommands(
             router=router.member.id,
             fleet=router.fleet,
             connect=open_channel,
@@ -49,7 +49,7 @@ async def served(
             pipeline=router.pipeline,
             fleet=router.fleet,
             migrations=router.migrations,
-            drains=drains,
+            commands=drains,
             scaling=ScaleTargetView(ScaleTargets(registry), router.fleet.set_scale_target),
             placement=str(settings.get("placement", "least-loaded")),
             explore=float(str(settings.get("explore", 0.0))),

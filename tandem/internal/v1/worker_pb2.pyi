@@ -378,6 +378,18 @@ class HandOffTimes(_message.Message):
     relative_error: float
     def __init__(self, fixed_s: _Optional[float] = ..., relative_error: _Optional[float] = ...) -> None: ...
 
+class SetRoleRequest(_message.Message):
+    __slots__ = ("role",)
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    role: _admin_pb2.MemberRole
+    def __init__(self, role: _Optional[_Union[_admin_pb2.MemberRole, str]] = ...) -> None: ...
+
+class SetRoleResponse(_message.Message):
+    __slots__ = ("former_role",)
+    FORMER_ROLE_FIELD_NUMBER: _ClassVar[int]
+    former_role: _admin_pb2.MemberRole
+    def __init__(self, former_role: _Optional[_Union[_admin_pb2.MemberRole, str]] = ...) -> None: ...
+
 class CheckLinkRequest(_message.Message):
     __slots__ = ("exporter", "address", "max_blocks")
     EXPORTER_FIELD_NUMBER: _ClassVar[int]

@@ -384,6 +384,11 @@ class WorkerStub(object):
                 request_serializer=tandem_dot_internal_dot_v1_dot_worker__pb2.DrainWorkerRequest.SerializeToString,
                 response_deserializer=tandem_dot_internal_dot_v1_dot_worker__pb2.DrainWorkerResponse.FromString,
                 _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/tandem.internal.v1.Worker/SetRole',
+                request_serializer=tandem_dot_internal_dot_v1_dot_worker__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=tandem_dot_internal_dot_v1_dot_worker__pb2.SetRoleResponse.FromString,
+                _registered_method=True)
         self.CheckLink = channel.unary_unary(
                 '/tandem.internal.v1.Worker/CheckLink',
                 request_serializer=tandem_dot_internal_dot_v1_dot_worker__pb2.CheckLinkRequest.SerializeToString,
@@ -409,6 +414,14 @@ class WorkerServicer(object):
 
     def DrainWorker(self, request, context):
         """Asks the worker to accept no new work, finish its work and leave.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetRole(self, request, context):
+        """Changes the worker's role in its registration. Its work continues.
+        Errors: UNAVAILABLE (starting or draining).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -442,6 +455,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.DrainWorker,
                     request_deserializer=tandem_dot_internal_dot_v1_dot_worker__pb2.DrainWorkerRequest.FromString,
                     response_serializer=tandem_dot_internal_dot_v1_dot_worker__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=tandem_dot_internal_dot_v1_dot_worker__pb2.SetRoleRequest.FromString,
+                    response_serializer=tandem_dot_internal_dot_v1_dot_worker__pb2.SetRoleResponse.SerializeToString,
             ),
             'CheckLink': grpc.unary_unary_rpc_method_handler(
                     servicer.CheckLink,
@@ -509,6 +527,33 @@ class Worker(object):
             '/tandem.internal.v1.Worker/DrainWorker',
             tandem_dot_internal_dot_v1_dot_worker__pb2.DrainWorkerRequest.SerializeToString,
             tandem_dot_internal_dot_v1_dot_worker__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.internal.v1.Worker/SetRole',
+            tandem_dot_internal_dot_v1_dot_worker__pb2.SetRoleRequest.SerializeToString,
+            tandem_dot_internal_dot_v1_dot_worker__pb2.SetRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

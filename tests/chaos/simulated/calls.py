@@ -8,7 +8,7 @@ are HTTP/2 itself, flow control, and a channel's pause between two attempts to c
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, Self
 
 import grpc
 
@@ -40,6 +40,12 @@ class Channel:
 
     def stream_stream(self, method: str, **codec: Any) -> Callable[..., "Call"]:
         return self._kind(method, TwoWays, codec)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def close(self, grace: float | None = None) -> None:
         self._is_closed = True

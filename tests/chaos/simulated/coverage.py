@@ -84,7 +84,7 @@ def known() -> tuple[str, ...]:
     works = [works for number in (1, 2, 3) for works in itertools.combinations(_STEP_WORK, number)]
     names += [f"step: {' + '.join(work)}" for work in works]
     names += ["prompt time: limited", *(f"counted: placement_decisions {reason}" for reason in PlacementReason)]
-    names += ["direct request: ok"]
+    names += ["direct request: ok", "flip: ok"]
     names.remove("lease: running > running")
     return (*dict.fromkeys(names), "lease: renewed")
 

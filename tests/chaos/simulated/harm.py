@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING
 import grpc
 
 from cluster.errors import Fenced, RegistryUnavailable
+from tandem.enum_words import MEMBER_ROLES
+from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tandem.v1 import admin_pb2, admin_pb2_grpc
 from tests.chaos.simulated.calls import Channel
 from tests.chaos.simulated.member import Member
+from tests.chaos.simulated.mix import Flip
 from tests.chaos.simulated.redis import PLACE
 from tests.chaos.simulated.schedule import NUM_REFUSALS, Kind, Mishap
 
@@ -89,6 +92,35 @@ class Harm:
     async def _join(self, member: Member, mishap: Mishap) -> None:
         """Add a member. The named member stays as it is."""
         await self._world.until_started(self._world.add(member.role))
+
+    async def flip(self, flip: Flip) -> None:
+        """Give a worker another role through a router, as an operator does, and later its first role again. A process
+        that was restarted meanwhile has its first role already."""
+        await asyncio.sleep(flip.at_s)
+        member = self._world.members[flip.place]
+        process, request = member.process, admin_pb2.SetRoleRequest(member_id=flip.place)
+        request.role = MEMBER_ROLES.number(flip.role)
+        for asked in [other for other in self._world.members.values() if other.role == "router"]:
+            channel = Channel(self._world.network, asked.address, self._world.watch)
+            try:
+                await admin_pb2_grpc.AdminStub(channel).SetRole(request, timeout=5.0)
+            except grpc.aio.AioRpcError as error:
+                self._world.reached[f"flip: {error.code().name.lower()}"] += 1
+            else:
+                self._world.reached["flip: ok"] += 1
+                break
+        await asyncio.sleep(flip.for_s)
+        first = worker_pb2.SetRoleRequest(role=MEMBER_ROLES.number(self._first_role(member)))
+        while member.process is process and process.is_alive and not member.main.done() and not member.stop.is_set():
+            channel = Channel(self._world.network, member.address, self._world.watch)
+            try:
+                await worker_pb2_grpc.WorkerStub(channel).SetRole(first, timeout=5.0)
+                return
+            except grpc.aio.AioRpcError:
+                await asyncio.sleep(0.2)
+
+    def _first_role(self, member: Member) -> str:
+        return self._world.schedule.mix.first_role(member.place, member.role)
 
     async def _reset(self, member: Member, mishap: Mishap) -> None:
         for other in self._world.members:

@@ -81,7 +81,12 @@ class Member:
         if isinstance(config, RouterConfig):
             await router.app.run(config, stop=self.stop, announce=announce)
         else:
-            await worker.life.run_worker(config, Role(self.role), stop=self.stop, announce=announce)
+            await worker.life.run_worker(
+                config,
+                Role(self._world.schedule.mix.first_role(self.place, self.role)),
+                stop=self.stop,
+                announce=announce,
+            )
 
     def _config(self) -> RouterConfig | WorkerConfig:
         schedule = self._world.schedule

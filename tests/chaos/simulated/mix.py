@@ -1,11 +1,12 @@
-"""The work that a schedule adds to that of two separate pools: how routers place requests, latency targets, and direct
-requests, with which workers of either role prefill, export, import and decode side by side.
+"""The work that a schedule adds to that of two separate pools: how routers place requests, latency targets, direct
+requests, with which workers of either role prefill, export, import and decode side by side, workers of both roles, and
+workers that change their role.
 
-It is drawn from a random number generator of its own, so the rest of a seed's schedule does not depend on it.
+It is drawn from random number generators of its own, so the rest of a seed's schedule does not depend on it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 
@@ -25,6 +26,16 @@ class DirectAsk:
 
 
 @dataclass(frozen=True, slots=True)
+class Flip:
+    """An operator gives one worker another role, and later its first role again."""
+
+    at_s: float
+    place: str
+    role: str
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Mix:
     placement: str = "prefix-aware"
     slo_ttft_ms: float = 0.0
@@ -32,14 +43,40 @@ class Mix:
     warm_up_s: float = 0.0  # from the start of the last member until clients begin; by then routers know all speeds
     is_colocated: bool = False  # there is no prefill worker
     direct_asks: tuple[DirectAsk, ...] = ()
+    of_both: tuple[str, ...] = ()  # places of workers that start with the role `both`
+    flips: tuple[Flip, ...] = ()
+
+    def first_role(self, place: str, role: str) -> str:
+        """Return the role with which each process at this place starts. `role`: of its pool."""
+        return "both" if place in self.of_both else role
 
 
 SEPARATE = Mix()  # nothing is mixed
 
 _COLOCATED_SHARE = 0.06
+_BOTH_SHARE = 0.3  # of schedules in which some workers do the work of both roles
+_FLIPPED_SHARE = 0.3  # of schedules in which workers change their role
 _DIRECT_SHARE = 0.5  # of schedules with direct requests
 _WARM_UP_S = 1.5  # longer than the interval of heartbeats
 _PLACEMENTS = ("prefix-aware", "prefix-aware", "auto", "auto", "auto", "least-loaded", "round-robin")
+
+
+def draw_roles(dice: Random, mix: Mix, num_prefills: int, num_decodes: int) -> Mix:
+    """Draw which workers do the work of both roles, and which change their role while requests run."""
+    roles = {"prefill": 0 if mix.is_colocated else num_prefills, "decode": num_decodes}
+    places = [f"{role}{index}" for role, number in roles.items() for index in range(number)]
+    has_both, has_flips = dice.random() < _BOTH_SHARE, dice.random() < _FLIPPED_SHARE
+    of_both = tuple(place for place in places if dice.random() < 0.5) if has_both else ()
+    flips = [
+        Flip(
+            at_s=dice.choice((0.0, dice.random() / 4, dice.random(), dice.random() * 3)),
+            place=dice.choice(places),
+            role=dice.choice(("prefill", "decode", "both")),
+            for_s=dice.choice((0.01, 0.2, 1.0, 4.0)),
+        )
+        for _ in range(dice.choice((1, 1, 2, 4)))
+    ]
+    return replace(mix, of_both=of_both, flips=tuple(flips) if has_flips else ())
 
 
 def draw_mix(dice: Random, num_prefills: int, num_decodes: int) -> Mix:

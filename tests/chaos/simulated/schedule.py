@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from random import Random
 
-from tests.chaos.simulated.mix import SEPARATE, Mix, draw_mix
+from tests.chaos.simulated.mix import SEPARATE, Mix, draw_mix, draw_roles
 from tests.chaos.simulated.mutations import MESSAGES
 
-DISTRIBUTION = 5
+DISTRIBUTION = 6
 MAX_MODEL_LEN = 96
 
 
@@ -142,7 +142,8 @@ _MUTATED_SHARE = 0.2  # of schedules in which members send messages with a field
 def make_schedule(seed: int) -> Schedule:
     """Return the schedule of a seed: work of two separate pools with faults, and what is mixed into it."""
     separate = _separate(seed)
-    mix = draw_mix(Random(f"{seed} mix"), separate.num_prefills, separate.num_decodes)
+    counts = separate.num_prefills, separate.num_decodes
+    mix = draw_roles(Random(f"{seed} roles"), draw_mix(Random(f"{seed} mix"), *counts), *counts)
     return replace(_colocated(separate) if mix.is_colocated else separate, mix=mix)
 
 

@@ -65,7 +65,10 @@ def _less_mixed(schedule: Schedule) -> Iterator[Schedule]:
     for place in range(len(mix.direct_asks)):
         fewer = mix.direct_asks[:place] + mix.direct_asks[place + 1 :]
         yield replace(schedule, mix=replace(mix, direct_asks=fewer))
+    for place in range(len(mix.flips)):
+        yield replace(schedule, mix=replace(mix, flips=mix.flips[:place] + mix.flips[place + 1 :]))
     for simpler in (
+        replace(mix, of_both=()),
         replace(mix, placement=SEPARATE.placement),
         replace(mix, slo_ttft_ms=0.0),
         replace(mix, slo_tpot_ms=0.0),

@@ -43,6 +43,10 @@ def describe(schedule: Schedule) -> str:
         prompt = f"{direct.num_tokens} tokens, {direct.max_tokens} more, n={direct.n}"
         way = f"to {direct.prefill} and {direct.decode}" if direct.prefill else f"to {direct.decode} alone"
         lines.append(f"  direct request {number}: {way} at {direct.at_s:.3f} s, {prompt}{cancels}")
+    if schedule.mix.of_both:
+        lines.append(f"  workers of both roles: {', '.join(schedule.mix.of_both)}")
+    for flip in schedule.mix.flips:
+        lines.append(f"  {flip.place} is given the role {flip.role} at {flip.at_s:.3f} s, for {flip.for_s:g} s")
     lines += map(_mishap, schedule.mishaps)
     lines += [f"  {each.message}, time {each.occurrence + 1}, is malformed" for each in schedule.mutations]
     return "\n".join(lines)

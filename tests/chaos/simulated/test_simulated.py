@@ -34,6 +34,7 @@ _MIXED = frozenset(
         "step: decode + own prompt",
         "prompt time: limited",
         "direct request: ok",
+        "flip: ok",
         "counted: placement_decisions ttft",
         "counted: placement_decisions slo",
         "counted: local_prefills predicted",

@@ -91,6 +91,8 @@ class World:
         for mishap in self.schedule.mishaps:
             if mishap.phase is None:
                 self.loop.call_later(mishap.at_s, self._strike, mishap, self._place(mishap, {}), 0)
+        for flip in self.schedule.mix.flips:
+            self._recovering.append(self.loop.create_task(self._harms.flip(flip), name=f"{flip.place} flips"))
         _, late = await asyncio.wait(tasks, timeout=_CLIENTS_S)
         for client, task in zip(clients, tasks, strict=True):
             if task in late:

@@ -1,0 +1,34 @@
+"""`tandem role`: change what routers use a worker for, without a restart."""
+
+import argparse
+import json
+
+from cli import connection
+from tandem.enum_words import MEMBER_ROLES
+from tandem.v1 import admin_pb2
+
+HELP = "change the role of a worker without a restart: prefill, decode or both"
+_TIMEOUT_S = 30.0
+_ROLES = ("prefill", "decode", "both")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    connection.add_arguments(parser)
+    parser.add_argument(
+        "member", metavar="MEMBER", help="name of the worker as in `tandem status`, or NAME@INCARNATION"
+    )
+    parser.add_argument("role", choices=_ROLES, help="what routers use it for from now on")
+    parser.add_argument("--json", action="store_true", help="print one object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    request = admin_pb2.SetRoleRequest(member_id=arguments.member, role=MEMBER_ROLES.number(arguments.role))
+    answer: admin_pb2.SetRoleResponse = connection.ask(
+        arguments, lambda admin, metadata: admin.SetRole(request, timeout=_TIMEOUT_S, metadata=metadata)
+    )
+    former = MEMBER_ROLES.label(answer.former_role)
+    if arguments.json:
+        print(json.dumps({"member": answer.member, "former_role": former, "role": arguments.role}))
+    else:
+        print(f"{answer.member} is a {arguments.role} worker now; it was {former}")
+    return 0

@@ -1,0 +1,22 @@
+"""`python -m worker --role both --model M --redis URL ...`: one worker of any role."""
+
+import argparse
+import sys
+
+from cluster.messages import Role
+from cluster.process import announce_ready, exit_process, run_process, stop_requested
+from cluster.settings.config import WorkerConfig
+from cluster.settings.config_sources import parse_arguments
+from worker.life import run_worker
+
+
+async def _main() -> None:
+    roles = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    roles.add_argument("--role", choices=[role for role in Role if role.is_worker], default=Role.BOTH)
+    chosen, others = roles.parse_known_args(sys.argv[1:])
+    config = parse_arguments(WorkerConfig, "worker", others)
+    await run_worker(config, Role(chosen.role), stop=stop_requested(), announce=announce_ready)
+
+
+if __name__ == "__main__":
+    exit_process(run_process("worker", _main))
