@@ -194,6 +194,8 @@ class PrefillJob:
     is_batch: bool = False  # uses only capacity that no other request needs
     age_s: float = 0.0  # time since the request arrived at its router, earlier attempts included
     is_unproven: bool = False  # the client states the committed tokens without proof that this cluster generated them
+    num_expected_cached: int = 0  # tokens of the prompt that the router expects the worker to have cached
+    router: MemberId | None = None  # None: the caller is none
 
     @property
     def is_interrupted(self) -> bool:
@@ -228,6 +230,8 @@ class DecodeJob:
     is_batch: bool = False
     age_s: float = 0.0
     is_unproven: bool = False
+    num_expected_cached: int = 0
+    num_expected_output: float = 0.0  # tokens that a choice is expected to generate in all; 0: as many as it may
 
     @property
     def is_interrupted(self) -> bool:

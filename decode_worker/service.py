@@ -22,6 +22,7 @@ from cluster.errors import (
 )
 from cluster.messages import DecodeJob, MemberId
 from cluster.observe.telemetry import Telemetry
+from cluster.outstanding_work import PromptWork, SequenceOutlook
 from cluster.protocol import wire
 from cluster.protocol.hashing import NewChain
 from cluster.protocol.received import checked
@@ -29,6 +30,7 @@ from decode_worker.exports import Exports, FreezeOrder
 from decode_worker.imports import Imports
 from decode_worker.live_handles import Arrival, LiveHandles
 from decode_worker.streams import RouterStreams, failed_message, leaving_message, started_message, step_message
+from decode_worker.work_reports import WorkReports
 from engine.scheduling import commands
 from engine.scheduling.limits import SchedulerLimits
 from engine.steps.step_loop import StepLoop
@@ -64,6 +66,8 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self._limits = limits
         self._telemetry = telemetry
         self._streams = RouterStreams(grace_s=stream_grace_s, on_gone=self._on_router_gone)
+        self._reports = WorkReports(self._streams)
+        self.outstanding = self._reports.outstanding
         self.imports = Imports(
             importer=importer,
             cluster_key=cluster_key,
@@ -92,6 +96,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
     ) -> worker_pb2.StartResponse:
         job = self._checked(wire.decode_job_from_wire(request))
         self._handles.add_job(job.router, [s.handle for s in job.sequences])
+        self.outstanding.add_sequences(job.router, _outlooks(job), _prompt_work(job), _now_s())
         self._telemetry.count("tandem_decode_starts_total", source="local" if job.signed_ticket is None else "handoff")
         if job.signed_ticket is None:
             self._num_local_prefills += 1
@@ -149,6 +154,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             yield worker_pb2.WorkerMessage(hello=worker_pb2.WorkerHello(worker=str(self._member)))
             if self._leaves_at_s is not None:
                 yield leaving_message(max(0.0, self._leaves_at_s - _now_s()))
+            self._reports.send_to([router])
             async for message in stream.drain(connection):
                 yield message
             self._refuse_if_unhealthy()
@@ -172,12 +178,17 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
                     self.exports.on_frozen(event)
                 case commands.FreezeRefused():
                     self.exports.on_freeze_refused(event)
-                case commands.Thawed() | commands.ThawRefused():
+                case commands.Thawed():
+                    handle = self.exports.on_thawed(event)
+                    self.outstanding.rename_sequence(event.router, handle, event.handle)
+                    self._forget(event.router, frozenset({handle}))
+                case commands.ThawRefused():
                     self._forget(event.router, frozenset({self.exports.on_thawed(event)}))
 
     def beat(self, heartbeat: worker_pb2.Heartbeat) -> None:
-        """Send a heartbeat to every connected router."""
+        """Send a heartbeat to every connected router, and what the others have here."""
         self._streams.beat(worker_pb2.WorkerMessage(heartbeat=heartbeat))
+        self._reports.send_to_all()
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new jobs and notify every router, now or when it connects, so that it moves sequences that will not
@@ -217,6 +228,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
 
     async def close(self) -> None:
         self._streams.close()
+        self._reports.close()
         await self.imports.close()
 
     def _checked(self, job: DecodeJob) -> DecodeJob:
@@ -289,8 +301,10 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
 
     def _on_step(self, event: commands.StepTokens) -> None:
         by_router: dict[MemberId, list[commands.SequenceToken]] = {}
+        now_s = _now_s()
         for token in event.tokens:
             by_router.setdefault(token.router, []).append(token)
+            self.outstanding.record_output(token.router, token.handle, token.index + 1, now_s)
         for router, tokens in by_router.items():
             self._streams.send(router, step_message(event.step, tokens))
             self._forget(router, frozenset(t.handle for t in tokens if t.token.finish_reason is not None))
@@ -303,7 +317,29 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
     def _forget(self, router: MemberId, handles: frozenset[int]) -> None:
         self.exports.forget(router, handles)
         self._handles.remove(router, handles, _now_s())
+        self.outstanding.remove_sequences(router, handles, _now_s())
         self._sequence_ended.set()
+
+
+def _outlooks(job: DecodeJob) -> dict[int, SequenceOutlook]:
+    max_tokens = job.stops.max_tokens
+    return {
+        sequence.handle: SequenceOutlook(
+            num_prompt=len(job.prompt_token_ids),
+            max_tokens=max_tokens,
+            num_expected=job.num_expected_output or max_tokens,
+            num_output=len(sequence.committed_token_ids),
+        )
+        for sequence in job.sequences
+    }
+
+
+def _prompt_work(job: DecodeJob) -> PromptWork | None:
+    """Return what this worker computes before the first token of the job; None: it imports the KV."""
+    if job.signed_ticket is not None:
+        return None
+    num_tokens = len(job.prompt_token_ids) + len(job.sequences[0].committed_token_ids)
+    return PromptWork.of(num_tokens, job.num_expected_cached)
 
 
 def _now_s() -> float:

@@ -30,7 +30,7 @@ class RouterStream:
         self.router = router
         self._waiting: deque[worker_pb2.WorkerMessage] = deque()
         self._waiting_bytes = 0
-        self._heartbeat: worker_pb2.WorkerMessage | None = None  # the latest one, until it is sent
+        self._latest: dict[str, worker_pb2.WorkerMessage] = {}  # by kind: the latest one, until it is sent
         self._changed = asyncio.Event()
         self.all_sent = asyncio.Event()  # no message waits or is being sent
         self.all_sent.set()
@@ -55,9 +55,9 @@ class RouterStream:
         self.all_sent.clear()
         self._changed.set()
 
-    def beat(self, message: worker_pb2.WorkerMessage) -> None:
-        """Send a heartbeat. It replaces an earlier one that still waits."""
-        self._heartbeat = message
+    def send_latest(self, message: worker_pb2.WorkerMessage) -> None:
+        """Send a message that replaces an earlier one of its kind if that still waits."""
+        self._latest[str(message.WhichOneof("message"))] = message
         self.all_sent.clear()
         self._changed.set()
 
@@ -72,9 +72,8 @@ class RouterStream:
     async def drain(self, connection: object) -> AsyncGenerator[worker_pb2.WorkerMessage, None]:
         """Yield the messages that `connection` must send, until another connection is attached."""
         while self._connection is connection:
-            if self._heartbeat is not None:
-                heartbeat, self._heartbeat = self._heartbeat, None
-                yield heartbeat
+            if self._latest:
+                yield self._latest.pop(next(iter(self._latest)))
             elif self._waiting:
                 message = self._waiting.popleft()
                 self._waiting_bytes -= _size(message)
@@ -104,7 +103,7 @@ class RouterStreams:
         stream = self._streams.setdefault(router, RouterStream(router))
         stream.attach(connection)
         if self._heartbeat is not None:
-            stream.beat(self._heartbeat)
+            stream.send_latest(self._heartbeat)
         return stream
 
     def disconnect(self, router: MemberId, connection: object) -> None:
@@ -124,12 +123,21 @@ class RouterStreams:
         if stream.is_overfull:
             self._drop(router)
 
+    def connected(self) -> list[MemberId]:
+        """Return the routers that are connected."""
+        return [router for router, stream in self._streams.items() if stream.is_connected]
+
+    def send_latest(self, router: MemberId, message: worker_pb2.WorkerMessage) -> None:
+        """Send to the router what replaces an earlier message of this kind, if it is connected."""
+        stream = self._streams.get(router)
+        if stream is not None and stream.is_connected:
+            stream.send_latest(message)
+
     def beat(self, message: worker_pb2.WorkerMessage) -> None:
         """Send a heartbeat to every connected router. One that connects later gets it at once."""
         self._heartbeat = message
-        for stream in self._streams.values():
-            if stream.is_connected:
-                stream.beat(message)
+        for router in self.connected():
+            self.send_latest(router, message)
 
     @property
     def waiting_bytes(self) -> int:

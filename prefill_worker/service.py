@@ -17,6 +17,7 @@ from cluster.errors import Draining, HandOffReason, InvalidRequest, QueueFull, U
 from cluster.messages import PrefillJob
 from cluster.observe.service_rate import ServiceRate
 from cluster.observe.telemetry import Telemetry
+from cluster.outstanding_work import OutstandingWork, PromptWork
 from cluster.protocol import tickets, wire
 from cluster.protocol.hashing import hash_prompt
 from cluster.protocol.received import checked
@@ -53,6 +54,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         pulls: PrefixPulls | None,  # None: this worker pulls no prefixes
         tiers: PrefixTiers | None,  # None: evicted blocks are lost
         cache_events: CacheEventPublisher,
+        outstanding: OutstandingWork,
         vocab_size: int,
         max_calls: int,  # at once, including calls that wait for a pull or a fetch
         cluster_key: bytes,
@@ -65,6 +67,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         self._pulls = pulls
         self._tiers = tiers
         self._cache_events = cache_events
+        self._outstanding = outstanding
         self._vocab_size = vocab_size
         self._max_calls = max_calls
         self._rate = ServiceRate()
@@ -177,6 +180,9 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
     def _open(self, ticket_id: bytes, job: PrefillJob) -> _Call:
         loop = asyncio.get_running_loop()
         call = self._calls[ticket_id] = _Call(job, loop.create_future(), loop.create_future())
+        if job.router is not None:
+            work = PromptWork.of(len(job.token_ids), job.num_expected_cached)
+            self._outstanding.add_export(ticket_id, job.router, work, len(job.seeds), loop.time())
         self._idle.clear()
         return call
 
@@ -188,6 +194,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
     def _close(self, ticket_id: bytes, call: _Call) -> None:
         """Remove a call that has ended. If its attempt is unfinished, cancel the job and fail its ticket."""
         del self._calls[ticket_id]
+        self._outstanding.remove_export(ticket_id, asyncio.get_running_loop().time())
         if not self._calls:
             self._idle.set()
         if not call.outcome.done():
@@ -231,6 +238,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         call = self._waiting(event.ticket_id)
         if call is not None:
             call.outcome.set_result(event)  # first of all, so that the client's first token does not wait
+            self._outstanding.remove_export(event.ticket_id, asyncio.get_running_loop().time())
         self._exporter.finish(
             event.ticket_id,
             first_tokens=[FirstToken(token.token_id, token.finish_reason is not None) for token in event.tokens],

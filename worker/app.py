@@ -89,8 +89,8 @@ class WorkerApp:
             clock=self._clock,
         )
         handoff_ids = itertools.count(1)
-        self._prefill = self._prefill_part(engine, handoff_ids)
         self._decode = self._decode_service(engine, limits, handoff_ids)
+        self._prefill = self._prefill_part(engine, handoff_ids)
         imports = self._decode.imports
         self._link_check = self._transfer.link_check(Destination(imports, imports.new_id, self._num_free_blocks))
         self._heartbeats = Heartbeats(
@@ -158,6 +158,7 @@ class WorkerApp:
             engine,
             self._steps,
             self._transfer,
+            outstanding=self._decode.outstanding,
             compute_s=self._compute_s,
             handoff_ids=handoff_ids,
             refuse_if_unhealthy=self._watch.health.refuse_if_unhealthy,

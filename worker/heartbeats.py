@@ -38,17 +38,14 @@ class Heartbeats:
 
     async def run(self) -> None:
         """Send a heartbeat every `interval_s` until cancelled."""
-        running = waiting = exports = free_blocks = 0
+        running = waiting = free_blocks = 0
         while True:
             try:
                 inspected = await self._watch.inspections.inspect(timeout_s=self._interval_s)
             except Unavailable:
                 _LOG.debug("the step thread is in a long step; the heartbeat repeats the previous figures")
             else:
-                figures = {name: int(figure) for name, figure in inspected.figures.items()}
-                running = figures["running"] - figures["exports_running"]
-                waiting = figures["waiting"] - figures["exports_waiting"]
-                exports = figures["exports_running"] + figures["exports_waiting"]
+                running, waiting = int(inspected.figures["running"]), int(inspected.figures["waiting"])
                 free_blocks = inspected.blocks["free"] + inspected.blocks["cached"]
             times = self._service_times()
             self._send(
@@ -56,7 +53,6 @@ class Heartbeats:
                     step=self._num_steps(),
                     running=running,
                     waiting=waiting,
-                    exports=exports,
                     free_blocks=free_blocks,
                     links=self._links(),
                     step_s=self._watch.health.step_s,

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 from cluster.clock import Clock
 from cluster.errors import DrainIncomplete, Unhealthy
+from cluster.outstanding_work import OutstandingWork
 from cluster.protocol.hashing import NATIVE
 from engine.build import Engine
 from engine.scheduling import commands
@@ -21,8 +22,8 @@ ComputeSeconds = Callable[[int, int], float]
 
 
 class PrefillPart:
-    """`compute_s` predicts the seconds to compute a number of tokens behind others. `handoff_ids` are shared with the
-    imports of hand-offs."""
+    """`outstanding`: the account of the routers' work. `compute_s` predicts the seconds to compute a number of tokens
+    behind others. `handoff_ids` are shared with the imports of hand-offs."""
 
     def __init__(
         self,
@@ -31,6 +32,7 @@ class PrefillPart:
         steps: StepLoop[commands.Command, commands.Event],
         transfer: WorkerTransfer,
         *,
+        outstanding: OutstandingWork,
         compute_s: ComputeSeconds,
         handoff_ids: Iterator[int],
         refuse_if_unhealthy: Callable[[], None],
@@ -53,6 +55,7 @@ class PrefillPart:
             pulls=self._pulls,
             tiers=self._tiers,
             cache_events=self.cache_events,
+            outstanding=outstanding,
             vocab_size=engine.model_info.vocab_size,
             max_calls=life.config.max_queue + life.config.max_num_seqs,
             cluster_key=life.key,

@@ -23,6 +23,7 @@ from cluster.messages import (
     SequenceStart,
     TokenStops,
 )
+from cluster.outstanding_work import PromptWork
 from cluster.protocol.hashing import nameless_chains
 from cluster.request_size import RequestSize, blocks_for, sealed_blocks
 from cluster.service_times import ServiceTimes, StepLimit
@@ -50,7 +51,7 @@ from router.policies.placement import Policy
 from router.policies.prediction import Prediction, predict
 from router.policies.sequence_progress import SequenceProgress, batch_of
 from router.policies.unmodelled import UnmodelledTimes
-from router.policies.work_ahead import PromptBacklog, PromptWork, WorkAhead
+from router.policies.work_ahead import PromptBacklog, WorkAhead
 
 _ROUTER = MemberId("router", "1")
 _BLOCK_SIZE, _NUM_BLOCKS, _MAX_CHUNK, _MAX_RUNNING = 16, 8192, 512, 64
@@ -253,7 +254,7 @@ class _Worker:
         work = WorkAhead(
             times=setting.times,
             prompts=self.backlog.queue(self._simulation.now_s),
-            batch=batch_of(list(self.sequences.values()), 0),
+            batch=batch_of(list(self.sequences.values())),
             max_chunk=_MAX_CHUNK,
             max_running=_MAX_RUNNING,
             step_limit=setting.step_limit,

@@ -43,6 +43,7 @@ _DEADLINE = Real(excludes_least=True)
 _LEASE = Real(least=MIN_LEASE_S)
 _SPEED = Real(most=1e18)
 _RATIO = Real()
+_AMOUNT = Real(most=1e18)
 _NAME = Text(least=1)
 _WORDS = Text(most=TEXT_CHARACTERS)
 _ADDRESS = Text(most=1_024, least=1)
@@ -102,6 +103,8 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
         "is_batch": _FLAG,
         "age_s": _SIGNED_SECONDS,
         "is_unproven": _FLAG,
+        "router": _MEMBER_OR_NONE,
+        "num_expected_cached": _COUNT,
     },
     worker_pb2.PrefixSource: {"member": _MEMBER, "address": _ADDRESS, "num_tokens": _COUNT},
     worker_pb2.PrefillEvent: {"accepted": _OPTIONAL, "first_tokens": _OPTIONAL},
@@ -136,6 +139,8 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
         "is_batch": _FLAG,
         "age_s": _SIGNED_SECONDS,
         "is_unproven": _FLAG,
+        "num_expected_cached": _COUNT,
+        "num_expected_output": _AMOUNT,
     },
     worker_pb2.StartResponse: {},
     worker_pb2.FreezeRequest: {"router": _MEMBER, "handle": _UINT32, "importer": _MEMBER, "attempt": _COUNT},
@@ -145,7 +150,9 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
     worker_pb2.RouterMessage: {"hello": _OPTIONAL, "cancel": _OPTIONAL},
     worker_pb2.RouterHello: {"router": _MEMBER, "has_no_sequences": _FLAG},
     worker_pb2.CancelSequences: {"handles": _IDS},
-    worker_pb2.WorkerMessage: dict.fromkeys(("hello", "step", "started", "failed", "heartbeat", "leaving"), _OPTIONAL),
+    worker_pb2.WorkerMessage: dict.fromkeys(
+        ("hello", "step", "started", "failed", "heartbeat", "leaving", "others"), _OPTIONAL
+    ),
     worker_pb2.WorkerLeaving: {"grace_s": _SECONDS},
     worker_pb2.WorkerHello: {"worker": _MEMBER},
     worker_pb2.StepOutput: {
@@ -175,7 +182,19 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
         "links": Many(_REQUIRED, 65_536),
         "step_s": _SECONDS,
         "service_times": _OPTIONAL,
-        "exports": _COUNT,
+    },
+    worker_pb2.OthersWork: {
+        "number": _UINT64,
+        "prompt_tokens": _UINT64,
+        "prompt_attended": _AMOUNT,
+        "first_tokens": _UINT64,
+        "first_attended": _AMOUNT,
+        "elapsed_s": _SECONDS,
+        "num_exported": _COUNT,
+        "num_running": _COUNT,
+        "num_joining": _COUNT,
+        "context": _UINT64,
+        "left": _AMOUNT,
     },
     worker_pb2.ServiceTimes: {
         **dict.fromkeys(("prefill", "decode"), _REQUIRED),

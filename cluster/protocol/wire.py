@@ -29,6 +29,7 @@ from cluster.messages import (
     TokenLogprobs,
     TokenStops,
 )
+from cluster.outstanding_work import OthersWork, PromptWork, SequenceWork
 from cluster.protocol.hashing import MAX_PREFIX_BLOCKS, split_hashes
 from cluster.protocol.received import checked
 from cluster.service_times import DecodeTimes, HandOffTimes, MixedTimes, PrefillTimes, ServiceTimes
@@ -39,7 +40,10 @@ from tandem.v1 import admin_pb2, inference_pb2
 WIRE_DTYPES = EnumWords(kv_pb2.WireDtype)  # their words are the values of --kv-wire-dtype
 ID_BYTES = 4
 # Fields that the jobs of both roles have, in messages as in values.
-_JOB_FIELDS = ("request_id", "attempt", "timeout_s", "cache_salt", "priority", "is_batch", "age_s", "is_unproven")
+_JOB_FIELDS = (
+    *("request_id", "attempt", "timeout_s", "cache_salt", "priority", "is_batch", "age_s", "is_unproven"),
+    "num_expected_cached",
+)
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
@@ -104,6 +108,7 @@ def prefill_job_to_wire(job: PrefillJob) -> worker_pb2.PrefillRequest:
         seeds=job.seeds,
         num_committed=job.num_committed,
         importer=str(job.importer) if job.importer is not None else "",
+        router=str(job.router) if job.router is not None else "",
         prefix_sources=[
             worker_pb2.PrefixSource(member=str(source.member), address=source.address, num_tokens=source.num_tokens)
             for source in job.prefix_sources
@@ -120,6 +125,7 @@ def prefill_job_from_wire(message: worker_pb2.PrefillRequest) -> PrefillJob:
         seeds=tuple(message.seeds),
         num_committed=message.num_committed,
         importer=member_from_wire(message.importer) if message.importer else None,
+        router=member_from_wire(message.router) if message.router else None,
         prefix_sources=tuple(
             PrefixSource(member_from_wire(source.member), source.address, source.num_tokens)
             for source in message.prefix_sources
@@ -134,6 +140,7 @@ def decode_job_to_wire(job: DecodeJob) -> worker_pb2.StartRequest:
         prompt_token_ids=pack_ids(job.prompt_token_ids),
         sequences=[_sequence_to_wire(sequence) for sequence in job.sequences],
         ticket=job.signed_ticket or b"",
+        num_expected_output=job.num_expected_output,
         **_job_to_wire(job),
     )
 
@@ -146,6 +153,7 @@ def decode_job_from_wire(message: worker_pb2.StartRequest) -> DecodeJob:
         prompt_token_ids=unpack_ids(message.prompt_token_ids),
         sequences=tuple(_sequence_from_wire(sequence) for sequence in message.sequences),
         signed_ticket=message.ticket or None,
+        num_expected_output=message.num_expected_output,
         **_job_from_wire(message),
     )
 
@@ -332,6 +340,35 @@ def service_times_of(heartbeat: worker_pb2.Heartbeat) -> ServiceTimes | None:
         decode=DecodeTimes(decode.step_s, decode.per_sequence_s, decode.per_context_token_s, decode.relative_error),
         mixed=MixedTimes(mixed.factor, mixed.relative_error) if times.HasField("mixed") else None,
         hand_off=HandOffTimes(hand_off.fixed_s, hand_off.relative_error) if times.HasField("hand_off") else None,
+    )
+
+
+def others_work_to_wire(work: OthersWork) -> worker_pb2.OthersWork:
+    sequences = work.sequences
+    return worker_pb2.OthersWork(
+        number=work.number,
+        prompt_tokens=round(work.prompts.num_new),
+        prompt_attended=work.prompts.attended,
+        first_tokens=round(work.first.num_new),
+        first_attended=work.first.attended,
+        elapsed_s=work.elapsed_s,
+        num_exported=work.num_exported,
+        num_running=sequences.num_running,
+        num_joining=sequences.num_joining,
+        context=sequences.context,
+        left=sequences.left,
+    )
+
+
+def others_work_from_wire(message: worker_pb2.OthersWork) -> OthersWork:
+    """Return the report in a checked message."""
+    return OthersWork(
+        number=message.number,
+        prompts=PromptWork(message.prompt_tokens, message.prompt_attended),
+        first=PromptWork(message.first_tokens, message.first_attended),
+        elapsed_s=message.elapsed_s,
+        num_exported=message.num_exported,
+        sequences=SequenceWork(message.num_running, message.num_joining, message.context, message.left),
     )
 
 

@@ -18,6 +18,7 @@ import grpc
 from cluster.errors import DeadlineExceeded
 from cluster.member import Member
 from cluster.messages import DecodeJob, MemberId, PrefillJob, SampledToken
+from cluster.outstanding_work import OthersWork, PromptWork
 from cluster.protocol import wire
 from cluster.protocol.received import checked, malformed
 from cluster.service_times import ServiceTimes
@@ -26,7 +27,6 @@ from router.fleet.worker_health import Answer, WorkerHealth
 from router.fleet.worker_stream import RouterSide, WorkerStream
 from router.policies.sequence_progress import SequenceProgress
 from router.policies.unmodelled import UnmodelledTimes
-from router.policies.work_ahead import PromptWork
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 
 _LOG = logging.getLogger("tandem.router.peer")
@@ -42,9 +42,7 @@ class Peer(WorkerHealth):
         super().__init__(member, channel, side, others)
         self.unmodelled = UnmodelledTimes()
         self.kv_format = sys.intern(repr(member.fingerprint))
-        self.stream = WorkerStream(
-            member, channel, side, on_draining=self.mark_draining, on_heartbeat=self._on_heartbeat
-        )
+        self.stream = WorkerStream(member, channel, side, on_draining=self.mark_draining, on_others=self._on_others)
         self.moves = asyncio.Semaphore(MAX_CONCURRENT_MOVES)  # one permit per sequence being moved away
         self._num_exported = 0  # sequences of this router's prefills there
         self._prefills = worker_pb2_grpc.PrefillWorkerStub(channel)
@@ -91,10 +89,9 @@ class Peer(WorkerHealth):
     # Prompts that the worker computes for another one
 
     @asynccontextmanager
-    async def prefill(self, job: PrefillJob, num_cached: int = 0) -> AsyncIterator["PrefillCall"]:
-        """Start a prefill of which the worker is expected to have `num_cached` tokens cached. Leaving the block early
-        cancels it."""
-        work = PromptWork.of(len(job.token_ids), num_cached)
+    async def prefill(self, job: PrefillJob) -> AsyncIterator["PrefillCall"]:
+        """Start a prefill. Leaving the block early cancels it."""
+        work = PromptWork.of(len(job.token_ids), job.num_expected_cached)
         with self._queued(work) as computed:
             call = self._prefills.Prefill(wire.prefill_job_to_wire(job), timeout=job.timeout_s)
             self._num_exported += len(job.seeds)
@@ -196,8 +193,8 @@ class Peer(WorkerHealth):
         finally:
             self.backlog.remove_prompt(number)
 
-    def _on_heartbeat(self, heartbeat: worker_pb2.Heartbeat) -> None:
-        self.backlog.record_heartbeat(heartbeat.exports)
+    def _on_others(self, work: OthersWork) -> None:
+        self.backlog.record_report(work, asyncio.get_running_loop().time())
 
     async def _abandon(self, ticket: bytes) -> None:
         try:

@@ -20,6 +20,7 @@ from cluster.errors import Draining, MalformedMessage, Unhealthy
 from cluster.member import Member
 from cluster.messages import LinkSpeed, MemberId
 from cluster.observe.telemetry import Telemetry
+from cluster.outstanding_work import OthersWork, SequenceWork
 from cluster.protocol import wire
 from cluster.protocol.received import checked
 from cluster.protocol.wire import link_speeds_from_wire, service_times_of
@@ -73,9 +74,10 @@ class WorkerStream:
         side: RouterSide,
         *,
         on_draining: Callable[[float], None],
-        on_heartbeat: Callable[[worker_pb2.Heartbeat], None],
+        on_others: Callable[[OthersWork], None],
     ) -> None:
-        """`on_draining` is called with the worker's remaining grace in seconds when it drains."""
+        """`on_draining` is called with the worker's remaining grace in seconds when it drains, `on_others` with its
+        reports about the work of other routers."""
         self._worker = member.id
         self._address = member.address
         self._stub = worker_pb2_grpc.DecodeWorkerStub(channel)
@@ -85,18 +87,18 @@ class WorkerStream:
         self._on_change = side.on_change
         self._telemetry = side.telemetry
         self._on_draining = on_draining
-        self._on_heartbeat = on_heartbeat
+        self._on_others = on_others
         self._owners: dict[int, Sequences] = {}
         self._moves: dict[int, MoveRequest] = {}  # moves in progress
         self._unheard_since_loss: dict[int, int] = {}  # handle -> number of the latest loss, if no message came since
         self._num_losses = 0
-        self._num_others = 0  # sequences of other routers at the worker, as of the last heartbeat
         self._cancel_sent_s: dict[int, float] = {}  # handle -> when its last cancel was sent, the latest last
         self._cancels: asyncio.Queue[tuple[int, ...] | None] = asyncio.Queue()
         self._has_connected = False
         self.connected = asyncio.Event()
         self.heard_s = asyncio.get_running_loop().time()  # when the last message arrived
         self.heartbeat = worker_pb2.Heartbeat()
+        self.free_blocks: int | None = None  # of the worker, from the same heartbeat; None: it has sent none yet
         self.links: tuple[LinkSpeed, ...] = ()  # the speed of its hand-offs, from the same heartbeat
         self.service_times: ServiceTimes | None = None  # of the worker, from the same heartbeat
 
@@ -136,10 +138,9 @@ class WorkerStream:
         """Return what another worker must be able to hold to run this sequence to its end; None if it is not known."""
         return self._owners[handle].all_progress[handle].size
 
-    def batch(self) -> SequenceBatch:
-        """Return the sequences at the worker: those of this router as they are now, and those of other routers as of
-        the last heartbeat."""
-        return batch_of([owner.all_progress[handle] for handle, owner in self._owners.items()], self._num_others)
+    def batch(self, others: SequenceWork) -> SequenceBatch:
+        """Return the sequences at the worker: those of this router as they are now, and those of other routers."""
+        return batch_of((owner.all_progress[handle] for handle, owner in self._owners.items()), others)
 
     def unstarted(self) -> list[int]:
         """Return the handles of sequences that have not joined the worker's batch."""
@@ -312,8 +313,9 @@ class WorkerStream:
                 self.heartbeat = message.heartbeat
                 self.links = link_speeds_from_wire(message.heartbeat.links)
                 self.service_times = service_times_of(message.heartbeat)
-                self._num_others = message.heartbeat.waiting + message.heartbeat.running - self.num_sequences
-                self._on_heartbeat(message.heartbeat)
+                self.free_blocks = message.heartbeat.free_blocks
+            case "others":
+                self._on_others(wire.others_work_from_wire(message.others))
             case "leaving":
                 self._on_draining(message.leaving.grace_s)
 

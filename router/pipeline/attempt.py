@@ -9,13 +9,14 @@ decode worker, so that the prefill is not repeated. docs/failover.md.
 import asyncio
 from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from cluster.errors import HandOffFailed, WrongTokens
 from cluster.messages import MemberId
 from cluster.observe.telemetry import Telemetry
+from cluster.outstanding_work import PromptWork
 from cluster.protocol import tickets
 from cluster.protocol.hashing import BlockChain
 from router.fleet.decode_events import MoveRequest
@@ -27,7 +28,6 @@ from router.pipeline.failures import DECODE, PREFILL, AttemptFailed, RetryBudget
 from router.pipeline.hedges import Hedges, Overtaken, PendingLeg
 from router.pipeline.migration import Migrations
 from router.pipeline.worker_choice import PairHealth, WorkerChoice
-from router.policies.work_ahead import PromptWork
 from router.request.admitted_request import AdmittedRequest, Choice
 from router.running import branches, running
 
@@ -225,9 +225,13 @@ class Attempt:
             with leg(PREFILL, prefill_id):
                 chain = self._chain(prefill_id, self._choices[0].committed)
                 sources = self._prefixes.sources(chain, puller=prefill_id)
-                job = self._admitted.prefill_job(self._choices, self._number, decode_id, sources)
+                job = replace(
+                    self._admitted.prefill_job(self._choices, self._number, decode_id, sources),
+                    router=self._router,
+                    num_expected_cached=self._prefixes.num_cached(chain, prefill_id),
+                )
                 prefill = self._fleet.connected_peer(prefill_id)
-                async with prefill.prefill(job, self._prefixes.num_cached(chain, prefill_id)) as call:
+                async with prefill.prefill(job) as call:
                     ticket_import.begin(await self._from(PREFILL, prefill, call.ticket()), self._number, prefill)
                     self._deliver_first(await self._from(PREFILL, prefill, call.first_tokens()), prefill_id)
                     self._prefixes.note_routed(chain, prefill_id)
@@ -244,6 +248,7 @@ class Attempt:
         self._admitted.dispatched(prefill=prefill_id)
         with leg(PREFILL, prefill_id):
             job = self._admitted.prefill_job(self._choices, self._number, importer=None)
+            job = replace(job, router=self._router)
             prefill = self._fleet.connected_peer(prefill_id)
             async with prefill.prefill(job) as call:
                 await self._from(PREFILL, prefill, call.ticket())
@@ -256,10 +261,12 @@ class Attempt:
             committed = self._choices[0].committed
             chain = self._chain(decode_id, committed)
             num_tokens = len(self._admitted.request.prompt_token_ids) + len(committed)
-            prompt = PromptWork.of(num_tokens, self._prefixes.num_cached(chain, decode_id))
+            num_cached = self._prefixes.num_cached(chain, decode_id)
+            prompt = PromptWork.of(num_tokens, num_cached)
             with DecodeLeg(self._admitted, decode, self._choices, exporter=None, prompt=prompt) as decoding:
                 self._admitted.dispatched(decode=decode_id)
                 job = self._admitted.decode_job(decoding.owners, committed, self._number, self._router, None)
+                job = replace(job, num_expected_cached=num_cached)
                 await self._from(DECODE, decode, decode.start(job))
                 await self._follow(decoding)
                 self._note_outputs(decode_id)

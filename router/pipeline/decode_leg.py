@@ -12,6 +12,7 @@ from typing import Self
 
 from cluster.errors import WrongTokens
 from cluster.messages import MemberId
+from cluster.outstanding_work import PromptWork
 from router.fleet.decode_events import (
     DecodeEvent,
     MoveRequest,
@@ -31,7 +32,6 @@ from router.pipeline.failures import (
     leg,
 )
 from router.policies.sequence_progress import SequenceProgress
-from router.policies.work_ahead import PromptWork
 from router.request.admitted_request import AdmittedRequest, Choice
 from router.running import running
 

@@ -173,8 +173,7 @@ class Migrations:
 def _has_room(load: WorkerLoad, num_tokens: int) -> bool:
     """Return whether the worker has room as far as is known. A frozen sequence must not wait in a queue."""
     capacity = load.capacity
-    is_known = load.running or load.waiting or load.free_blocks
-    if capacity is None or not is_known:
+    if capacity is None or load.free_blocks is None:
         return True
     return load.depth < capacity.max_num_seqs and load.free_blocks * capacity.block_size > num_tokens
 

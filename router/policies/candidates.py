@@ -55,9 +55,8 @@ class WorkerLoad:
     member: MemberId
     kv_format: str  # workers with equal values can exchange KV
     assigned: int  # sequences that this router has there, queued or running
-    waiting: int = 0  # the worker's own figures, from its last heartbeat, over all routers
-    running: int = 0
-    free_blocks: int = 0
+    others: int = 0  # sequences that other routers have there, as of the worker's last report
+    free_blocks: int | None = None  # None: not known
     links: tuple[LinkSpeed, ...] = ()  # of a decode worker: how fast it reads each exporter; each one's first counts
     kv_bytes_per_token: float = 0.0
     capacity: Capacity | None = None  # None: not known, and taken as large enough
@@ -68,9 +67,8 @@ class WorkerLoad:
 
     @property
     def depth(self) -> int:
-        """The number of sequences ahead of a new one. Heartbeats lag and this router's own count does not, so the
-        larger counts."""
-        return max(self.assigned, self.waiting + self.running)
+        """The number of sequences ahead of a new one."""
+        return self.assigned + self.others
 
 
 @dataclass(frozen=True, slots=True)

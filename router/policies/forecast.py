@@ -9,8 +9,9 @@ costs a few dozen of them however long the work is.
 import math
 from dataclasses import dataclass
 
+from cluster.outstanding_work import PromptWork
 from cluster.service_times import StepWork
-from router.policies.work_ahead import PromptWork, WorkAhead
+from router.policies.work_ahead import WorkAhead
 
 _AGE_SHARE = 0.3  # steps are equal until the age of the oldest prompt and its patience have grown by this share
 _TOKEN_SHARE = 0.25  # of the tokens to forecast: steps are equal for so many, although sequences may end meanwhile

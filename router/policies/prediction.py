@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.messages import MemberId
+from cluster.outstanding_work import PromptWork
 from router.policies.candidates import Pair, RequestFacts, WorkerLoad, transfer_s
 from router.policies.forecast import Forecast
-from router.policies.work_ahead import PromptWork, WorkAhead
+from router.policies.work_ahead import WorkAhead
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,9 @@
 in time. Pure."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
+from cluster.outstanding_work import NO_SEQUENCE_WORK, SequenceWork, expected_left
 from cluster.request_size import RequestSize
 from router.policies.work_ahead import SequenceBatch
 
@@ -11,7 +12,6 @@ _NEWEST_SHARE = 0.1  # of the newest token in the pace
 _TRUSTED_SHARE = 0.5  # of the time that is left: a batch may become slower, and a move takes time too
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 3.2
 _NEWEST_LENGTH_SHARE = 0.05  # of the newest output in the expected length
-_LEAST_LEFT_SHARE = 0.25  # of the expected length: what a sequence that has outlived it is expected to generate yet
 
 
 class SequenceProgress:
@@ -40,13 +40,15 @@ class SequenceProgress:
         return self.size.num_prompt + self.size.max_tokens - self.num_left if self.size is not None else 0
 
     @property
+    def work(self) -> SequenceWork:
+        return SequenceWork(int(self.is_decoding), int(not self.is_decoding), self.length, self.expected_left)
+
+    @property
     def expected_left(self) -> float:
         """The number of tokens that it is expected to generate yet."""
         if self.size is None or self._num_expected >= self.size.max_tokens:
             return float(self.num_left)
-        num_generated = self.size.max_tokens - self.num_left
-        left = max(self._num_expected - num_generated, _LEAST_LEFT_SHARE * self._num_expected)
-        return min(left, self.num_left)
+        return expected_left(self.size.max_tokens - self.num_left, self._num_expected, self.size.max_tokens)
 
     def record_token(self, now_s: float) -> None:
         """Record that a token arrived."""
@@ -90,12 +92,9 @@ class OutputLengths:
         return max(1.0, self._shares.get(max_tokens.bit_length(), 1.0) * max_tokens)
 
 
-def batch_of(all_progress: Sequence[SequenceProgress], num_others: int) -> SequenceBatch:
-    """Summarise the sequences at one worker, with `num_others` sequences of other routers."""
-    num_running = sum(progress.is_decoding for progress in all_progress)
-    left = sum(progress.expected_left for progress in all_progress) / max(1, len(all_progress))
-    context = sum(progress.length for progress in all_progress)
-    return SequenceBatch(num_running, len(all_progress) - num_running, context, left).with_others(num_others)
+def batch_of(all_progress: Iterable[SequenceProgress], others: SequenceWork = NO_SEQUENCE_WORK) -> SequenceBatch:
+    """Return the batch of this router's sequences at one worker and those of other routers."""
+    return SequenceBatch.of(sum((progress.work for progress in all_progress), others))
 
 
 def sequences_to_move(all_progress: Mapping[int, SequenceProgress], now_s: float, drain_deadline_s: float) -> list[int]:

@@ -2,38 +2,16 @@
 decode there. Pure; the time is an argument.
 
 `PromptBacklog` counts a prompt from the moment this router sends it and forgets it once it is computed, so two requests
-placed one after the other never find the same idle worker. Prompts of other routers are taken from heartbeats.
+placed one after the other never find the same idle worker. Work of other routers is taken from the worker's reports.
 """
 
 from dataclasses import dataclass
 from itertools import count
 
-from cluster.service_times import ServiceTimes, StepLimit, attended_tokens
+from cluster.outstanding_work import NO_PROMPT, OthersWork, PromptWork, SequenceWork
+from cluster.service_times import ServiceTimes, StepLimit
 
 DEFAULT_MAX_CHUNK = 512  # of workers that do not register theirs
-
-
-@dataclass(frozen=True, slots=True)
-class PromptWork:
-    """The part of a prompt that a worker computes. Sums of several prompts are of this type too."""
-
-    num_new: float = 0  # tokens that are not cached
-    attended: float = 0.0  # the sum of the tokens to which they attend
-
-    @staticmethod
-    def of(num_tokens: int, num_cached: int) -> "PromptWork":
-        """Return the work of a prompt. The last token is always computed."""
-        num_new = max(1, num_tokens - num_cached)
-        return PromptWork(num_new, attended_tokens(num_new, num_tokens - num_new))
-
-    def __add__(self, other: "PromptWork") -> "PromptWork":
-        return PromptWork(self.num_new + other.num_new, self.attended + other.attended)
-
-    def times(self, factor: float) -> "PromptWork":
-        return PromptWork(self.num_new * factor, self.attended * factor)
-
-
-NO_PROMPT = PromptWork()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +36,12 @@ class SequenceBatch:
     def num_sequences(self) -> int:
         return self.num_running + self.num_joining
 
-    def with_others(self, num_others: int) -> "SequenceBatch":
-        """Return the batch with that many sequences of other routers, which are taken to be as long as the present ones
-        on average."""
-        if num_others <= 0:
-            return self
-        context = self.context + num_others * self.context // max(1, self.num_sequences)
-        return SequenceBatch(self.num_running + num_others, self.num_joining, context, self.left)
+    @staticmethod
+    def of(work: SequenceWork) -> "SequenceBatch":
+        """Return the batch of these sequences."""
+        num_sequences = work.num_running + work.num_joining
+        left = work.left / num_sequences if num_sequences else 0.0
+        return SequenceBatch(work.num_running, work.num_joining, work.context, left)
 
 
 NO_SEQUENCES = SequenceBatch()
@@ -84,15 +61,15 @@ class WorkAhead:
 
 class PromptBacklog:
     """The prompts that this router sent to one worker and that are not computed yet, in the order in which they were
-    sent, and what the worker's heartbeats show of other routers' prompts."""
+    sent, and the worker's latest report about the work of other routers."""
 
     def __init__(self) -> None:
         self._numbers = count()
         self._prompts: dict[int, PromptWork] = {}
         self._work = NO_PROMPT  # of all prompts
         self._since_s = 0.0  # when the worker began with the first one
-        self._mean = NO_PROMPT  # of the prompts sent lately
-        self._num_others = 0
+        self.others = OthersWork()
+        self._reported_s = 0.0  # when this router received `others`
         self._full_until_s = float("-inf")
 
     def add_prompt(self, work: PromptWork, now_s: float) -> int:
@@ -102,7 +79,6 @@ class PromptBacklog:
         number = next(self._numbers)
         self._prompts[number] = work
         self._work = self._work + work
-        self._mean = work if self._mean is NO_PROMPT else self._mean.times(1 - _NEW_SHARE) + work.times(_NEW_SHARE)
         return number
 
     def record_computed(self, number: int, now_s: float) -> None:
@@ -117,10 +93,10 @@ class PromptBacklog:
         if work is not None:
             self._work = self._work + work.times(-1) if self._prompts else NO_PROMPT
 
-    def record_heartbeat(self, num_prompts: int) -> None:
-        """Record how many prompts the worker itself counts, over all routers: those that are not of this router stay
-        ahead of every new prompt until the next heartbeat."""
-        self._num_others = max(0, num_prompts - len(self._prompts))
+    def record_report(self, report: OthersWork, now_s: float) -> None:
+        """Record what the worker reports about other routers. An older report than the present one has no effect."""
+        if report.number > self.others.number:
+            self.others, self._reported_s = report, now_s
 
     def record_full_queue(self, retry_after_s: float | None, now_s: float) -> None:
         """Record that the worker refused a prompt because its queue is full. Without a retry time it has no effect."""
@@ -133,10 +109,10 @@ class PromptBacklog:
 
     def queue(self, now_s: float) -> PromptQueue:
         """Return what a new prompt finds ahead of it."""
-        others = self._mean.times(self._num_others)
+        work = self._work + self.others.prompts
+        began_s = self._reported_s - self.others.elapsed_s  # with its first prompt, as of the report
+        if self.others.first.num_new:
+            return PromptQueue(work, self.others.first, now_s - began_s)
         if not self._prompts:
-            return PromptQueue(others)
-        return PromptQueue(self._work + others, next(iter(self._prompts.values())), now_s - self._since_s)
-
-
-_NEW_SHARE = 0.2  # of the newest prompt in the mean
+            return PromptQueue(work)
+        return PromptQueue(work, next(iter(self._prompts.values())), now_s - max(self._since_s, began_s))

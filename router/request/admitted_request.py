@@ -287,6 +287,7 @@ class AdmittedRequest:
             stops=self.request.stops,
             sequences=starts,
             signed_ticket=ticket,
+            num_expected_output=self.expected_output,
             timeout_s=self.time_left_s(),
             cache_salt=self.request.cache_salt,
             priority=self.request.priority,

@@ -182,6 +182,10 @@ class LocalCluster:
                 await member.reader
         return codes
 
+    @property
+    def key_file(self) -> Path:
+        return self._directory / "cluster.key"
+
     def output(self) -> str:
         return "".join(f"--- {m.name}\n{''.join(m.output)}" for m in self.members.values())
 
@@ -247,8 +251,7 @@ class LocalCluster:
             raise AssertionError(f"{name} still has {in_use}") from None
 
     def _cluster_flags(self) -> tuple[str, ...]:
-        key = str(self._directory / "cluster.key")
-        return ("--redis", self.redis_url, "--cluster-name", self.name, "--cluster-key-file", key)
+        return ("--redis", self.redis_url, "--cluster-name", self.name, "--cluster-key-file", str(self.key_file))
 
     async def _until_ready(self, member: Member) -> None:
         stdout = member.process.stdout

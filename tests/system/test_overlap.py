@@ -12,6 +12,7 @@ import pytest
 from cluster.clock import Clock, MonotonicClock
 from cluster.messages import Epoch, LayoutFingerprint, MemberId, PrefillJob, Sampling, TokenStops
 from cluster.observe.telemetry import Telemetry
+from cluster.outstanding_work import OutstandingWork
 from cluster.protocol import wire
 from cluster.protocol.hashing import hash_prompt, nameless_chains
 from cluster.settings.engine_settings import EngineSettings
@@ -190,6 +191,7 @@ async def _prefill_worker() -> AsyncIterator[_PrefillWorker]:
         pulls=None,
         tiers=None,
         cache_events=CacheEventPublisher(MemberId("p0", "1"), steps),
+        outstanding=OutstandingWork(),
         max_calls=64,
         refuse_if_unhealthy=lambda: None,
         vocab_size=engine.model_info.vocab_size,

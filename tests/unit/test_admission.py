@@ -10,10 +10,11 @@ import pytest
 from cluster.errors import Overloaded, QueueFull, SloUnattainable
 from cluster.member import Capacity
 from cluster.messages import MemberId
+from cluster.outstanding_work import PromptWork
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
 from router.policies.admission import AdmissionControl, early_refusal
 from router.policies.candidates import RequestFacts, SloTargets, WorkerLoad, pairs
-from router.policies.work_ahead import PromptQueue, PromptWork, SequenceBatch, WorkAhead
+from router.policies.work_ahead import PromptQueue, SequenceBatch, WorkAhead
 
 
 def test_retry_after_follows_the_rate_at_which_places_become_free() -> None:

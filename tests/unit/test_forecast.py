@@ -7,10 +7,11 @@ import pytest
 
 from benchmarks.placement.simulation import Served, Setting, Simulation
 from benchmarks.placement.workload import Workload, poisson_arrivals
+from cluster.outstanding_work import PromptWork
 from cluster.service_times import DecodeTimes, HandOffTimes, MixedTimes, PrefillTimes, ServiceTimes, StepLimit
 from router.policies.forecast import Forecast
 from router.policies.placement import PrefixAware
-from router.policies.work_ahead import PromptQueue, PromptWork, SequenceBatch, WorkAhead
+from router.policies.work_ahead import PromptQueue, SequenceBatch, WorkAhead
 
 TIMES = ServiceTimes(
     PrefillTimes(0.004, 0.0005, 2.4e-7, 0.0),

@@ -52,6 +52,7 @@ PURE = [
     "cluster.least_squares",
     "cluster.member",
     "cluster.messages",
+    "cluster.outstanding_work",
     "cluster.request_size",
     "cluster.service_times",
     "cluster.registry.scale_target",

@@ -59,7 +59,7 @@ async def _following(
             channel,
             RouterSide(MemberId("r0", "1"), timeouts, itertools.count(1), lambda: None, telemetry),
             on_draining=lambda grace_s: None,
-            on_heartbeat=lambda heartbeat: None,
+            on_others=lambda work: None,
         )
         running = asyncio.create_task(stream.run())
         try:

@@ -19,8 +19,8 @@ from router.policies.placement import (
 )
 
 
-def load(name: str, assigned: int = 0, *, pairing: str = "a", waiting: int = 0, running: int = 0) -> WorkerLoad:
-    return WorkerLoad(MemberId(name, "1"), pairing, assigned, waiting, running)
+def load(name: str, assigned: int = 0, *, pairing: str = "a", others: int = 0) -> WorkerLoad:
+    return WorkerLoad(MemberId(name, "1"), pairing, assigned, others)
 
 
 def facts(*avoid: str) -> RequestFacts:
@@ -38,7 +38,7 @@ def test_the_least_loaded_of_each_pool_form_the_pair() -> None:
 
 
 def test_load_from_other_routers_counts() -> None:
-    decodes = [load("d0", 1, waiting=4, running=4), load("d1", 3)]
+    decodes = [load("d0", 1, others=7), load("d1", 3)]
     assert names(LeastLoaded().choose([], decodes, facts())) == (None, "d1")
 
 

@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.messages import LinkSpeed, MemberId
+from cluster.outstanding_work import PromptWork
 from cluster.service_times import DecodeTimes, HandOffTimes, PrefillTimes, ServiceTimes
 from router.policies.candidates import RequestFacts, WorkerLoad
 from router.policies.prediction import Prediction, predict
-from router.policies.work_ahead import PromptQueue, PromptWork, SequenceBatch, WorkAhead
+from router.policies.work_ahead import PromptQueue, SequenceBatch, WorkAhead
 
 TIMES = ServiceTimes(PrefillTimes(0.0, 0.001, 0.0, 0.0), DecodeTimes(0.01, 0.001, 0.0, 0.0))
 REQUEST = RequestFacts(num_prompt_tokens=400, max_tokens=41, num_choices=1, expected_output=41.0)

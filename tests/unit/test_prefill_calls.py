@@ -9,6 +9,7 @@ import pytest
 
 from cluster.errors import QueueFull
 from cluster.observe.telemetry import Telemetry
+from cluster.outstanding_work import OutstandingWork
 from cluster.protocol import wire
 from prefill_worker.service import PrefillService
 from tests.prefill_jobs import prefill_job
@@ -35,6 +36,7 @@ def _service(steps: _Steps, telemetry: Telemetry) -> PrefillService:
         steps=steps,  # type: ignore[arg-type]
         exporter=_Exporter(),  # type: ignore[arg-type]
         vocab_size=100,
+        outstanding=OutstandingWork(),
         max_calls=2,
         cluster_key=b"key",
         refuse_if_unhealthy=lambda: None,

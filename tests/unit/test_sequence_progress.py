@@ -2,6 +2,7 @@
 
 import pytest
 
+from cluster.outstanding_work import SequenceWork
 from cluster.request_size import RequestSize
 from router.policies.sequence_progress import OutputLengths, SequenceProgress, batch_of, sequences_to_move
 from router.policies.work_ahead import SequenceBatch
@@ -97,6 +98,7 @@ def test_a_sequence_that_outlives_its_expected_length_is_still_expected_to_run_f
 def test_a_batch_counts_joining_sequences_and_those_of_other_routers() -> None:
     running, joining = (SequenceProgress(left, RequestSize(100, left)) for left in (21, 40))
     running.record_token(0.0)
-    assert batch_of([running, joining], 0) == SequenceBatch(num_running=1, num_joining=1, context=201, left=30.0)
-    assert batch_of([running, joining], 2).num_running == 3
-    assert batch_of([], -5) == SequenceBatch()
+    assert batch_of([running, joining]) == SequenceBatch(num_running=1, num_joining=1, context=201, left=30.0)
+    others = SequenceWork(num_running=2, num_joining=1, context=99, left=40.0)
+    assert batch_of([running, joining], others) == SequenceBatch(3, 2, 300, 20.0)
+    assert batch_of([]) == SequenceBatch()

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 import pytest
 
 from cluster.messages import MemberId, Role
+from cluster.outstanding_work import PromptWork
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
 from cluster.settings.config import RouterConfig
 from router.policies.candidates import NO_TARGETS, RequestFacts, SloTargets, WorkerLoad
@@ -19,7 +20,7 @@ from router.policies.placement import (
     RoundRobin,
 )
 from router.policies.slo_aware import SloAware, policy
-from router.policies.work_ahead import PromptQueue, PromptWork, SequenceBatch, WorkAhead
+from router.policies.work_ahead import PromptQueue, SequenceBatch, WorkAhead
 
 TIMES = ServiceTimes(PrefillTimes(0.0, 0.001, 0.0, 0.0), DecodeTimes(0.01, 0.001, 0.0, 0.0))
 REQUEST = RequestFacts(num_prompt_tokens=400, max_tokens=41, num_choices=1, expected_output=41.0)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from router.policies.work_ahead import PromptBacklog, PromptWork, SequenceBatch
+from cluster.outstanding_work import OthersWork, PromptWork
+from router.policies.work_ahead import PromptBacklog
 
 
 def test_a_sent_prompt_counts_at_once_and_until_it_is_computed() -> None:
@@ -37,14 +38,14 @@ def test_a_removed_prompt_does_not_count_and_a_prompt_ends_once() -> None:
     assert backlog.queue(1.0).work == PromptWork()
 
 
-def test_prompts_of_other_routers_count_until_the_next_heartbeat() -> None:
+def test_prompts_of_other_routers_count_until_the_next_report() -> None:
     backlog = PromptBacklog()
     number = backlog.add_prompt(PromptWork.of(100, 0), 0.0)
-    backlog.record_heartbeat(3)  # two of them are not of this router, and taken to be as long as its own
+    backlog.record_report(OthersWork(1, prompts=PromptWork.of(200, 0)), 0.0)
     assert backlog.queue(0.0).work.num_new == 300
     backlog.record_computed(number, 1.0)
     assert backlog.queue(1.0).work.num_new == 200
-    backlog.record_heartbeat(0)
+    backlog.record_report(OthersWork(2), 1.0)
     assert backlog.queue(1.0).work.num_new == 0
 
 
@@ -62,9 +63,3 @@ def test_a_full_queue_counts_until_its_retry_time_or_until_a_prompt_is_computed(
 def test_the_last_token_of_a_cached_prompt_is_computed() -> None:
     work = PromptWork.of(100, 100)
     assert (work.num_new, work.attended) == (1, 100)
-
-
-def test_sequences_of_other_routers_are_as_long_as_the_own_ones() -> None:
-    batch = SequenceBatch(num_running=2, num_joining=2, context=400, left=8.0)
-    assert batch.with_others(3) == SequenceBatch(5, 2, 700, 8.0)
-    assert batch.with_others(-1) == batch

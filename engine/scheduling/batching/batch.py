@@ -92,8 +92,6 @@ class Batch:
         return {
             "running": self._queues.running.num_slots,
             "waiting": self.num_waiting,
-            "exports_running": self._queues.running.num_exports,
-            "exports_waiting": self._queues.waiting.num_exports + self._queues.ready.num_exports,
             "frozen": len(self._queues.frozen),
             "handoffs_waiting": self._reservations.num_waiting,
             "preemptions": self._preemption.preemptions,

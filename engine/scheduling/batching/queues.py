@@ -174,10 +174,6 @@ class RankedSequences:
     def num_slots(self) -> int:
         return sum(sequence.num_slots for sequence in self._sequences)
 
-    @property
-    def num_exports(self) -> int:
-        return sum(sequence.group.export is not None for sequence in self._sequences)
-
     def add(self, sequence: Sequence) -> None:
         insort(self._sequences, sequence, key=_rank)
 

@@ -33,7 +33,7 @@ class TokenStops(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[bytes] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "token_ids", "sampling", "stops", "seeds", "num_committed", "importer", "timeout_s", "cache_salt", "prefix_sources", "priority", "is_batch", "age_s", "is_unproven")
+    __slots__ = ("request_id", "attempt", "token_ids", "sampling", "stops", "seeds", "num_committed", "importer", "timeout_s", "cache_salt", "prefix_sources", "priority", "is_batch", "age_s", "is_unproven", "router", "num_expected_cached")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,8 @@ class PrefillRequest(_message.Message):
     IS_BATCH_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     IS_UNPROVEN_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPECTED_CACHED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     token_ids: bytes
@@ -64,7 +66,9 @@ class PrefillRequest(_message.Message):
     is_batch: bool
     age_s: float
     is_unproven: bool
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[ResolvedSampling, _Mapping]] = ..., stops: _Optional[_Union[TokenStops, _Mapping]] = ..., seeds: _Optional[_Iterable[int]] = ..., num_committed: _Optional[int] = ..., importer: _Optional[str] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., prefix_sources: _Optional[_Iterable[_Union[PrefixSource, _Mapping]]] = ..., priority: _Optional[int] = ..., is_batch: bool = ..., age_s: _Optional[float] = ..., is_unproven: bool = ...) -> None: ...
+    router: str
+    num_expected_cached: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[ResolvedSampling, _Mapping]] = ..., stops: _Optional[_Union[TokenStops, _Mapping]] = ..., seeds: _Optional[_Iterable[int]] = ..., num_committed: _Optional[int] = ..., importer: _Optional[str] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., prefix_sources: _Optional[_Iterable[_Union[PrefixSource, _Mapping]]] = ..., priority: _Optional[int] = ..., is_batch: bool = ..., age_s: _Optional[float] = ..., is_unproven: bool = ..., router: _Optional[str] = ..., num_expected_cached: _Optional[int] = ...) -> None: ...
 
 class PrefixSource(_message.Message):
     __slots__ = ("member", "address", "num_tokens")
@@ -135,7 +139,7 @@ class SequenceStart(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., seed: _Optional[int] = ..., committed_token_ids: _Optional[bytes] = ...) -> None: ...
 
 class StartRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "router", "prompt_token_ids", "sampling", "stops", "sequences", "ticket", "timeout_s", "cache_salt", "priority", "is_batch", "age_s", "is_unproven")
+    __slots__ = ("request_id", "attempt", "router", "prompt_token_ids", "sampling", "stops", "sequences", "ticket", "timeout_s", "cache_salt", "priority", "is_batch", "age_s", "is_unproven", "num_expected_cached", "num_expected_output")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ROUTER_FIELD_NUMBER: _ClassVar[int]
@@ -150,6 +154,8 @@ class StartRequest(_message.Message):
     IS_BATCH_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     IS_UNPROVEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPECTED_CACHED_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPECTED_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     router: str
@@ -164,7 +170,9 @@ class StartRequest(_message.Message):
     is_batch: bool
     age_s: float
     is_unproven: bool
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., router: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[ResolvedSampling, _Mapping]] = ..., stops: _Optional[_Union[TokenStops, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[SequenceStart, _Mapping]]] = ..., ticket: _Optional[bytes] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., is_batch: bool = ..., age_s: _Optional[float] = ..., is_unproven: bool = ...) -> None: ...
+    num_expected_cached: int
+    num_expected_output: float
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., router: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[ResolvedSampling, _Mapping]] = ..., stops: _Optional[_Union[TokenStops, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[SequenceStart, _Mapping]]] = ..., ticket: _Optional[bytes] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., is_batch: bool = ..., age_s: _Optional[float] = ..., is_unproven: bool = ..., num_expected_cached: _Optional[int] = ..., num_expected_output: _Optional[float] = ...) -> None: ...
 
 class StartResponse(_message.Message):
     __slots__ = ()
@@ -227,20 +235,22 @@ class CancelSequences(_message.Message):
     def __init__(self, handles: _Optional[bytes] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("hello", "step", "started", "failed", "heartbeat", "leaving")
+    __slots__ = ("hello", "step", "started", "failed", "heartbeat", "leaving", "others")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
     hello: WorkerHello
     step: StepOutput
     started: SequenceStarted
     failed: SequenceFailed
     heartbeat: Heartbeat
     leaving: WorkerLeaving
-    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., started: _Optional[_Union[SequenceStarted, _Mapping]] = ..., failed: _Optional[_Union[SequenceFailed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leaving: _Optional[_Union[WorkerLeaving, _Mapping]] = ...) -> None: ...
+    others: OthersWork
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., started: _Optional[_Union[SequenceStarted, _Mapping]] = ..., failed: _Optional[_Union[SequenceFailed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leaving: _Optional[_Union[WorkerLeaving, _Mapping]] = ..., others: _Optional[_Union[OthersWork, _Mapping]] = ...) -> None: ...
 
 class WorkerLeaving(_message.Message):
     __slots__ = ("grace_s",)
@@ -307,7 +317,7 @@ class SequenceFailed(_message.Message):
     def __init__(self, handles: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("step", "running", "waiting", "free_blocks", "links", "step_s", "service_times", "exports")
+    __slots__ = ("step", "running", "waiting", "free_blocks", "links", "step_s", "service_times")
     STEP_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -315,7 +325,6 @@ class Heartbeat(_message.Message):
     LINKS_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
     SERVICE_TIMES_FIELD_NUMBER: _ClassVar[int]
-    EXPORTS_FIELD_NUMBER: _ClassVar[int]
     step: int
     running: int
     waiting: int
@@ -323,8 +332,33 @@ class Heartbeat(_message.Message):
     links: _containers.RepeatedCompositeFieldContainer[_admin_pb2.LinkSpeed]
     step_s: float
     service_times: ServiceTimes
-    exports: int
-    def __init__(self, step: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., links: _Optional[_Iterable[_Union[_admin_pb2.LinkSpeed, _Mapping]]] = ..., step_s: _Optional[float] = ..., service_times: _Optional[_Union[ServiceTimes, _Mapping]] = ..., exports: _Optional[int] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., links: _Optional[_Iterable[_Union[_admin_pb2.LinkSpeed, _Mapping]]] = ..., step_s: _Optional[float] = ..., service_times: _Optional[_Union[ServiceTimes, _Mapping]] = ...) -> None: ...
+
+class OthersWork(_message.Message):
+    __slots__ = ("number", "prompt_tokens", "prompt_attended", "first_tokens", "first_attended", "elapsed_s", "num_exported", "num_running", "num_joining", "context", "left")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ATTENDED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_ATTENDED_FIELD_NUMBER: _ClassVar[int]
+    ELAPSED_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPORTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_JOINING_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    prompt_tokens: int
+    prompt_attended: float
+    first_tokens: int
+    first_attended: float
+    elapsed_s: float
+    num_exported: int
+    num_running: int
+    num_joining: int
+    context: int
+    left: float
+    def __init__(self, number: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., prompt_attended: _Optional[float] = ..., first_tokens: _Optional[int] = ..., first_attended: _Optional[float] = ..., elapsed_s: _Optional[float] = ..., num_exported: _Optional[int] = ..., num_running: _Optional[int] = ..., num_joining: _Optional[int] = ..., context: _Optional[int] = ..., left: _Optional[float] = ...) -> None: ...
 
 class ServiceTimes(_message.Message):
     __slots__ = ("prefill", "decode", "mixed", "hand_off")

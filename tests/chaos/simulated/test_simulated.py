@@ -95,7 +95,8 @@ def _connections_break(seed: int) -> Schedule:
         Mishap(Kind.RESET, "decode", 0, at_s=dice.random() / 10, for_s=0.0, phase=Phase.DECODING, occurrence=occurrence)
         for occurrence in (0, 4, 8)
     )
-    return replace(_busy(seed), step_s=0.1, mishaps=mishaps)
+    # Each of them may cost a request an attempt.
+    return replace(_busy(seed), step_s=0.1, mishaps=mishaps, max_attempts=len(mishaps) + 1)
 
 
 def _decode_is_cancelled(seed: int) -> Schedule:

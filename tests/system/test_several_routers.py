@@ -1,0 +1,133 @@
+"""Several routers over the real workers: each sees the work of the others, and one that starts again has its view back.
+
+A view is the fleet and the prefix locator of a router, as its process has them, in the process of the test.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from cluster.identity import load_cluster_key
+from cluster.member import Member
+from cluster.messages import MemberId, Role
+from cluster.observe.telemetry import Telemetry
+from cluster.registry.registry import Registry
+from cluster.serving.serving import open_channel
+from router.fleet.fleet import Fleet
+from router.fleet.prefix_locator import CacheEventFollower, PrefixLocator
+from router.fleet.supervision import WorkerTimeouts
+from router.policies.candidates import WorkerLoad
+from router.policies.prefix_index import PrefixIndex
+from router.running import running
+from tandem.client import AsyncClient, AsyncGeneration
+from tests.system.local_cluster import LocalCluster
+from tests.system.router_harness import DEMO_MODEL
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+DEADLINE_S = 60.0
+PROMPT = tuple(range(30, 130))
+MAX_TOKENS = 900
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    fleet: Fleet
+    locator: PrefixLocator
+
+    def loads(self) -> dict[MemberId, WorkerLoad]:
+        return {load.member: load for load in (*self.fleet.prefill_loads(), *self.fleet.decode_loads())}
+
+    def work(self) -> dict[str, tuple[int, float]]:
+        """By worker: the sequences there and the tokens of prompts that are not computed yet, of all routers."""
+        loads = self.loads().values()
+        return {load.member.id: (load.depth, load.work.prompts.work.num_new) for load in loads if load.work is not None}
+
+    def num_running(self) -> dict[str, int]:
+        """By worker: the sequences whose prompts are computed."""
+        loads = self.loads().values()
+        return {load.member.id: load.work.batch.num_running for load in loads if load.work is not None}
+
+    def cached(self) -> dict[str, int]:
+        """By worker: how many tokens of the prompt are cached there."""
+        return {member.id: number for member, number in self.locator.cached_tokens((*PROMPT, 1), "").items()}
+
+    async def until(self, num_sequences: int) -> None:
+        """Wait until this view has so many sequences at the workers, and no prompt."""
+        async with asyncio.timeout(DEADLINE_S):
+            while list(map(sum, zip(*self.work().values(), strict=True))) != [num_sequences, 0]:
+                await self._receive()
+
+    async def until_like(self, other: "View") -> None:
+        """Wait until this view and the other one are the same."""
+        async with asyncio.timeout(DEADLINE_S):
+            while (self.work(), self.cached()) != (other.work(), other.cached()):
+                await self._receive()
+
+    async def _receive(self) -> None:
+        """Ask every worker for something. Reports and cache events arrive meanwhile."""
+        peers = [peer for peer in map(self.fleet.peer, self.fleet.connected()) if peer is not None]
+        for peer in peers:
+            await peer.inspect()
+        if not peers:
+            await self.fleet.changed()
+
+
+@asynccontextmanager
+async def view(cluster: LocalCluster, incarnation: str) -> AsyncIterator[View]:
+    """Connect to the cluster as a router does that starts now."""
+    registry = Registry(url=cluster.redis_url, cluster_name=cluster.name, ttl_s=5.0)
+    index = PrefixIndex()
+    fleet = Fleet(
+        router=Member(id=MemberId("observer", incarnation), role=Role.ROUTER, address="", model=DEMO_MODEL.name),
+        membership=registry,
+        connect=open_channel,
+        timeouts=WorkerTimeouts(heartbeat_timeout_s=DEADLINE_S, recovery_timeout_s=DEADLINE_S),
+        telemetry=Telemetry(),
+        follow_cache_events=CacheEventFollower(index).follow,
+    )
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(registry.close)
+        await stack.enter_async_context(running(fleet.run()))
+        yield View(fleet, PrefixLocator(fleet, index, load_cluster_key(cluster.key_file)))
+
+
+@asynccontextmanager
+async def streams(cluster: LocalCluster, number: int) -> AsyncIterator[None]:
+    """Run so many requests through the router process of the cluster, each with its first tokens on entering."""
+    async with AsyncExitStack() as stack, AsyncClient(cluster.members["router0"].grpc_address) as client:
+        for _ in range(number):
+            generation = client.generate(token_ids=PROMPT, max_tokens=MAX_TOKENS, ignore_eos=True)
+            stack.callback(generation.close)
+            await _second_token(generation)
+        yield
+
+
+async def _second_token(generation: AsyncGeneration) -> None:
+    """Wait until the decode worker has generated a token."""
+    while (delta := await anext(generation)).first_index + len(delta.token_ids) < 2:
+        pass
+
+
+async def test_a_router_sees_the_work_of_another_one_begin_and_end(cluster: LocalCluster) -> None:
+    async with view(cluster, "1") as other:
+        await other.until(0)
+        async with streams(cluster, 3):
+            await other.until(3)
+        await other.until(0)
+    await cluster.until_free()
+
+
+async def test_a_restarted_router_has_the_view_of_one_that_stayed(cluster: LocalCluster) -> None:
+    async with view(cluster, "1") as staying:
+        await staying.until(0)
+        for incarnation in ("2", "3"):
+            async with streams(cluster, 3):
+                await staying.until(3)
+                async with view(cluster, incarnation) as restarted:
+                    await restarted.until_like(staying)
+                    assert restarted.cached() and restarted.work().keys() == set(cluster.workers())
+                    assert restarted.num_running() == staying.num_running()
+    await cluster.until_free()
