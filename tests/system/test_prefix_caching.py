@@ -23,7 +23,7 @@ from tests.system.local_cluster import LocalCluster
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 _BLOCK_SIZE = 16
-_NUM_BLOCKS = 56  # less than the requests below need at once, and much less than they could share
+_NUM_BLOCKS = 40  # less than the requests below need at once, and than the 49 distinct blocks that their prompts fill
 _FLAGS = ("--dtype", "float32", "--max-prefill-tokens", "64", "--num-blocks", str(_NUM_BLOCKS), "--max-num-seqs", "8")
 
 
