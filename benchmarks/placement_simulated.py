@@ -1,5 +1,5 @@
-"""Placement in simulated time: `auto` over two workers that may each do everything, beside fixed roles and two
-colocated workers, at the lengths and loads of `make bench-placement`; and how well `auto` predicted its requests.
+"""Placement in simulated time: `auto` over a prefill and a decode worker, beside fixed roles and two colocated workers,
+at the lengths and loads of `make bench-placement`; and how well `auto` predicted its requests.
 
     python -m benchmarks.placement_simulated [--requests N] [--write]
 
@@ -38,7 +38,6 @@ _SETTING = Setting(_TIMES, kv_bytes_per_token=23040.0, link_bytes_per_s=1e9, mes
 _NOISE = 0.05
 _MOST_TRIED = 400  # requests of one try of the search for the capacity
 _STATIC: dict[str, tuple[Sequence[int], Sequence[int]]] = {"1+1": ((0,), (1,)), "colocated x 2": ((), (0, 1))}
-_BOTH = (0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ def _static(name: str, arrivals: Sequence[Arrival], seed: str = "") -> list[Serv
 def _auto(slo: Slo, arrivals: Sequence[Arrival], seed: str) -> list[Served]:
     workers = [_worker(role, slo.tpot_s, seed) for role in (Role.PREFILL, Role.DECODE)]
     policy = SloAware(SloTargets(slo.ttft_s, slo.tpot_s), Random(seed).random)
-    return Simulation(policy, workers, _BOTH, _BOTH).run(arrivals)
+    return Simulation(policy, workers, *_STATIC["1+1"]).run(arrivals)
 
 
 def _worker(role: Role, target_s: float, seed: str) -> Setting:

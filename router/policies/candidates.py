@@ -1,8 +1,8 @@
 """The workers that may serve a request: their loads, what placement has to know about the request, and which of them
 can form a pair. Pure.
 
-A pair is a prefill worker and a decode worker that can exchange KV and hold the request (cluster/request_size.py), or a
-decode worker alone.
+A pair is a prefill worker and a decode worker that can exchange KV and hold the request (cluster/request_size.py), or
+one worker alone.
 """
 
 import math
@@ -132,12 +132,19 @@ def pairs(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request
     return [*found, *_alone(of_both, request)]
 
 
-def candidates(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts) -> list[Pair]:
+def candidates(
+    prefills: Sequence[WorkerLoad],
+    decodes: Sequence[WorkerLoad],
+    request: RequestFacts,
+    helpers: Sequence[WorkerLoad] = (),
+) -> list[Pair]:
     """Return every way to serve the request: its `pairs`, and each decode worker alone that can hold it. A way with a
-    worker to avoid is returned only if there is no other."""
-    found = pairs(prefills, decodes, request)
-    if found and found[0][0] is not None:
-        found = [*(pair for pair in found if pair[0] is not None), *_alone(decodes, request)]
+    worker to avoid is returned only if there is no other.
+
+    `helpers`: workers of another role that may serve the request alone too. Pairs keep their roles: a pair of workers
+    against their roles would cost a hand-off and disturb two workers where one of them alone disturbs one."""
+    found = [pair for pair in pairs(prefills, decodes, request) if pair[0] is not None]
+    found = [*found, *_alone([*decodes, *helpers], request)]
     return [pair for pair in found if not _members(pair) & request.avoid] or found
 
 

@@ -50,7 +50,10 @@ class SloAware:
     def ways(
         self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts
     ) -> Sequence[Pair]:
-        return candidates(prefills, decodes, request)
+        if self._targets.preferring(request.targets) == NO_TARGETS:
+            return candidates(prefills, decodes, request)
+        helpers = [prefill for prefill in prefills if prefill.role is Role.PREFILL]
+        return candidates(prefills, decodes, request, helpers)
 
     def choose(
         self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts

@@ -140,8 +140,9 @@ class RouterUnderTest:
         port: int = 0,
         fingerprint: LayoutFingerprint = FINGERPRINT,
         capacity: Capacity | None = None,
+        role: Role = Role.DECODE,
     ) -> ScriptedDecode:
-        worker = ScriptedDecode(name, self.store, incarnation)
+        worker = ScriptedDecode(name, self.store, incarnation, role)
         worker.capacity = capacity
         worker.fingerprint = fingerprint
         await self._add(worker, port)

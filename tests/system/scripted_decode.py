@@ -36,10 +36,11 @@ class Progress:
 
 
 class ScriptedDecode(ScriptedWorker):
-    """A decode worker whose `tamper` may replace the tokens that it sends: (index, token) -> token."""
+    """A worker that decodes, in whatever role it is registered. Its `tamper` may replace the tokens that it sends:
+    (index, token) -> token."""
 
-    def __init__(self, name: str, store: Store, incarnation: int = 1) -> None:
-        super().__init__(name, Role.DECODE, incarnation)
+    def __init__(self, name: str, store: Store, incarnation: int = 1, role: Role = Role.DECODE) -> None:
+        super().__init__(name, role, incarnation)
         self.store = store
         self.jobs: list[DecodeJob] = []
         self.refusals: list[TandemError] = []

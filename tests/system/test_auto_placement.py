@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.errors import SloUnattainable
+from cluster.messages import Role
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
 from router.policies.candidates import SloTargets
 from tests.system.router_harness import Answer, RouterUnderTest, answer_to, ask, router_under_test
@@ -57,6 +58,21 @@ async def test_a_decode_worker_computes_the_prompt_while_the_prefill_worker_is_b
         prefill.before_first_tokens.open()
         await ahead
         assert len(prefill.jobs) == 1
+
+
+async def test_a_prefill_worker_serves_alone_where_the_decode_worker_would_miss_a_target() -> None:
+    async with router_under_test(placement="auto") as router:
+        prefill = await router.add_decode("p0", role=Role.PREFILL)
+        decode = await router.add_decode("d0")
+        prefill.service_times = TIMES
+        decode.service_times = replace(TIMES, decode=DecodeTimes(1.0, 0.0, 0.0, 0.0))  # a second per step
+        await router.connected()
+        await router.knows_speeds()
+        answer = await answer_to(router, replace(ask(), slo_ttft_s=5.0, slo_tpot_s=0.1))
+        assert answer.summary.ledger.members == (str(prefill.id),)
+        assert answer.summary.ledger.reasons == ()
+        assert router.telemetry.value("tandem_local_prefills_total", reason="predicted") == 1
+        assert decode.jobs == []
 
 
 async def test_an_idle_prefill_worker_computes_prompts_beside_a_decode_worker_that_has_work() -> None:

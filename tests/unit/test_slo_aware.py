@@ -110,6 +110,24 @@ def test_a_worker_leaves_its_role_where_a_target_would_be_missed_otherwise() -> 
         assert names(choose(prefills, decodes, targets=targets)) == chosen
 
 
+def test_a_prefill_worker_decodes_what_it_prefilled_where_a_target_would_be_missed_otherwise() -> None:
+    prefills = [in_role(load("p0"), Role.PREFILL)]
+    targets = SloTargets(ttft_s=1.0, itl_s=0.05)
+    for running, chosen in ((1, ("p0", "d0")), (200, (None, "p0"))):
+        decodes = [in_role(load("d0", running=running), Role.DECODE)]
+        placement = choose(prefills, decodes, targets=targets)
+        assert names(placement) == chosen
+        assert placement.num_candidates == 3  # the pair, and each worker alone
+    assert choose(prefills, decodes).num_candidates == 2  # without targets workers keep their roles
+
+
+def test_a_request_that_only_a_prefill_worker_can_hold_is_served_there() -> None:
+    prefills = [in_role(load("p0"), Role.PREFILL)]
+    decodes = [in_role(load("d0"), Role.DECODE)]
+    request = replace(REQUEST, too_small={decodes[0].member})
+    assert names(choose(prefills, decodes, request, SloTargets(ttft_s=1.0))) == (None, "p0")
+
+
 def test_targets_of_the_request_go_before_those_of_the_router() -> None:
     prefills, decodes = [load("p0", num_ahead=200)], [load("d0", running=4)]
     strict, loose = SloTargets(ttft_s=0.5), SloTargets(ttft_s=60.0)
