@@ -28,9 +28,9 @@ Command = Callable[..., tuple[int, str]]
 
 
 async def _pool(router: RouterUnderTest) -> None:
-    """One prefill worker, and one decode worker that computes prompts more slowly."""
+    """A prefill worker that decodes slowly, and a decode worker that computes prompts slowly."""
     prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
-    prefill.service_times = TIMES
+    prefill.service_times = replace(TIMES, decode=DecodeTimes(1.0, 0.0, 0.0, 0.0))
     decode.service_times = replace(TIMES, prefill=PrefillTimes(0.0, 0.02, 0.0, 0.0))
     await router.connected()
     await router.knows_speeds()
@@ -130,7 +130,7 @@ async def test_without_exploration_the_verdict_is_predicted() -> None:
 
 
 async def test_no_request_is_explored_into_a_missed_target() -> None:
-    async with served(placement="auto", explore=0.5, targets=SloTargets(ttft_s=0.06)) as (router, channel):
+    async with served(placement="auto", explore=0.5, targets=SloTargets(ttft_s=0.06, itl_s=0.1)) as (router, channel):
         await _pool(router)
         for _ in range(20):
             await collect(channel, generate_request(max_tokens=2))
