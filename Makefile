@@ -49,7 +49,7 @@ help: ## this list
 demo: $(VENV)/.base ## one prompt through a router, a prefill and a decode worker on the demo model
 	@$(BIN)/tandem demo
 
-test: $(VENV)/.test ## the tests, in about nine minutes on two cores; PYTEST_ARGS="-k registry" for some of them
+test: $(VENV)/.test ## the tests, in seven to eight minutes on two cores; PYTEST_ARGS="-k registry" for some of them
 	@$(PYTEST) $(PYTEST_ARGS)
 
 test-repeat: $(VENV)/.test ## the tests again and again, quiet and loaded, into a log; REPEAT_ARGS="--only loaded-system --runs 3"
