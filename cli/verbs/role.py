@@ -30,5 +30,5 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"member": answer.member, "former_role": former, "role": arguments.role}))
     else:
-        print(f"{answer.member} is a {arguments.role} worker now; it was {former}")
+        print(f"{answer.member} has the role {arguments.role} now; it had {former}")
     return 0

@@ -203,6 +203,7 @@ def _basis(effect: admin_pb2.LatencyEffect) -> str:
 
 def _ms(seconds: float) -> str:
     """Return milliseconds with their sign and three digits."""
+    seconds = round(seconds, 5) + 0.0  # differences below 10 us are rounding errors; -0.0 becomes 0.0
     return f"{1e3 * seconds:+.3g}" if abs(seconds) < 1 else f"{1e3 * seconds:+.0f}"
 
 
