@@ -18,6 +18,8 @@ _TOKEN_SHARE = 0.25  # of the tokens to forecast: steps are equal for so many, a
 _MOST_PARTS = 4  # into which the prompts behind the first one are divided
 _LEAST_TOKENS = 16  # that the scheduler computes of the first prompt in each step
 _NEGLIGIBLE = 1e-6  # tokens, steps or seconds
+_LEAST_STEP_S = 1e-9  # a worker may report service times of 0; every step that does work takes some time
+_MOST_SEQUENCES = 1024  # that are forecast one by one; the batch comes from the worker, and its size bounds the cost
 
 
 @dataclass(slots=True)
@@ -50,8 +52,10 @@ class Forecast:
         # Sequences that join have all their tokens left, those that run anything between that and nothing.
         halves = batch.num_running / 2 + batch.num_joining
         self._new_left = batch.left * batch.num_sequences / halves if halves else 0.0
-        self._left = [self._new_left * (i + 0.5) / batch.num_running for i in range(batch.num_running)]
-        self._num_imports = max(0.0, batch.num_joining - sum(prompts.num_local for prompts in self._prompts))
+        num_running = min(batch.num_running, _MOST_SEQUENCES)
+        self._left = [self._new_left * (i + 0.5) / num_running for i in range(num_running)]
+        num_joining = min(batch.num_joining, _MOST_SEQUENCES)
+        self._num_imports = max(0.0, num_joining - sum(prompts.num_local for prompts in self._prompts))
         self._imports_s: list[float] = []  # when they will join, the last first
         self._num_due = 0.0  # sequences that join, in parts
         self._num_own = 0  # sequences of the request
@@ -106,13 +110,13 @@ class Forecast:
         """Return the time of a step without prompts, with so many sequences more than run now."""
         number = min(len(self._left) + self._num_own + num_more, self._work.max_running)
         length = self._own_length if self._num_own and not self._left else self._length
-        return self._work.times.decode.seconds(number, round(number * length)) if number else 0.0
+        return max(self._work.times.decode.seconds(number, round(number * length)), _LEAST_STEP_S) if number else 0.0
 
     def _take_steps(self, until_s: float, num_tokens: float) -> float:
         """Take some equal steps, at most about until `until_s` and for `num_tokens` tokens. Returns their number."""
         prompts = self._prompts[0] if self._prompts else None
         step = self._step(prompts)
-        if step.seconds <= 0:  # nothing to do before the next sequence joins, or a model that takes no time
+        if step.seconds <= 0:  # there is nothing to do before the next sequence joins
             self._move(min([until_s, *self._imports_s[-1:]]), prompts)
             return num_tokens
         number = self._num_equal(step, prompts, until_s, num_tokens)
@@ -127,7 +131,7 @@ class Forecast:
         """Return the next step, which computes a part of the first prompt."""
         work, quiet_s = self._work, self.quiet_s()
         if prompts is None:
-            return _Step(quiet_s, quiet_s, 0.0)
+            return _Step(quiet_s, quiet_s, 0.0)  # takes no time if nothing runs
         num_running = min(len(self._left) + self._num_own, work.max_running)
         most = max(1.0, min(prompts.left, work.max_chunk - num_running))
         context = round(num_running * self._length)
@@ -138,7 +142,7 @@ class Forecast:
             fitting = work.times.prefill.tokens_within(added_s, prompts.attended, math.ceil(most))
             most = min(most, max(fitting, _LEAST_TOKENS))
         step = StepWork(math.ceil(most), most * prompts.attended, num_running, context)
-        return _Step(work.times.seconds(step), quiet_s, most)
+        return _Step(max(work.times.seconds(step), _LEAST_STEP_S), quiet_s, most)
 
     def _num_equal(self, step: _Step, prompts: _Prompts | None, until_s: float, num_tokens: float) -> float:
         """Return for how many steps nothing changes much."""
@@ -192,7 +196,7 @@ def _prompts_ahead(work: WorkAhead) -> list[_Prompts]:
         return []
     rest = queue.work.num_new - first.num_new
     number = max(1, round(rest / first.num_new)) if rest > _NEGLIGIBLE else 0
-    num_local = min(work.batch.num_joining, 1 + number)
+    num_local = min(work.batch.num_joining, 1 + number, _MOST_SEQUENCES)
     attended = queue.work.attended / queue.work.num_new
     num_first = min(1, num_local)
     found = [_Prompts(first.num_new, attended, _alone_s(work, first), -queue.elapsed_s, num_first)]

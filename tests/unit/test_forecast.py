@@ -4,6 +4,8 @@ from random import Random
 from statistics import median
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from benchmarks.placement.simulation import Served, Setting, Simulation
 from benchmarks.placement.workload import Workload, poisson_arrivals
@@ -114,3 +116,42 @@ def test_imports_join_one_after_the_other_until_the_time_given() -> None:
         forecast.wait(until_s)
         counts.append(forecast.num_running)
     assert counts == [0, 1, 2, 3]
+
+
+_seconds = st.one_of(st.just(0.0), st.floats(0.0, 1e9))
+_tokens = st.one_of(st.integers(0, 5000), st.integers(0, (1 << 64) - 1))
+_counts = st.one_of(st.integers(0, 300), st.integers(0, 1 << 31))
+
+
+@pytest.mark.timeout(60)
+@settings(deadline=None, max_examples=150)
+@given(
+    model=st.tuples(*[_seconds] * 6),
+    queue=st.tuples(_tokens, st.floats(0.0, 1e18), _tokens, _seconds),
+    batch=st.tuples(_counts, _counts, _tokens, st.floats(0.0, 1e18)),
+    target_s=_seconds,
+    max_running=st.integers(1, (1 << 31) - 1),
+    after_s=st.floats(0.0, 30.0),
+)
+def test_a_forecast_ends_whatever_a_worker_has_reported(
+    model: tuple[float, ...],
+    queue: tuple[int, float, int, float],
+    batch: tuple[int, int, int, float],
+    target_s: float,
+    max_running: int,
+    after_s: float,
+) -> None:
+    """A router forecasts on its event loop, from numbers that other processes send. All are within the bounds of
+    cluster/protocol/message_rules.py, service times of 0 included."""
+    times = ServiceTimes(PrefillTimes(*model[:3], 0.0), DecodeTimes(*model[3:], 0.0))
+    num_tokens, attended, first, elapsed_s = queue
+    prompts = PromptQueue(PromptWork(num_tokens, attended), PromptWork(min(first, num_tokens), 0.0), elapsed_s)
+    forecast = Forecast(
+        WorkAhead(times, prompts, SequenceBatch(*batch), max_running=max_running, step_limit=StepLimit(target_s))
+    )
+    forecast.join_imports_until(after_s)
+    forecast.wait(after_s)
+    forecast.compute(PromptWork.of(400, 0))
+    forecast.decode(2, 400.0, 20.0)
+    assert forecast.now_s >= after_s
+    assert forecast.own_s > 0
