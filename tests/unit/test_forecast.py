@@ -126,7 +126,8 @@ _counts = st.one_of(st.integers(0, 300), st.integers(0, 1 << 31))
 @pytest.mark.timeout(60)
 @settings(deadline=None, max_examples=150)
 @given(
-    model=st.tuples(*[_seconds] * 6),
+    prefill=st.tuples(_seconds, _seconds, _seconds),
+    decode=st.tuples(_seconds, _seconds, _seconds),
     queue=st.tuples(_tokens, st.floats(0.0, 1e18), _tokens, _seconds),
     batch=st.tuples(_counts, _counts, _tokens, st.floats(0.0, 1e18)),
     target_s=_seconds,
@@ -134,7 +135,8 @@ _counts = st.one_of(st.integers(0, 300), st.integers(0, 1 << 31))
     after_s=st.floats(0.0, 30.0),
 )
 def test_a_forecast_ends_whatever_a_worker_has_reported(
-    model: tuple[float, ...],
+    prefill: tuple[float, float, float],
+    decode: tuple[float, float, float],
     queue: tuple[int, float, int, float],
     batch: tuple[int, int, int, float],
     target_s: float,
@@ -143,7 +145,7 @@ def test_a_forecast_ends_whatever_a_worker_has_reported(
 ) -> None:
     """A router forecasts on its event loop, from numbers that other processes send. All are within the bounds of
     cluster/protocol/message_rules.py, service times of 0 included."""
-    times = ServiceTimes(PrefillTimes(*model[:3], 0.0), DecodeTimes(*model[3:], 0.0))
+    times = ServiceTimes(PrefillTimes(*prefill, 0.0), DecodeTimes(*decode, 0.0))
     num_tokens, attended, first, elapsed_s = queue
     prompts = PromptQueue(PromptWork(num_tokens, attended), PromptWork(min(first, num_tokens), 0.0), elapsed_s)
     forecast = Forecast(
