@@ -110,6 +110,10 @@ class OutstandingWork:
         self._sequences: dict[MemberId, dict[int, _Sequence]] = {}
         self._numbers = count(1)
 
+    def __len__(self) -> int:
+        """The prompts that are not computed and the sequences that have not ended."""
+        return len(self._prompts) + sum(map(len, self._sequences.values()))
+
     def add_export(self, key: Hashable, router: MemberId, work: PromptWork, num_sequences: int, now_s: float) -> None:
         """Record a prompt to compute for sequences that another worker will decode."""
         self._add_prompt(key, _Prompt(router, work, num_exported=num_sequences), now_s)

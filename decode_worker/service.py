@@ -224,6 +224,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             "stream_bytes": float(self._streams.waiting_bytes),
             "local_prefills": float(self._num_local_prefills),
             "imports": float(len(self.imports)),
+            "outstanding_work": float(len(self.outstanding)),
         }
 
     async def close(self) -> None:

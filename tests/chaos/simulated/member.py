@@ -143,7 +143,17 @@ class Member:
         if answer.violation:
             self._world.wrong(f"{self.process}: {answer.violation}")
         busy = {name: number for name, number in answer.blocks.items() if number and name not in ("free", "cached")}
-        names = ("waiting", "running", "leased_tickets", "pulls", "live_tickets", "imports", "reservations", "frozen")
+        names = (
+            "waiting",
+            "running",
+            "leased_tickets",
+            "pulls",
+            "live_tickets",
+            "imports",
+            "reservations",
+            "frozen",
+            "outstanding_work",
+        )
         busy |= {name: int(answer.figures[name]) for name in names if answer.figures.get(name)}
         return [f"{self.process} has {', '.join(f'{number} {name}' for name, number in busy.items())}"] if busy else []
 
