@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """What routers use a member for. Every worker can do the work of all three roles of workers."""
+    """The work for which routers use a member. Every worker can do the work of all three roles of workers."""
 
     ROUTER = "router"
     PREFILL = "prefill"

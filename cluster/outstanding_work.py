@@ -75,7 +75,7 @@ class OthersWork:
     number: int = 0  # of the report. Of two reports of one incarnation of the worker, the higher one is newer
     prompts: PromptWork = NO_PROMPT  # the sum of their prompts that are not computed yet
     first: PromptWork = NO_PROMPT  # the prompt that the worker computes now; NO_PROMPT if it is not one of theirs
-    elapsed_s: float = 0.0  # since the worker began with the prompt that it computes now, whoever sent it
+    elapsed_s: float = 0.0  # since the worker began with the prompt that it computes now, of any router
     num_exported: int = 0  # sequences of their prompts that another worker will decode
     sequences: SequenceWork = NO_SEQUENCE_WORK
 
@@ -191,7 +191,7 @@ class OutstandingWork:
         del self._prompts[key]
 
     def _shares(self) -> dict[MemberId, "_Share"]:
-        """Return the sum of each router's work. Sums are made anew for every report, so no error accumulates."""
+        """Return the sum of each router's work. Every report sums from the start, so no error accumulates."""
         shares: dict[MemberId, _Share] = {}
         for prompt in self._prompts.values():
             share = shares.setdefault(prompt.router, _Share())

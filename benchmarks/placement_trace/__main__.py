@@ -137,7 +137,7 @@ def compare_routers(traces: Traces, one: Row, perform: Runs) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What the slow worker got in one interval, over all runs."""
+    """The slow worker's share of prompts and tokens in one interval, over all runs."""
 
     of_prompts: float
     of_tokens: float

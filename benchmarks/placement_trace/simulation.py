@@ -219,7 +219,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """From `at_s` on, one worker needs twice as long."""
+    """One worker that needs twice as long from `at_s` on."""
 
     worker: int
     at_s: float

@@ -168,7 +168,7 @@ def disaggregation_text(found: admin_pb2.Disaggregation) -> str:
 
 
 def _advice(found: admin_pb2.Disaggregation) -> str:
-    """What to do to know more."""
+    """Return what the operator can do to know more."""
     if found.placement != "auto":
         return "start routers with --placement auto to predict it, and with --explore 0.02 to measure it"
     if found.verdict == admin_pb2.DISAGGREGATION_VERDICT_NOT_KNOWN:

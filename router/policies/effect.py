@@ -33,7 +33,7 @@ _LEAST_TTFT_S, _LEAST_ITL_S = 0.001, 0.0001  # smaller effects count as none
 
 
 class Basis(StrEnum):
-    """Where an effect comes from."""
+    """The source of an effect."""
 
     UNKNOWN = "unknown"
     PREDICTED = "predicted"  # from the predictions of recent requests' candidates
@@ -96,7 +96,7 @@ NO_GOODPUT = Goodput(Basis.UNKNOWN)
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What disaggregation changes, as far as a router can tell."""
+    """The effects of disaggregation, as far as one router can tell."""
 
     ttft: Effect = NO_EFFECT  # measured if that is possible
     predicted_ttft: Effect = NO_EFFECT

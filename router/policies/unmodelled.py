@@ -20,7 +20,7 @@ _MIN_FACTOR, _MAX_FACTOR = 0.5, 4.0
 
 @dataclass(frozen=True, slots=True)
 class Unmodelled:
-    """What to add to the modelled times of a request at one worker."""
+    """The corrections of the modelled times of a request at one worker."""
 
     here_s: float = 0.0  # to the time to first token, if the worker also decodes the request
     export_s: float = 0.0  # the same if another worker decodes it

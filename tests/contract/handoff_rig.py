@@ -250,7 +250,7 @@ class Rig:
 
 
 class RigOptions(TypedDict, total=False):
-    """What differs from two equal workers of the present version with one transport between them."""
+    """The differences from two equal workers of the present version with one transport between them."""
 
     alternatives: Sequence[str]  # further transports, after the first
     num_blocks: int  # of each pool

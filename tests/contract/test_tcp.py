@@ -105,7 +105,7 @@ async def test_a_peer_without_a_certificate_of_the_cluster_cannot_read_over_tcp(
 
 
 async def _open_and_read(importer: TcpImporter, endpoint: bytes) -> None:
-    """With TLS 1.3 the importer detects only at its first read that it was refused."""
+    """Open a channel and read once: with TLS 1.3 the importer detects a refusal only at its first read."""
     channel = await importer.open_channel(EPOCH, endpoint)
     await channel.read([0], [0])
 

@@ -41,7 +41,7 @@ class View:
         return {load.member: load for load in (*self.fleet.prefill_loads(), *self.fleet.decode_loads())}
 
     def work(self) -> dict[str, tuple[int, float]]:
-        """By worker: the sequences there and the tokens of prompts that are not computed yet, of all routers."""
+        """Return, by worker, the sequences there and the tokens of prompts that are not computed, of all routers."""
         loads = self.loads().values()
         return {load.member.id: (load.depth, load.work.prompts.work.num_new) for load in loads if load.work is not None}
 
