@@ -5,6 +5,7 @@ that was sent to the workers before. So a burst is not admitted because the requ
 and the requests after it are not refused because of sequences that will have ended by then.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from cluster.errors import Overloaded, QueueFull, SloUnattainable
@@ -89,8 +90,7 @@ def _missed_targets(
     is predicted to; none if even idle workers are too slow."""
     if request.targets == NO_TARGETS or _is_kept(request, predictions):
         return None
-    waits = (wait_s for wait_s in _RETRY_STEPS_S if _is_kept(request, _predictions(ways, request, wait_s)))
-    retry_after_s = next(waits, None)
+    retry_after_s = _retry_s(ways, request)
     ttft_s, itl_s = min(p.ttft_s for p in predictions), min(p.itl_s for p in predictions)
     targets = request.targets
     misses = [
@@ -104,6 +104,20 @@ def _missed_targets(
     problem = "; ".join(misses) or "no worker is predicted to keep both latency targets"
     advice = "allow more, or try again" if retry_after_s is not None else "allow more"
     return SloUnattainable(f"{problem}; {advice}", retry_after_s=retry_after_s)
+
+
+def _retry_s(ways: Sequence[Pair], request: RequestFacts) -> float | None:
+    """Return the first of `_RETRY_STEPS_S` after which a way is predicted to keep the targets; None if none does.
+
+    Found by bisection, because work only becomes less while nothing arrives: a request with targets that cannot be kept
+    costs the router at most six predictions of each way."""
+
+    def is_kept(wait_s: float) -> bool:
+        return _is_kept(request, _predictions(ways, request, wait_s))
+
+    if not is_kept(_RETRY_STEPS_S[-1]):
+        return None
+    return _RETRY_STEPS_S[bisect_left(_RETRY_STEPS_S[:-1], True, key=is_kept)]
 
 
 def _is_kept(request: RequestFacts, predictions: Sequence[Prediction]) -> bool:
