@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -13,7 +13,7 @@ from cluster.messages import MemberId
 from cluster.outstanding_work import PromptWork
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
 from router.policies.admission import AdmissionControl, early_refusal
-from router.policies.candidates import RequestFacts, SloTargets, WorkerLoad, pairs
+from router.policies.candidates import Pair, RequestFacts, SloTargets, WorkerLoad, pairs
 from router.policies.work_ahead import PromptQueue, SequenceBatch, WorkAhead
 
 
@@ -126,6 +126,23 @@ def test_tokens_slower_than_asked_for_are_refused_until_enough_sequences_have_en
     # after 4.2 s to 5.5 s. The prefill takes one of those seconds, and the retry time is rounded up by 25 % at most.
     assert refusal.retry_after_s is not None and 3.2 <= refusal.retry_after_s <= 4.5 * 1.25
     assert _refusal([BUSY], [decode], 60.0, request) is None, "by the end of that prefill enough of them have ended"
+
+
+class _CountedWays(list[Pair]):
+    """Counts how often the ways are predicted."""
+
+    num_predicted = 0
+
+    def __iter__(self) -> Iterator[Pair]:
+        self.num_predicted += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("ttft_s", [0.5, 5.0], ids=["never", "later"])
+def test_a_refusal_costs_at_most_seven_predictions_of_each_way(ttft_s: float) -> None:
+    ways = _CountedWays(pairs([BUSY], [DECODE], REQUEST))
+    assert early_refusal([BUSY], [DECODE], ways, _asking(ttft_s=ttft_s), 60.0) is not None
+    assert 1 < ways.num_predicted <= 7
 
 
 def test_what_even_idle_workers_cannot_keep_is_refused_without_a_retry_time() -> None:
