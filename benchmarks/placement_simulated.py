@@ -28,13 +28,13 @@ from router.policies.placement import PrefixAware
 from router.policies.slo_aware import SloAware
 
 # About SmolLM2-135M's shape in bfloat16 on one thread of a CPU.
-_TIMES = ServiceTimes(
+TIMES = ServiceTimes(
     PrefillTimes(0.004, 0.00052, 2.4e-7, 0.0),
     DecodeTimes(0.0082, 0.0007, 1.2e-6, 0.0),
     MixedTimes(1.03, 0.0),
     HandOffTimes(0.006, 0.0),
 )
-_SETTING = Setting(_TIMES, kv_bytes_per_token=23040.0, link_bytes_per_s=1e9, message_s=0.002, gap_s=0.0003)
+SETTING = Setting(TIMES, kv_bytes_per_token=23040.0, link_bytes_per_s=1e9, message_s=0.002, gap_s=0.0003)
 _NOISE = 0.05
 _MOST_TRIED = 400  # requests of one try of the search for the capacity
 _STATIC: dict[str, tuple[Sequence[int], Sequence[int]]] = {"1+1": ((0,), (1,)), "colocated x 2": ((), (0, 1))}
@@ -65,7 +65,7 @@ def _worker(role: Role, target_s: float, seed: str) -> Setting:
     """Return one worker; without a seed its steps have no noise."""
     draws = Random(f"{role} {seed}")
     noise = (lambda: max(0.7, draws.lognormvariate(0.0, _NOISE))) if seed else lambda: 1.0
-    return replace(_SETTING, role=role, step_limit=StepLimit(target_s), noise=noise)
+    return replace(SETTING, role=role, step_limit=StepLimit(target_s), noise=noise)
 
 
 def _quiet(workload: Workload) -> Slo:

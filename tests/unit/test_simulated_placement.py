@@ -6,22 +6,15 @@ from random import Random
 
 import pytest
 
-from benchmarks.placement.simulation import Served, Setting, Simulation
+from benchmarks.placement.simulation import Served, Simulation
 from benchmarks.placement.workload import Workload, poisson_arrivals
+from benchmarks.placement_simulated import SETTING, TIMES
 from cluster.messages import Role
-from cluster.service_times import DecodeTimes, HandOffTimes, MixedTimes, PrefillTimes, ServiceTimes, StepLimit
+from cluster.service_times import StepLimit
 from router.policies.candidates import SloTargets
 from router.policies.placement import Policy, PrefixAware
 from router.policies.slo_aware import SloAware
 
-# A model with the shape of SmolLM2-135M on one thread of a CPU, with pauses and messages.
-TIMES = ServiceTimes(
-    PrefillTimes(0.004, 0.00052, 2.4e-7, 0.0),
-    DecodeTimes(0.0082, 0.0007, 1.2e-6, 0.0),
-    MixedTimes(1.03, 0.0),
-    HandOffTimes(0.006, 0.0),
-)
-_SETTING = Setting(TIMES, kv_bytes_per_token=23040.0, link_bytes_per_s=1e9, message_s=0.002, gap_s=0.0003)
 _SEEDS, _NUM_REQUESTS = (1,), 120
 Arm = tuple[tuple[int, ...], tuple[int, ...]]
 SEPARATE, COLOCATED = ((0,), (1,)), ((), (0, 1))
@@ -37,7 +30,7 @@ def run(
     policy: Policy, arm: Arm, workload: Workload, rate_rps: float, seed: int, target_s: float = 0.0
 ) -> list[Served]:
     draws = Random(seed)
-    setting = replace(_SETTING, step_limit=StepLimit(target_s), noise=lambda: max(0.7, draws.lognormvariate(0, 0.05)))
+    setting = replace(SETTING, step_limit=StepLimit(target_s), noise=lambda: max(0.7, draws.lognormvariate(0, 0.05)))
     workers = [replace(setting, role=role) for role in (Role.PREFILL, Role.DECODE)]
     arrivals = poisson_arrivals(workload, rate_rps, _NUM_REQUESTS, Random(f"{workload} {rate_rps} {seed}"))
     return Simulation(policy, workers, *arm).run(arrivals)
