@@ -41,7 +41,7 @@ WHEEL_PLATFORMS := $(foreach tag,2_28 2_27 2_17,--platform manylinux_$(tag)_x86_
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-repeat soak chaos chaos-simulated bench-engine bench-overlap bench-kv bench-placement gpu-check gpu-wheels check proto clean
+.PHONY: help demo test test-all test-repeat soak chaos chaos-simulated bench-engine bench-overlap bench-kv bench-placement bench-router gpu-check gpu-wheels check proto clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -83,6 +83,9 @@ bench-overlap: $(VENV)/.test ## how much of a transfer prefill hides, and what d
 
 bench-placement: $(VENV)/.test ## separate pools, colocated workers and `auto` beside each other; hours, point by point; BENCH_ARGS=--quick
 	@$(BIN)/python -m benchmarks.placement $(BENCH_ARGS)
+
+bench-router: $(VENV)/.test ## CPU of the router per request and per token, by path; BENCH_ARGS="--rounds 2 --paths 'http text'"
+	@$(BIN)/python -m benchmarks.router $(BENCH_ARGS)
 
 gpu-check: ## what Tandem does on one NVIDIA GPU, in eight minutes; takes the wheels in WHEELS; GPU_ARGS="--only engine"
 	@if ls $(WHEELS)/*.whl >/dev/null 2>&1; then $(GPU_PYTHON) -m pip install -q --no-index --no-deps --no-compile \
