@@ -20,6 +20,7 @@ from engine.deterministic.build import make_deterministic
 from engine.kv import capacity
 from engine.kv.pool import KvPool, allocate_pool
 from engine.model.gpu_share import measure
+from engine.model.kept_digest import WeightFiles
 from engine.model.loaded import LoadedModel, ModelInfo, fingerprint
 from engine.model.loading import load
 from engine.model.packed_weights import pack_weights
@@ -43,6 +44,7 @@ def build_engine(settings: EngineSettings, wire: capacity.WireSpace = capacity.N
     """Load and check the model, and allocate the pool. Raises ConfigError and ModelRefused."""
     # Workers share a host's cores: threads that compete for a core stall each other.
     torch.set_num_threads(settings.num_threads or 1)
+    files = WeightFiles.of(settings.model) if settings.load_format == "auto" else None
     loaded = load(settings, wire)
     settings = capacity.with_pool_memory(settings, loaded.device)
     on_gpu = loaded.device.startswith("cuda")
@@ -53,7 +55,7 @@ def build_engine(settings: EngineSettings, wire: capacity.WireSpace = capacity.N
     pool = allocate_pool(
         loaded.layout, num_blocks, loaded.device, num_spare=1 if on_gpu else 0
     )  # for graphs' idle rows
-    layout_fingerprint = fingerprint(loaded, wire.name)  # reads the weights, so it comes before packing
+    layout_fingerprint = fingerprint(loaded, wire.name, files)  # may read the weights, so it comes before packing
     runner = (LaunchingRunner if on_gpu else ModelRunner)(loaded.forward(pool), pool)
     if on_device is not None:
         speed = _speed_up_gpu(settings, loaded, runner, pool, on_device)

@@ -4,6 +4,7 @@ The fingerprint contains digests of what two workers must have in common before 
 
 import hashlib
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from cluster.messages import LayoutFingerprint, Sampling
 from engine.attention.registry import Capability
 from engine.kv.layout import BlockLayout
 from engine.kv.pool import KvPool
+from engine.model.kept_digest import WeightFiles
 from engine.steps.forward import PlainForward
 
 # Keys that say where the model came from or how it was called, not what it computes.
@@ -51,9 +53,16 @@ class LoadedModel:
         return PlainForward(self.model, pool, self.attention.build())
 
 
-def fingerprint(loaded: LoadedModel, wire_dtype: str = "native") -> LayoutFingerprint:
+def fingerprint(loaded: LoadedModel, wire_dtype: str = "native", files: WeightFiles | None = None) -> LayoutFingerprint:
+    """Return the fingerprint. `files`: those that the model was loaded from, looked at before it was; their digest is
+    kept."""
+
+    def digest() -> str:
+        return weights_digest(loaded.model)
+
+    loaded_as = f"{loaded.info.dtype} on {loaded.device.partition(':')[0]}"
     return LayoutFingerprint(
-        weights=weights_digest(loaded.model),
+        weights=digest() if files is None else files.digest(digest, loaded_as, now_s=time.time()),
         model_config=config_digest(loaded.model.config),
         dtype=_dtype(loaded),
         block_table=loaded.layout.digest(),
