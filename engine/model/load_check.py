@@ -38,6 +38,7 @@ _EAGER_BYTES = (
 )  # bytes of the reference's scores; above it the model's own sdpa, which stores none, replaces eager attention
 # Keys whose whole numbers are lengths in tokens: attention windows, attention chunks, position-dependent query scales.
 _LENGTH_WORDS = ("window", "chunk", "floor_scale")
+_LAYER_COUNTS = ("_layers", "_pattern")  # endings of keys that count layers, such as max_window_layers
 # Rotary frequencies of these kinds depend only on the position itself.
 _STATIC_ROTARY = frozenset({"default", "linear", "yarn", "llama3", "proportional", "mrope"})
 _ROTARY_LENGTHS = ("original_max_position_embeddings", "max_position_embeddings")
@@ -287,10 +288,14 @@ def _set_own_attention(loaded: LoadedModel, fits: bool) -> None:
 def thresholds(config: Mapping[str, object], max_model_len: int) -> tuple[int, ...]:
     """Return the lengths, ascending, that a sequence of at most `max_model_len` tokens can pass and at which the model
     may begin to behave differently."""
-    lengths = {value for key, value in _numbers(config) if any(word in key for word in _LENGTH_WORDS)}
+    lengths = {value for key, value in _numbers(config) if _is_length(key)}
     if length_dependent_rotary(config):
         lengths |= {value for key, value in _numbers(config) if key in _ROTARY_LENGTHS}
     return tuple(sorted(length for length in lengths if 0 < length < max_model_len))
+
+
+def _is_length(key: str) -> bool:
+    return any(word in key for word in _LENGTH_WORDS) and not key.endswith(_LAYER_COUNTS)
 
 
 def length_dependent_rotary(config: Mapping[str, object]) -> str | None:

@@ -124,6 +124,10 @@ def test_thresholds_are_the_lengths_within_reach() -> None:
     assert thresholds(config, max_model_len=100) == ()
 
 
+def test_counts_of_layers_are_no_lengths() -> None:
+    assert thresholds({"max_window_layers": 28, "sliding_window_pattern": 6, "sliding_window": 100}, 512) == (100,)
+
+
 def test_rotary_lengths_count_only_where_scaling_depends_on_length() -> None:
     lengths = {"original_max_position_embeddings": 64, "max_position_embeddings": 256}
     assert thresholds(lengths | {"rope_parameters": {"rope_type": "dynamic"}}, max_model_len=512) == (64, 256)
