@@ -51,7 +51,7 @@ from router.text.tokenization import Tokenization, TokenizerThreads
 _INLINE_CHARACTERS = 2048  # a longer text is tokenized off the event loop
 _INLINE_TOKENS = 1024  # a resumed request with more tokens is replayed off the event loop
 # Why a decode worker prefills a prompt, in the ledger and in tandem_local_prefills_total.
-_COLOCATED = "colocated"  # the cluster never had a prefill worker
+_COLOCATED = "colocated"  # the worker's role is both, or the cluster never had a prefill worker
 _PREDICTED = "predicted"  # placement chose it although a pair was there
 _NO_PREFILL_WORKER = "no_prefill_worker"
 _PAIR_BREAKERS_OPEN = "pair_breakers_open"  # prefill workers exist; their circuit breakers with decode workers are open
@@ -326,9 +326,12 @@ class Pipeline:
     def _record_local_prefill(
         self, admitted: AdmittedRequest, choices: Sequence[Choice], placement: Placement, reason: str
     ) -> None:
-        """Count a prefill on a decode worker. It is a fallback only where the cluster once had a prefill worker, and no
-        pair could be chosen."""
-        if not (reason or placement.is_fallback):
+        """Count a prefill at the worker that decodes. It is a fallback only where the cluster once had a prefill
+        worker, and neither a pair nor a worker of both roles could be chosen."""
+        peer = self._fleet.peer(placement.decode)
+        if not reason and peer is not None and peer.member.role is Role.BOTH:
+            reason = _COLOCATED
+        elif not (reason or placement.is_fallback):
             reason = _PREDICTED
         elif not reason and self._fleet.prefill_loads():
             has_large_pair = self._worker_choice.has_large_pair(admitted, choices)

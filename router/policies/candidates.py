@@ -120,16 +120,15 @@ Pair = tuple[WorkerLoad | None, WorkerLoad]
 
 def pairs(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts) -> list[Pair]:
     """Return all pairs that can hold the request, can exchange KV and are not excluded. Workers to avoid are used only
-    if there are no others. If no pair is left, return decode workers alone: hand-offs have just failed and would fail
-    again, or a worker of each pair is too small. A worker of both roles alone counts as a pair."""
-    prefills = list(filter(request.fits_prefill, prefills))
-    importers = list(filter(request.fits_import, decodes))
-    preferred = _preferring_others(prefills, request.avoid), _preferring_others(importers, request.avoid)
-    found = _disaggregated(*preferred, request) or _disaggregated(prefills, importers, request)
-    if not found:
-        return _alone(decodes, request)
+    if there are no others. A worker of both roles alone counts as a pair, and two of them are none: either one does the
+    same work without a hand-off. If nothing is left, return decode workers alone: hand-offs have just failed and would
+    fail again, or a worker of each pair is too small."""
+    found = _with_role(_handoffs(prefills, decodes, request))
     of_both = [decode for decode in decodes if decode.role is Role.BOTH and decode.member not in request.avoid]
-    return [*found, *_alone(of_both, request)]
+    alone = _alone(of_both, request)
+    if not found and not alone:
+        found = _with_role(_handoffs(prefills, decodes, request, may_avoid=False))
+    return [*found, *alone] or _alone(decodes, request)
 
 
 def candidates(
@@ -138,13 +137,13 @@ def candidates(
     request: RequestFacts,
     helpers: Sequence[WorkerLoad] = (),
 ) -> list[Pair]:
-    """Return every way to serve the request: its `pairs`, and each decode worker alone that can hold it. A way with a
-    worker to avoid is returned only if there is no other.
+    """Return every way to serve the request: by a hand-off, and by each decode worker alone that can hold it. A way
+    with a worker to avoid is returned only if there is no other.
 
     `helpers`: workers of another role that may serve the request alone too. Pairs keep their roles: a pair of workers
     against their roles would cost a hand-off and disturb two workers where one of them alone disturbs one."""
-    found = [pair for pair in pairs(prefills, decodes, request) if pair[0] is not None]
-    found = [*found, *_alone([*decodes, *helpers], request)]
+    handoffs = _handoffs(prefills, decodes, request) or _handoffs(prefills, decodes, request, may_avoid=False)
+    found = [*handoffs, *_alone([*decodes, *helpers], request)]
     return [pair for pair in found if not _members(pair) & request.avoid] or found
 
 
@@ -159,9 +158,22 @@ def is_servable(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], r
     return bool(pairs(prefills, decodes, replace(request, excluded_pairs=frozenset())))
 
 
-def _disaggregated(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts) -> list[Pair]:
+def _handoffs(
+    prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts, *, may_avoid: bool = True
+) -> list[Pair]:
+    """Return every two workers that can serve the request by a hand-off. `may_avoid`: leave out the workers to avoid
+    where a role has others."""
+    prefills = list(filter(request.fits_prefill, prefills))
+    decodes = list(filter(request.fits_import, decodes))
+    if may_avoid:
+        prefills, decodes = _preferring_others(prefills, request.avoid), _preferring_others(decodes, request.avoid)
     fitting = [(p, d) for d in decodes for p in prefills if p.kv_format == d.kv_format and p.member != d.member]
     return [(p, d) for p, d in fitting if (p.member, d.member) not in request.excluded_pairs]
+
+
+def _with_role(handoffs: Iterable[Pair]) -> list[Pair]:
+    """Return the pairs in which at least one worker prefers one role."""
+    return [pair for pair in handoffs if any(load is not None and load.role is not Role.BOTH for load in pair)]
 
 
 def _alone(decodes: Sequence[WorkerLoad], request: RequestFacts) -> list[Pair]:
@@ -178,5 +190,5 @@ def transfer_s(prefill: WorkerLoad, decode: WorkerLoad, num_bytes: float) -> flo
     return link.transfer_s(num_bytes) if link is not None else None
 
 
-def _preferring_others(loads: Sequence[WorkerLoad], avoid: Iterable[MemberId]) -> Sequence[WorkerLoad]:
+def _preferring_others(loads: list[WorkerLoad], avoid: Collection[MemberId]) -> list[WorkerLoad]:
     return [load for load in loads if load.member not in avoid] or loads

@@ -72,7 +72,7 @@ class Placement:
     prefill: MemberId | None
     decode: MemberId
     reason: PlacementReason
-    is_fallback: bool = False  # there was no pair to choose
+    is_fallback: bool = False  # there was no pair to choose, nor a worker of both roles
     considered: tuple[Candidate, ...] = ()  # from the best to the worst, at most `MAX_CONSIDERED`
     num_candidates: int = 0  # all of them
     alternative: Candidate | None = None  # the chosen one and this one were drawn from; None: nothing was explored
@@ -82,6 +82,11 @@ class Placement:
     def chosen(self) -> Candidate | None:
         """The candidate that was chosen. None only where no candidate was kept."""
         return next((each for each in self.considered if each.members == (self.prefill, self.decode)), None)
+
+
+def is_fallback(found: Sequence[Pair]) -> bool:
+    """Return whether none of these is a pair or a worker of both roles."""
+    return all(prefill is None and decode.role is not Role.BOTH for prefill, decode in found)
 
 
 def shortlist(ordered: Sequence[Candidate], chosen: Candidate) -> tuple[Candidate, ...]:
@@ -201,7 +206,7 @@ class _Turns:
             prefill=prefill.member if prefill is not None else None,
             decode=decode.member,
             reason=reason if len(pairs) > 1 else PlacementReason.ONLY_CANDIDATE,
-            is_fallback=all(pair[0] is None for pair in pairs),
+            is_fallback=is_fallback(pairs),
             considered=_by_load(chosen, pairs, request),
             num_candidates=len(pairs),
         )

@@ -22,6 +22,7 @@ from router.policies.placement import (
     PrefixAware,
     RoundRobin,
     candidate_of,
+    is_fallback,
     shortlist,
 )
 from router.policies.prediction import Prediction, predict_all
@@ -58,7 +59,8 @@ class SloAware:
     def choose(
         self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts
     ) -> Placement | None:
-        found = self._predicted(self.ways(prefills, decodes, request), request)
+        ways = self.ways(prefills, decodes, request)
+        found = self._predicted(ways, request)
         if found is None:
             placement = self._without_speeds.choose(prefills, decodes, request)
             return replace(placement, reason=PlacementReason.UNKNOWN_SPEED) if placement is not None else None
@@ -76,7 +78,7 @@ class SloAware:
             prefill=chosen.prefill,
             decode=chosen.decode,
             reason=reason,
-            is_fallback=not any(candidate.is_pair for candidate in found),
+            is_fallback=is_fallback(ways),
             considered=shortlist(ordered, chosen),
             num_candidates=len(ordered),
             alternative=alternative,

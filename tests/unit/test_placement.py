@@ -5,8 +5,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.messages import LinkSpeed, MemberId
-from router.policies.candidates import RequestFacts, WorkerLoad
+from cluster.messages import LinkSpeed, MemberId, Role
+from router.policies.candidates import RequestFacts, WorkerLoad, pairs
 from router.policies.placement import (
     MAX_CONSIDERED,
     SECOND_LOOK_EVERY,
@@ -213,6 +213,36 @@ def test_a_decode_worker_alone_is_a_fallback() -> None:
     alone = LeastLoaded().choose([], [load("d0")], facts())
     paired = LeastLoaded().choose([load("p0")], [load("d0")], facts())
     assert (alone and alone.is_fallback, paired and paired.is_fallback) == (True, False)
+
+
+def of_both(*names: str) -> list[WorkerLoad]:
+    return [replace(load(name), role=Role.BOTH) for name in names]
+
+
+def test_workers_of_both_roles_move_no_kv_between_them() -> None:
+    both = of_both("b0", "b1")
+    for policy in (LeastLoaded(), PrefixAware(), RoundRobin()):
+        placements = [policy.choose(both, both, facts()) for _ in range(4)]
+        assert {names(placement) for placement in placements} == {(None, "b0"), (None, "b1")}
+        assert all(placement and not placement.is_fallback for placement in placements)
+
+
+def test_a_worker_of_both_roles_takes_either_part_beside_workers_of_one_role() -> None:
+    prefill, decode = (replace(load(role[0], 0), role=Role(role)) for role in ("prefill", "decode"))
+    both = of_both("b")
+    found = pairs([prefill, *both], [decode, *both], facts())
+    assert {(p.member.id if p else None, d.member.id) for p, d in found} == {
+        ("p", "d"),
+        ("b", "d"),
+        ("p", "b"),
+        (None, "b"),
+    }
+
+
+def test_a_worker_that_failed_the_request_is_not_paired_where_one_of_both_roles_can_serve_it_alone() -> None:
+    prefill, both = load("p"), of_both("b0", "b1")
+    found = pairs([prefill, *both], both, facts("p", "b0"))
+    assert {(p, d.member.id) for p, d in found} == {(None, "b1")}
 
 
 _LOADS = st.lists(

@@ -121,6 +121,12 @@ def test_a_prefill_worker_decodes_what_it_prefilled_where_a_target_would_be_miss
     assert choose(prefills, decodes).num_candidates == 2  # without targets workers keep their roles
 
 
+def test_a_worker_of_both_roles_alone_is_no_fallback() -> None:
+    both = [in_role(load("b0"), Role.BOTH)]
+    placement = choose(both, both)
+    assert (names(placement), placement.is_fallback) == ((None, "b0"), False)
+
+
 def test_a_request_that_only_a_prefill_worker_can_hold_is_served_there() -> None:
     prefills = [in_role(load("p0"), Role.PREFILL)]
     decodes = [in_role(load("d0"), Role.DECODE)]
