@@ -128,7 +128,7 @@ async def tandem(folder: Path, version: str, load_format: str = "dummy") -> Asyn
         async with asyncio.timeout(_UP_TIMEOUT_S):
             address = await _ready_address(process)
         below = descendants(process.pid)
-        (worker,) = (pid for pid, command in below if "decode_worker" in command)
+        (worker,) = (pid for pid, command in below if "worker" in command.split())
         for pid, _ in below:
             pin(pid, MODEL_CORE if pid == worker else OTHER_CORE)
         async with AsyncClient(address) as client:

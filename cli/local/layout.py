@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from cli.local.supervisor import ChildSpec
 from cluster.errors import ConfigError
 from cluster.messages import Role
-from cluster.registry.scale_target import ScaleTarget
+from cluster.registry.scale_target import POOLS, ScaleTarget, pool_name
 from cluster.settings.config import RouterConfig, WorkerConfig
 
 # Secrets are passed in the environment, because `ps` shows arguments.
 _BY_ENVIRONMENT = frozenset({"api_key", "redis"})
 _LAST_PORT = 65535
-_POOLS = (Role.DECODE, Role.PREFILL)  # decode workers first: every request ends on one
+_MODULES = {Role.PREFILL: "prefill_worker", Role.DECODE: "decode_worker", Role.BOTH: "worker"}
+_POOLS = (Role.DECODE, Role.BOTH, Role.PREFILL)  # workers that decode first: every request ends on one
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -27,41 +28,43 @@ class Slot:
     number: int
 
     def __str__(self) -> str:
-        return f"{self.role}-{self.number}"
+        return f"{pool_name(self.role)}-{self.number}"
 
     @staticmethod
     def parse(name: str) -> "Slot":
-        role, _, number = name.rpartition("-")
-        return Slot(Role(role), int(number))
+        pool, _, number = name.rpartition("-")
+        return Slot(POOLS[pool], int(number))
 
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """The number of workers of each role. Without prefill workers the decode workers prefill too (colocated)."""
+    """The number of workers of each pool. Without any other worker the decode workers prefill too."""
 
     num_prefill: int
     num_decode: int
+    num_colocated: int = 0
+
+    @property
+    def target(self) -> ScaleTarget:
+        return ScaleTarget(self.num_prefill, self.num_decode, self.num_colocated)
 
     @property
     def num_workers(self) -> int:
-        return self.num_prefill + self.num_decode
+        return self.target.num_workers
 
     def slots(self) -> list[Slot]:
-        prefill = [Slot(Role.PREFILL, number) for number in range(self.num_prefill)]
-        return prefill + [Slot(Role.DECODE, number) for number in range(self.num_decode)]
+        return [Slot(role, number) for role in POOLS.values() for number in range(self.target.size(role))]
 
     def rank(self, slot: Slot) -> int:
         """Return the rank of this slot among all workers of the machine. The workers of the first start come first."""
         first = self.slots()
         if slot in first:
             return first.index(slot)
-        later = slot.number - (self.num_prefill if slot.role is Role.PREFILL else self.num_decode)
-        return len(first) + 2 * later + (slot.role is Role.DECODE)
+        roles = list(POOLS.values())
+        return len(first) + len(roles) * (slot.number - self.target.size(slot.role)) + roles.index(slot.role)
 
     def __str__(self) -> str:
-        if self.num_prefill == 0:
-            return f"{self.num_decode} colocated"
-        return f"{self.num_prefill} prefill + {self.num_decode} decode"
+        return str(self.target)
 
 
 def threads_per_worker(num_cores: int, num_workers: int) -> int:
@@ -90,7 +93,7 @@ class Layout:
         mine["port"] = mine["health_port"] = 0  # the ports given to `tandem up` are the router's
         mine["local_rank"], mine["local_world_size"] = self.first.rank(slot), self.first.num_workers
         threads = {"OMP_NUM_THREADS": str(mine["num_threads"]), "TOKENIZERS_PARALLELISM": "false"}
-        return _spec(str(slot), f"{slot.role}_worker", {**mine, "member_id": self.member_id(str(slot))}, threads)
+        return _spec(str(slot), _MODULES[slot.role], {**mine, "member_id": self.member_id(str(slot))}, threads)
 
     def member_id(self, name: str) -> str:
         return name + self.suffix

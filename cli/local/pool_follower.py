@@ -34,7 +34,7 @@ class PoolFollower:
         """`first`: the present pools. `loads` returns the load of each worker by member id. `grace_s`: the time that a
         drained worker has to leave."""
         name = f"tandem up on {socket.gethostname()}, process {os.getpid()}"
-        self._following = Following(registry, name, ScaleTarget(first.num_prefill, first.num_decode))
+        self._following = Following(registry, name, first.target)
         self._supervisor = supervisor
         self._layout = layout
         self._loads = loads
@@ -82,7 +82,7 @@ class PoolFollower:
         staying, leaving = self._slots()
         busy = {slot: loads.get(self._layout.member_id(str(slot)), 0.0) for slot in staying}
         plan = pool_plan(staying, leaving, target, busy)
-        sizes = f"the target is {target.prefill} prefill, {target.decode} decode"
+        sizes = f"the target is {target}"
         for slot in plan.starts:
             self._say(f"starting {slot}: {sizes}")
             self._supervisor.add(self._layout.worker(slot))

@@ -3,8 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 
 import grpc
 
@@ -12,27 +11,19 @@ from cli import connection
 from cli.verbs.status import target_object
 from cluster.errors import ConfigError
 from cluster.process import ExitStatus
-from tandem.enum_words import MEMBER_ROLES, MEMBER_STATES
+from cluster.registry.scale_target import POOLS, sizes_text
+from tandem.enum_words import MEMBER_STATES
 from tandem.errors import DeadlineExceeded, Unavailable
 from tandem.v1 import admin_pb2, admin_pb2_grpc
 
-HELP = "set the number of workers of each pool and wait until it is reached: prefill=2 decode=3"
+HELP = "set the number of workers of each pool and wait until it is reached: prefill=2 decode=3 colocated=1"
 _ASK_TIMEOUT_S = 30.0
 _TIMEOUT_S = 600.0
-_POOLS = ("prefill", "decode")
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """The wanted sizes. None: unchanged."""
-
-    prefill: int | None = None
-    decode: int | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     connection.add_arguments(parser)
-    parser.add_argument("pools", nargs="+", metavar="POOL=N", help="prefill=N, decode=N or both; prefill may be 0")
+    parser.add_argument("pools", nargs="+", metavar="POOL=N", help="prefill=N, decode=N, colocated=N")
     parser.add_argument("--no-wait", dest="wait", action="store_false", help="return when the target is set")
     parser.add_argument(
         "--timeout-s",
@@ -65,21 +56,19 @@ def run(arguments: argparse.Namespace) -> int:
     return ExitStatus.CRASHED if is_superseded else ExitStatus.OK
 
 
-def sizes_from(words: list[str]) -> Sizes:
-    """Return the pool sizes given as `prefill=N` and `decode=N`. Raises ConfigError."""
+def sizes_from(words: list[str]) -> dict[str, int]:
+    """Return the pool sizes given as `prefill=N`, `decode=N` and `colocated=N`, by pool. Raises ConfigError."""
     found: dict[str, int] = {}
     for word in words:
         pool, _, number = word.partition("=")
-        if pool not in _POOLS or not number.isascii() or not number.isdigit():
-            raise ConfigError(f"write prefill=N or decode=N with a whole number N, not {word!r}")
+        if pool not in POOLS or not number.isascii() or not number.isdigit():
+            raise ConfigError(f"write prefill=N, decode=N or colocated=N with a whole number N, not {word!r}")
         if pool in found:
             raise ConfigError(f"{pool} is given twice")
         found[pool] = int(number)
-    if found.get("decode") == 0:
-        raise ConfigError("decode must be at least 1, not 0: every request needs a decode worker")
     if max(found.values()) >= 1 << 16:
         raise ConfigError(f"a pool cannot have {max(found.values())} workers")
-    return Sizes(**found)
+    return found
 
 
 def changes_between(before: admin_pb2.StatusResponse, after: admin_pb2.StatusResponse) -> Iterator[str]:
@@ -95,7 +84,7 @@ def changes_between(before: admin_pb2.StatusResponse, after: admin_pb2.StatusRes
 class _Scaling:
     """One `tandem scale`, at the first router that answers."""
 
-    def __init__(self, sizes: Sizes, arguments: argparse.Namespace) -> None:
+    def __init__(self, sizes: Mapping[str, int], arguments: argparse.Namespace) -> None:
         self._sizes = sizes
         self._wait = arguments.wait
         self._timeout_s = arguments.timeout_s
@@ -113,7 +102,7 @@ class _Scaling:
             status = next(news)
             target = status.target
             if not self.is_set:  # otherwise a router that was lost since has set it
-                request = admin_pb2.ScaleRequest(prefill=self._sizes.prefill, decode=self._sizes.decode)
+                request = admin_pb2.ScaleRequest(**self._sizes)
                 target = admin.Scale(request, timeout=_ASK_TIMEOUT_S, metadata=metadata).target
                 self.version, self._follower, self.is_set = target.version, target.follower, True
             while self._wait and not self._is_over(target):
@@ -157,9 +146,9 @@ def _states(status: admin_pb2.StatusResponse) -> dict[str, str]:
     return {
         f"{member.member_id}@{member.incarnation}": MEMBER_STATES.label(member.state)
         for member in status.members
-        if MEMBER_ROLES.label(member.role) in _POOLS
+        if member.role != admin_pb2.MEMBER_ROLE_ROUTER
     }
 
 
 def _sizes_text(target: admin_pb2.ScaleTarget) -> str:
-    return f"{target.prefill} prefill, {target.decode} decode"
+    return sizes_text(target.prefill, target.decode, target.colocated)

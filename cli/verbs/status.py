@@ -7,6 +7,7 @@ import sys
 from cli import connection
 from cli.local.last_cluster import find_address
 from cli.table import table
+from cluster.registry.scale_target import sizes_text
 from tandem.enum_words import DISAGGREGATION_VERDICTS, EFFECT_BASES, MEMBER_ROLES, MEMBER_STATES
 from tandem.v1 import admin_pb2
 
@@ -75,6 +76,7 @@ def target_object(target: admin_pb2.ScaleTarget) -> dict[str, object]:
     return {
         "prefill": target.prefill,
         "decode": target.decode,
+        "colocated": target.colocated,
         "version": target.version,
         "follower": target.follower,
         "is_reached": target.reached >= target.version,
@@ -115,7 +117,7 @@ def target_text(target: admin_pb2.ScaleTarget) -> str:
     else:
         how = f"in progress; followed by {target.follower}"
     problem = f" ({target.problem})" if target.problem else ""
-    return f"target: {target.prefill} prefill, {target.decode} decode: {how}{problem}"
+    return f"target: {sizes_text(target.prefill, target.decode, target.colocated)}: {how}{problem}"
 
 
 def disaggregation_object(found: admin_pb2.Disaggregation) -> dict[str, object]:

@@ -49,10 +49,13 @@ class UpConfig(EngineSettings, TransferSettings, RouterConfig):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     pools = parser.add_argument_group("pools")
-    pools.add_argument("--prefill", type=int, metavar="N", help="prefill workers (default: 1)")
-    pools.add_argument("--decode", type=int, metavar="N", help="decode workers (default: 1)")
+    pools.add_argument("--prefill", type=int, metavar="N", help="prefill workers (default: 1; with --colocated: 0)")
+    pools.add_argument("--decode", type=int, metavar="N", help="decode workers (default: 1; with --colocated: 0)")
     pools.add_argument(
-        "--colocated", type=int, metavar="N", help="N workers that prefill and decode, instead of separate pools"
+        "--colocated",
+        type=int,
+        metavar="N",
+        help="workers that prefill and decode (default: 0)",
     )
     pools.add_argument(
         "--routers",
@@ -103,17 +106,15 @@ def plan_from(arguments: argparse.Namespace) -> tuple[Plan, UpConfig]:
 
 def pools_from(prefill: int | None, decode: int | None, colocated: int | None) -> Pools:
     """Return the sizes of the pools. Raises ConfigError."""
-    if colocated is not None:
-        if prefill is not None or decode is not None:
-            raise ConfigError("--colocated replaces --prefill and --decode: give it alone or leave it out")
-        pools = Pools(num_prefill=0, num_decode=colocated)
-    else:
-        pools = Pools(num_prefill=1 if prefill is None else prefill, num_decode=1 if decode is None else decode)
-    if pools.num_prefill < 0:
-        raise ConfigError(f"--prefill must not be negative, not {pools.num_prefill}")
-    if pools.num_decode < 1:
-        flag = "--decode" if colocated is None else "--colocated"
-        raise ConfigError(f"{flag} must be at least 1, not {pools.num_decode}: every request needs a decode worker")
+    given = {"--prefill": prefill, "--decode": decode, "--colocated": colocated}
+    for flag, size in given.items():
+        if size is not None and size < 0:
+            raise ConfigError(f"{flag} must not be negative, not {size}")
+    default = 1 if colocated is None else 0
+    pools = Pools(default if prefill is None else prefill, default if decode is None else decode, colocated or 0)
+    if not pools.num_decode + pools.num_colocated:
+        named = [flag for flag in ("--decode", "--colocated") if given[flag] is not None]
+        raise ConfigError(f"{' or '.join(named)} must be at least 1: every request ends on a worker that decodes")
     return pools
 
 

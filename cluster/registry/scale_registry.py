@@ -13,9 +13,10 @@ from dataclasses import replace
 
 import grpc
 
-from cluster.errors import RegistryUnavailable, Unavailable
+from cluster.errors import InvalidRequest, RegistryUnavailable, Unavailable
+from cluster.messages import Role
 from cluster.registry.registry import Registry
-from cluster.registry.scale_target import ScaleTarget, check_sizes
+from cluster.registry.scale_target import NO_DECODE_WORKER, POOLS, ScaleTarget, check_sizes
 from cluster.serving.serving import open_channel
 from cluster.serving.tls import ClusterTls
 from tandem.v1 import admin_pb2, admin_pb2_grpc
@@ -25,23 +26,29 @@ _CHANNEL = _NAMES[2]
 _LOADS_TIMEOUT_S = 5.0
 _IDLE_BLOCKS = ("blocks_free", "blocks_cached")
 
-# All scripts return the target's prefill, decode and version, and the follower's name, reached and problem; empty
-# without a target.
+# All scripts return the target's sizes (prefill, decode, colocated) and version, and the follower's name, reached and
+# problem; empty without a target.
 _ANSWER = """
-local target = redis.call('HMGET', KEYS[1], 'prefill', 'decode', 'version')
+local target = redis.call('HMGET', KEYS[1], 'prefill', 'decode', 'colocated', 'version')
 if not target[1] then return {} end
 local follower = redis.call('HMGET', KEYS[2], 'name', 'reached', 'problem')
-return {target[1], target[2], target[3], follower[1] or '', follower[2] or '0', follower[3] or ''}
+return {target[1], target[2], target[3], target[4], follower[1] or '', follower[2] or '0', follower[3] or ''}
 """
-# ARGV: prefill, decode; empty: unchanged. Without a follower nothing is written.
+# ARGV: the sizes; empty: unchanged. Without a follower nothing is written; nor where no worker would decode, which is
+# answered by one word.
 _SET = (
     """
 local changed = false
 if redis.call('EXISTS', KEYS[1], KEYS[2]) == 2 then
-    for number, name in ipairs({'prefill', 'decode'}) do
-        local wanted = ARGV[number]
-        if wanted ~= '' and wanted ~= redis.call('HGET', KEYS[1], name) then
-            redis.call('HSET', KEYS[1], name, wanted)
+    local names, wanted = {'prefill', 'decode', 'colocated'}, {}
+    local present = redis.call('HMGET', KEYS[1], unpack(names))
+    for number, name in ipairs(names) do
+        wanted[number] = ARGV[number] ~= '' and ARGV[number] or present[number]
+    end
+    if wanted[2] + wanted[3] == 0 then return {'undecodable'} end
+    for number, name in ipairs(names) do
+        if wanted[number] ~= present[number] then
+            redis.call('HSET', KEYS[1], name, wanted[number])
             changed = true
         end
     end
@@ -53,7 +60,7 @@ end
 """
     + _ANSWER
 )
-# ARGV: id, name, reached, problem, TTL in ms, prefill, decode, version. Writes nothing where another one follows. The
+# ARGV: id, name, reached, problem, TTL in ms, the sizes, version. Writes nothing where another one follows. The
 # target stands afterwards: its own where there was none, or where it did not follow before (reached is 0).
 _FOLLOW = (
     """
@@ -63,9 +70,9 @@ if not holder or holder == ARGV[1] then
     redis.call('HSET', KEYS[2], 'id', ARGV[1], 'name', ARGV[2], 'reached', ARGV[3], 'problem', ARGV[4])
     redis.call('PEXPIRE', KEYS[2], ARGV[5])
     if redis.call('EXISTS', KEYS[1]) == 0 then
-        redis.call('HSET', KEYS[1], 'prefill', ARGV[6], 'decode', ARGV[7], 'version', ARGV[8])
+        redis.call('HSET', KEYS[1], 'prefill', ARGV[6], 'decode', ARGV[7], 'colocated', ARGV[8], 'version', ARGV[9])
     elseif not holder and ARGV[3] == '0' then
-        redis.call('HSET', KEYS[1], 'prefill', ARGV[6], 'decode', ARGV[7])
+        redis.call('HSET', KEYS[1], 'prefill', ARGV[6], 'decode', ARGV[7], 'colocated', ARGV[8])
         redis.call('HINCRBY', KEYS[1], 'version', 1)
     end
     if before[1] ~= ARGV[3] or before[2] ~= ARGV[4] then redis.call('PUBLISH', KEYS[3], 'follower') end
@@ -92,12 +99,14 @@ class ScaleTargets:
     async def read(self) -> ScaleTarget | None:
         return _target(await self._registry.evaluate(_ANSWER, _NAMES, []))
 
-    async def set(self, prefill: int | None, decode: int | None) -> ScaleTarget:
-        """Set the target; None: unchanged. Return the new target. Raises InvalidRequest, and Unavailable without a
-        follower."""
-        check_sizes(prefill, decode)
-        wanted = ["" if size is None else str(size) for size in (prefill, decode)]
-        target = _target(await self._registry.evaluate(_SET, _NAMES, wanted))
+    async def set(self, wanted: Mapping[Role, int]) -> ScaleTarget:
+        """Set the size of each pool in `wanted`. Return the new target. Raises InvalidRequest, and Unavailable without
+        a follower."""
+        check_sizes(wanted)
+        answer = await self._registry.evaluate(_SET, _NAMES, [str(wanted.get(role, "")) for role in POOLS.values()])
+        if len(answer) == 1:
+            raise InvalidRequest(NO_DECODE_WORKER)
+        target = _target(answer)
         if target is None or not target.follower:
             raise Unavailable(
                 "no process follows the scale target: `tandem up` and `python -m deploy.ray follow` do. If Kubernetes "
@@ -131,8 +140,8 @@ class Following:
         """Renew the registration, report the progress, and read the target. Return the name of the follower if it is
         another process, else an empty string. Raises RegistryUnavailable."""
         ttl_ms = round(3000 * self._registry.ttl_s)
-        sizes = [self.target.prefill, self.target.decode, self.target.version]
-        arguments: list[str | int] = [self._id, self._name, reached, problem, ttl_ms, *sizes]
+        sizes = [self.target.size(role) for role in POOLS.values()]
+        arguments: list[str | int] = [self._id, self._name, reached, problem, ttl_ms, *sizes, self.target.version]
         found = _target(await self._registry.evaluate(_FOLLOW, _NAMES, arguments))
         if found is None or found.follower != self._name:
             return found.follower if found is not None else "another one"
@@ -178,5 +187,5 @@ def worker_load(figures: Mapping[str, float]) -> float:
 def _target(answer: list[str]) -> ScaleTarget | None:
     if not answer:
         return None
-    prefill, decode, version, follower, reached, problem = answer
-    return ScaleTarget(int(prefill), int(decode), int(version), follower, int(reached), problem)
+    prefill, decode, colocated, version, follower, reached, problem = answer
+    return ScaleTarget(int(prefill), int(decode), int(colocated), int(version), follower, int(reached), problem)

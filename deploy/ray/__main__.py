@@ -17,11 +17,12 @@ from cluster.identity import advertised_host
 from cluster.messages import Role
 from cluster.registry.registry import Registry
 from cluster.registry.scale_registry import WorkerLoads
+from cluster.registry.scale_target import POOLS
 from cluster.serving.tls import load_tls
 from cluster.settings.config import RouterConfig
 from cluster.settings.config_sources import load_config
 from deploy.ray.follower import RayFollower
-from deploy.ray.pools import RayPools, Resources
+from deploy.ray.pools import RayPools, Resources, actor_name
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
         pools = RayPools(
             namespace=options.namespace,
             settings=_settings(options),
-            resources={role: Resources(options.cpus, options.gpus) for role in (Role.PREFILL, Role.DECODE)},
+            resources={role: Resources(options.cpus, options.gpus) for role in POOLS.values()},
         )
         _perform(pools, options)
     except (TandemError, ConnectionError) as error:
@@ -45,16 +46,19 @@ def _perform(pools: RayPools, options: argparse.Namespace) -> None:
         case "up":
             pools.scale(Role.PREFILL, options.prefill)
             pools.scale(Role.DECODE, options.decode)
+            pools.scale(Role.BOTH, options.colocated)
             for line in pools.scale(Role.ROUTER, 1):
                 print(line)
         case "scale":
             for name, size in _pairs(options.pool).items():
-                pools.scale(Role(name), int(size))
+                if name not in POOLS or not size.isdigit():
+                    raise ConfigError(f"write prefill=N, decode=N or colocated=N, not {name}={size}")
+                pools.scale(POOLS[name], int(size))
         case "follow":
             asyncio.run(_follow(pools, _settings(options)))
         case "status":
             for role in Role:
-                print(f"{role}: {', '.join(pools.members(role)) or '-'}")
+                print(f"{actor_name(role)}: {', '.join(pools.members(role)) or '-'}")
         case "down":
             pools.stop()
 
@@ -82,7 +86,7 @@ def _settings(options: argparse.Namespace) -> dict[str, str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m deploy.ray", description=__doc__.splitlines()[0])
     parser.add_argument("verb", choices=("up", "scale", "follow", "status", "down"))
-    parser.add_argument("pool", nargs="*", help="scale: prefill=N decode=M")
+    parser.add_argument("pool", nargs="*", help="scale: prefill=N decode=M colocated=K")
     parser.add_argument(
         "--address", default="auto", help="address of the Ray cluster; 'local' starts one on this machine"
     )
@@ -90,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--redis", default="", help="URL of the registry, reachable from every node")
     parser.add_argument("--prefill", type=int, default=1)
     parser.add_argument("--decode", type=int, default=1)
+    parser.add_argument("--colocated", type=int, default=0, help="workers that prefill and decode")
     parser.add_argument("--cpus", type=float, default=1.0, help="CPUs per worker")
     parser.add_argument("--gpus", type=float, default=0.0, help="GPUs per worker")
     parser.add_argument(

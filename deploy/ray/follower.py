@@ -14,10 +14,10 @@ from cluster.errors import RegistryUnavailable
 from cluster.messages import Role
 from cluster.registry.registry import Registry
 from cluster.registry.scale_registry import Following
-from cluster.registry.scale_target import ScaleTarget
+from cluster.registry.scale_target import POOLS, ScaleTarget, pool_name
 from deploy.ray.pools import RayPools
 
-_POOLS = (Role.DECODE, Role.PREFILL)
+_POOLS = (Role.DECODE, Role.BOTH, Role.PREFILL)
 
 
 class RayFollower:
@@ -33,7 +33,8 @@ class RayFollower:
         self._pools = pools
         self._loads = loads
         self._say = say
-        first = ScaleTarget(len(pools.members(Role.PREFILL)), len(pools.members(Role.DECODE)))
+        prefill, decode, colocated = (len(pools.members(role)) for role in POOLS.values())
+        first = ScaleTarget(prefill, decode, colocated)
         name = f"deploy.ray follow on {socket.gethostname()}, process {os.getpid()}"
         self._following = Following(registry, name, first)
         self._reached = 0
@@ -72,7 +73,7 @@ class RayFollower:
         for role in _POOLS:
             size = target.size(role)
             if len(self._pools.members(role)) != size:
-                self._say(f"scaling {role} to {size}")
+                self._say(f"scaling {pool_name(role)} to {size}")
             await asyncio.to_thread(self._pools.scale, role, size, busy=busy)
             await asyncio.to_thread(self._pools.wait_ready, role)
         return target.version

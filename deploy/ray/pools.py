@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.errors import ConfigError, DeadlineExceeded, TandemError
 from cluster.messages import Role
+from cluster.registry.scale_target import POOLS, pool_name
 from deploy.ray.actors import MemberProcess
 
 _DRAIN_S = 60.0
@@ -57,7 +58,7 @@ class RayPools:
 
     def members(self, role: Role) -> list[str]:
         """The names of the pool's actors, sorted by number."""
-        prefix = f"{role}-"
+        prefix = f"{actor_name(role)}-"
         names = [
             item["name"]
             for item in ray.util.list_named_actors(all_namespaces=True)
@@ -84,7 +85,7 @@ class RayPools:
         for name in self._least_busy(present, busy or {})[: max(0, len(present) - size)]:
             self._end(name)
         first = _number(present[-1]) + 1 if present else 0
-        new = [f"{role}-{first + i}" for i in range(size - len(present))]
+        new = [f"{actor_name(role)}-{first + i}" for i in range(size - len(present))]
         actors = {name: self._start(role, name, self._settings | dict(own_settings or {})) for name in new}
         return self._ready_lines(role, actors)
 
@@ -97,7 +98,7 @@ class RayPools:
 
     def stop(self) -> None:
         """End every member, routers first, so that no request reaches a closing pool."""
-        for role in (Role.ROUTER, Role.PREFILL, Role.DECODE):
+        for role in (Role.ROUTER, *POOLS.values()):
             for name in self.members(role):
                 self._end(name)
 
@@ -163,6 +164,11 @@ class RayPools:
 
     def _group(self, name: str) -> str:
         return f"{self._namespace}/{name}"
+
+
+def actor_name(role: Role) -> str:
+    """Return the beginning of the names of this role's actors: that of the pool, or "router"."""
+    return pool_name(role) if role.is_worker else str(role)
 
 
 def _group_handle(group_id: str) -> PlacementGroup:

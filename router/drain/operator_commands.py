@@ -7,7 +7,7 @@ scale target by itself.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -167,9 +167,9 @@ class ScaleTargetView:
             async for target in targets:
                 self._update(target)
 
-    async def set(self, prefill: int | None, decode: int | None) -> ScaleTarget:
-        """Change the target. None keeps the present number. Raises InvalidRequest, Unavailable, RegistryUnavailable."""
-        target = await self._targets.set(prefill, decode)
+    async def set(self, wanted: Mapping[Role, int]) -> ScaleTarget:
+        """Change the size of each pool in `wanted`. Raises InvalidRequest, Unavailable, RegistryUnavailable."""
+        target = await self._targets.set(wanted)
         self._update(target)
         return target
 
@@ -190,6 +190,7 @@ def target_to_wire(target: ScaleTarget | None) -> admin_pb2.ScaleTarget | None:
     return admin_pb2.ScaleTarget(
         prefill=target.prefill,
         decode=target.decode,
+        colocated=target.colocated,
         version=target.version,
         follower=target.follower,
         reached=target.reached,

@@ -285,8 +285,8 @@ class Fleet:
         target = self._scale_target
         if target is None or not target.follower or target.reached != target.version:
             return False
-        ready = [member.role for member in self._registered.values() if member.state is MemberState.READY]
-        return all(ready.count(role) >= target.size(role) for role in (Role.PREFILL, Role.DECODE))
+        # Operators change roles, so the workers of a pool may have any of them.
+        return sum(m.state is MemberState.READY for m in self._registered.values()) >= target.num_workers
 
     def _on_absences_over(self) -> None:
         self._has_read_long_enough = True

@@ -15,6 +15,7 @@ from cluster.member import Member
 from cluster.messages import Role
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol.wire import link_speeds_to_wire
+from cluster.registry.scale_target import POOLS
 from router.drain.operator_commands import MemberCommands, OperatorCall, ScaleTargetView, target_to_wire
 from router.fleet.fleet import Fleet
 from router.grpc_api.admin_wire import comparison_to_wire, explanation_to_wire, live_requests_to_wire
@@ -191,9 +192,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return admin_pb2.SetRoleResponse(member=str(change.member), former_role=MEMBER_ROLES.number(change.former))
 
     async def Scale(self, request: admin_pb2.ScaleRequest, context: _Context) -> admin_pb2.ScaleResponse:
-        prefill = request.prefill if request.HasField("prefill") else None
-        decode = request.decode if request.HasField("decode") else None
-        return admin_pb2.ScaleResponse(target=target_to_wire(await self._scaling.set(prefill, decode)))
+        wanted = {role: getattr(request, name) for name, role in POOLS.items() if request.HasField(name)}
+        return admin_pb2.ScaleResponse(target=target_to_wire(await self._scaling.set(wanted)))
 
     async def Migrate(self, request: admin_pb2.MigrateRequest, context: _Context) -> admin_pb2.MigrateResponse:
         count = await self._migrations.migrate(request.source, request.target, request.max_sequences)

@@ -349,12 +349,14 @@ class PlacementPrediction(_message.Message):
     def __init__(self, ttft_s: _Optional[float] = ..., itl_s: _Optional[float] = ..., running_itl_s: _Optional[float] = ..., delay_s: _Optional[float] = ..., kv_bytes: _Optional[float] = ...) -> None: ...
 
 class ScaleRequest(_message.Message):
-    __slots__ = ("prefill", "decode")
+    __slots__ = ("prefill", "decode", "colocated")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
+    COLOCATED_FIELD_NUMBER: _ClassVar[int]
     prefill: int
     decode: int
-    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ...) -> None: ...
+    colocated: int
+    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ..., colocated: _Optional[int] = ...) -> None: ...
 
 class ScaleResponse(_message.Message):
     __slots__ = ("target",)
@@ -363,17 +365,19 @@ class ScaleResponse(_message.Message):
     def __init__(self, target: _Optional[_Union[ScaleTarget, _Mapping]] = ...) -> None: ...
 
 class ScaleTarget(_message.Message):
-    __slots__ = ("prefill", "decode", "version", "follower", "reached", "problem")
+    __slots__ = ("prefill", "decode", "colocated", "version", "follower", "reached", "problem")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
+    COLOCATED_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FOLLOWER_FIELD_NUMBER: _ClassVar[int]
     REACHED_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     prefill: int
     decode: int
+    colocated: int
     version: int
     follower: str
     reached: int
     problem: str
-    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ..., version: _Optional[int] = ..., follower: _Optional[str] = ..., reached: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
+    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ..., colocated: _Optional[int] = ..., version: _Optional[int] = ..., follower: _Optional[str] = ..., reached: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...

@@ -131,7 +131,7 @@ async def _scaled_up_and_down(pools: RayPools, redis_url: str, cluster_name: str
         async with asyncio.timeout(200), aclosing(targets.watch()) as seen:
             while (target := await anext(seen)) is None or not target.follower:
                 pass
-            wanted = await targets.set(0, 2)
+            wanted = await targets.set({Role.PREFILL: 0, Role.DECODE: 2})
             while (target := await anext(seen)) is None or target.reached < wanted.version:
                 pass
     finally:

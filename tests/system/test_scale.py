@@ -94,10 +94,10 @@ async def test_streams_lose_no_token_while_workers_join_and_leave(up: Up, tandem
     async with AsyncClient(first_address(up)) as client:
         undisturbed = tokens(await asyncio.gather(*(started(client, number).result() for number in range(NUM_STREAMS))))
 
-        status, output = await tandem("scale", "decode=2")
-        assert (status, output.splitlines()[-1]) == (0, "target reached: 1 prefill, 2 decode")
-        assert "decode-1 is ready" in output
-        await until_connected(tandem, "decode-0", "decode-1")
+        status, output = await tandem("scale", "colocated=1")
+        assert (status, output.splitlines()[-1]) == (0, "target reached: 1 prefill, 1 decode, 1 colocated")
+        assert "colocated-0 is ready" in output
+        await until_connected(tandem, "decode-0", "colocated-0")
 
         async with streams(client, NUM_STREAMS) as drained:
             status, output = await tandem("drain", "decode-0", "--wait", "--json")
@@ -106,14 +106,14 @@ async def test_streams_lose_no_token_while_workers_join_and_leave(up: Up, tandem
         up.until("decode-0 is back")
         assert tokens([task.result() for task in drained]) == undisturbed
 
-        await until_connected(tandem, "decode-0", "decode-1")
+        await until_connected(tandem, "decode-0", "colocated-0")
         async with streams(client, NUM_STREAMS) as scaled:
-            status, output = await tandem("scale", "decode=1")
+            status, output = await tandem("scale", "colocated=0")
         assert (status, output.splitlines()[-1]) == (0, "target reached: 1 prefill, 1 decode")
         results = [task.result() for task in scaled]
         assert tokens(results) == undisturbed
         served = {member.partition("@")[0] for result in results for member in result.ledger.members}
-        assert {"decode-0", "decode-1"} <= served, "the one that left had streams"
+        assert {"decode-0", "colocated-0"} <= served, "the one that left had streams"
 
 
 async def test_a_client_of_one_address_resumes_at_a_router_named_by_the_first(up: Up) -> None:
@@ -148,11 +148,11 @@ async def test_any_router_lists_its_requests_and_drains_the_other_router(up: Up,
     ("words", "status", "said"),
     [
         (("drain", "nobody"), 1, ", prefill-0, router-0, router-1"),
-        (("scale", "decode=0"), 2, "every request needs a decode worker"),
+        (("scale", "decode=0"), 1, "every request ends on a worker that decodes"),
         (("scale", "decode=2", "decode=3"), 2, "given twice"),
-        (("scale", "router=2"), 2, "prefill=N or decode=N"),
-        (("scale", "decode=-1"), 2, "prefill=N or decode=N"),
-        (("scale", "decode=9999"), 1, "decode must be from 1 to 256, not 9999"),
+        (("scale", "router=2"), 2, "prefill=N, decode=N or colocated=N"),
+        (("scale", "decode=-1"), 2, "prefill=N, decode=N or colocated=N"),
+        (("scale", "decode=9999"), 1, "decode must be from 0 to 256, not 9999"),
         (("drain", "decode-0", "--wait", "--timeout-s", "0"), 2, "--timeout-s must be positive"),
     ],
 )

@@ -7,6 +7,7 @@ import pytest
 from redis.asyncio import Redis
 
 from cluster.errors import InvalidRequest, Unavailable
+from cluster.messages import Role
 from cluster.registry.registry import Registry
 from cluster.registry.scale_registry import Following, ScaleTargets
 from cluster.registry.scale_target import ScaleTarget
@@ -27,12 +28,12 @@ async def test_without_a_follower_a_target_is_refused_with_what_to_do(registry: 
     targets = ScaleTargets(registry)
     assert await targets.read() is None
     with pytest.raises(Unavailable, match="kubectl scale"):
-        await targets.set(None, 3)
+        await targets.set({Role.DECODE: 3})
     follower = following(registry)
     assert await follower.report(reached=1) == ""
     await follower.unfollow()
     with pytest.raises(Unavailable, match="tandem up"):
-        await targets.set(None, 3)
+        await targets.set({Role.DECODE: 3})
 
 
 async def test_a_follower_receives_a_target_at_once_and_the_operator_its_progress(
@@ -43,7 +44,7 @@ async def test_a_follower_receives_a_target_at_once_and_the_operator_its_progres
     await follower.report(reached=1)
     async with aclosing(targets.watch()) as seen:
         assert await anext(seen) == ScaleTarget(1, 2, version=1, follower="first", reached=1)
-        assert await targets.set(None, 3) == ScaleTarget(1, 3, version=2, follower="first", reached=1)
+        assert await targets.set({Role.DECODE: 3}) == ScaleTarget(1, 3, version=2, follower="first", reached=1)
         assert await follower.report(reached=1, problem="decode-2 ended with status 1") == ""
         assert (follower.target.prefill, follower.target.decode, follower.target.version) == (1, 3, 2)
         await follower.report(reached=2)
@@ -55,22 +56,33 @@ async def test_a_follower_receives_a_target_at_once_and_the_operator_its_progres
 async def test_concurrent_targets_change_only_the_pools_that_they_name(registry: Registry) -> None:
     targets, follower = ScaleTargets(registry), following(registry)
     await follower.report(reached=1)
-    first, second = await targets.set(4, None), await targets.set(None, 5)
+    first, second = await targets.set({Role.PREFILL: 4}), await targets.set({Role.DECODE: 5})
     assert (second.prefill, second.decode) == (4, 5)
     assert (first.version, second.version) == (2, 3)
-    assert (await targets.set(4, 5)).version == 3, "nothing has changed"
+    assert (await targets.set({Role.PREFILL: 4, Role.DECODE: 5})).version == 3, "nothing has changed"
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "said"),
-    [(None, None, "number of workers of a pool"), (1, 0, "must be at least 1"), (300, 1, "0 to 256, not 300")],
+    ("wanted", "said"),
+    [
+        ({}, "number of workers of a pool"),
+        ({Role.DECODE: 0}, "must be at least 1"),
+        ({Role.DECODE: 0, Role.BOTH: 0}, "must be at least 1"),
+        ({Role.PREFILL: 300}, "prefill must be from 0 to 256, not 300"),
+    ],
 )
-async def test_an_impossible_target_is_refused(
-    registry: Registry, prefill: int | None, decode: int | None, said: str
-) -> None:
+async def test_an_impossible_target_is_refused(registry: Registry, wanted: dict[Role, int], said: str) -> None:
     await following(registry).report(reached=1)
     with pytest.raises(InvalidRequest, match=said):
-        await ScaleTargets(registry).set(prefill, decode)
+        await ScaleTargets(registry).set(wanted)
+    target = await ScaleTargets(registry).read()
+    assert target is not None and (target.prefill, target.decode, target.version) == (1, 2, 1)
+
+
+async def test_colocated_workers_may_take_the_place_of_all_others(registry: Registry) -> None:
+    await following(registry).report(reached=1)
+    target = await ScaleTargets(registry).set({Role.PREFILL: 0, Role.DECODE: 0, Role.BOTH: 2})
+    assert (target.prefill, target.decode, target.colocated, target.version) == (0, 0, 2, 2)
 
 
 async def test_one_process_follows_at_a_time_and_the_next_starts_with_its_own_pools(registry: Registry) -> None:
@@ -89,7 +101,7 @@ async def test_a_target_is_written_again_after_redis_lost_its_data(
 ) -> None:
     targets, follower = ScaleTargets(registry), following(registry)
     await follower.report(reached=1)
-    await targets.set(None, 7)
+    await targets.set({Role.DECODE: 7})
     await follower.report(reached=1)
     async with Redis.from_url(redis_url) as client:
         await client.delete(*await client.keys(f"*{cluster_name}*"))
@@ -102,7 +114,7 @@ async def test_a_follower_whose_registration_lapsed_finds_the_target_unchanged(
 ) -> None:
     targets, follower = ScaleTargets(registry), following(registry)
     await follower.report(reached=1)
-    await targets.set(None, 7)
+    await targets.set({Role.DECODE: 7})
     async with Redis.from_url(redis_url) as client:
         await client.delete(f"{{{cluster_name}}}:scale:follower")
     await follower.report(reached=1)

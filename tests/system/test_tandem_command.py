@@ -187,10 +187,10 @@ def test_a_dead_worker_is_replaced_and_ctrl_c_leaves_nothing(tmp_path: Path) -> 
     try:
         address = up.until("ready http=").split("grpc=")[1].strip()
         children = up.children()
-        assert sorted(children) == ["decode_worker", "redis-server", "router"]
-        os.kill(children["decode_worker"], signal.SIGKILL)
-        assert "killed by signal 9; starting it again" in up.until("decode-0 was killed")
-        up.until("decode-0 is back")
+        assert sorted(children) == ["redis-server", "router", "worker"]
+        os.kill(children["worker"], signal.SIGKILL)
+        assert "killed by signal 9; starting it again" in up.until("colocated-0 was killed")
+        up.until("colocated-0 is back")
         with Client(address) as client:
             assert len(answered(client)) == 4
         handles = [os.pidfd_open(pid) for pid in up.children().values()]
@@ -236,7 +236,7 @@ def test_a_port_in_use_is_reported_at_once(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (("--model", "/nowhere/model"), "there is no such folder"),
-        (("--colocated", "1", "--prefill", "1"), "--colocated"),
+        (("--colocated", "0"), "--colocated must be at least 1"),
         (("--decode", "0"), "--decode must be at least 1"),
         (("--block-size", "0"), "--block-size"),
         (("--kv-transports", "pigeon"), "pigeon"),
@@ -370,6 +370,7 @@ def test_children_are_forked_without_the_handlers_of_grpc() -> None:
 
 def test_workers_share_the_cores_and_pools_have_the_configured_sizes() -> None:
     assert [threads_per_worker(cores, 2) for cores in (1, 2, 3, 8)] == [1, 1, 1, 4]
-    assert str(pools_from(None, None, None)) == "1 prefill + 1 decode"
-    assert str(pools_from(2, 3, None)) == "2 prefill + 3 decode"
+    assert str(pools_from(None, None, None)) == "1 prefill, 1 decode"
+    assert str(pools_from(2, 3, None)) == "2 prefill, 3 decode"
     assert str(pools_from(None, None, 2)) == "2 colocated"
+    assert str(pools_from(1, None, 2)) == "1 prefill, 0 decode, 2 colocated"

@@ -33,10 +33,11 @@ def test_a_worker_that_joins_later_counts_existing_workers() -> None:
     assert (device_for("cuda", 3, 2, 8), num_sharing("cuda", 3, 2, 8)) == ("cuda:3", 1)
 
 
-@pytest.mark.parametrize("pools", [Pools(1, 1), Pools(3, 2), Pools(0, 2)], ids=str)
+@pytest.mark.parametrize("pools", [Pools(1, 1), Pools(3, 2), Pools(0, 2), Pools(1, 1, 2), Pools(0, 0, 2)], ids=str)
 def test_workers_of_tandem_up_get_distinct_numbers_even_when_added_later(pools: Pools) -> None:
     later = [Slot(Role.PREFILL, pools.num_prefill + n) for n in range(3)]
     later += [Slot(Role.DECODE, pools.num_decode + n) for n in range(3)]
+    later += [Slot(Role.BOTH, pools.num_colocated + n) for n in range(3)]
     ranks = [pools.rank(slot) for slot in (*pools.slots(), *later)]
     assert ranks[: pools.num_workers] == list(range(pools.num_workers))
     assert len(set(ranks)) == len(ranks)

@@ -6,7 +6,7 @@ import pytest
 
 from cli.verbs.explain import explained_object, explained_text
 from cli.verbs.requests import requests_object, requests_text
-from cli.verbs.scale import Sizes, changes_between, sizes_from
+from cli.verbs.scale import changes_between, sizes_from
 from cli.verbs.status import disaggregation_object, disaggregation_text, target_object, target_text
 from cluster.errors import ConfigError
 from tandem.enum_words import DISAGGREGATION_VERDICTS, EFFECT_BASES, MEMBER_ROLES, MEMBER_STATES
@@ -62,19 +62,19 @@ def test_each_joining_leaving_or_changing_worker_is_shown_on_one_line() -> None:
 
 
 def test_sizes_are_read_from_words() -> None:
-    assert sizes_from(["prefill=0", "decode=3"]) == Sizes(0, 3)
-    assert sizes_from(["decode=3"]) == Sizes(None, 3)
+    assert sizes_from(["prefill=0", "decode=3"]) == {"prefill": 0, "decode": 3}
+    assert sizes_from(["colocated=2"]) == {"colocated": 2}
 
 
 @pytest.mark.parametrize(
     "word", ["decode", "decode=", "decode=x", "decode=-1", "decode=1.5", "router=1", "=1", "decode=²"]
 )
 def test_a_malformed_size_is_refused_with_the_form(word: str) -> None:
-    with pytest.raises(ConfigError, match="write prefill=N or decode=N"):
+    with pytest.raises(ConfigError, match="write prefill=N, decode=N or colocated=N"):
         sizes_from([word])
 
 
-@pytest.mark.parametrize(("words", "said"), [(["decode=1", "decode=1"], "twice"), (["decode=0"], "must be at least 1")])
+@pytest.mark.parametrize(("words", "said"), [(["decode=1", "decode=1"], "twice"), (["decode=70000"], "cannot have")])
 def test_an_impossible_target_is_refused(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         sizes_from(words)
@@ -86,6 +86,10 @@ def test_a_target_is_shown_with_its_progress_and_problem() -> None:
     assert target_object(target)["is_reached"] is False
     target.reached, target.problem = 3, ""
     assert "reached; followed by tandem up" in target_text(target)
+    target.colocated = 1
+    assert "target: 1 prefill, 2 decode, 1 colocated: reached" in target_text(target)
+    target.prefill = target.decode = 0
+    assert "target: 1 colocated: reached" in target_text(target)
     target.follower = ""
     assert "no process follows it" in target_text(target)
 

@@ -13,7 +13,9 @@ def slots(*names: str) -> list[Slot]:
     return [Slot.parse(name) for name in names]
 
 
-def plan(staying: str, target: tuple[int, int], *, leaving: str = "", **busy: float) -> tuple[list[str], list[str]]:
+def plan(
+    staying: str, target: tuple[int, int] | tuple[int, int, int], *, leaving: str = "", **busy: float
+) -> tuple[list[str], list[str]]:
     """`busy` by name, _ for -."""
     found = pool_plan(
         slots(*staying.split()),
@@ -42,6 +44,11 @@ def test_the_least_busy_worker_is_retired_and_of_idle_ones_the_newest() -> None:
     assert plan("prefill-0 decode-0", (0, 1), prefill_0=99) == ([], ["prefill-0"])
 
 
+def test_colocated_workers_are_a_pool_of_their_own() -> None:
+    assert plan("decode-0 colocated-0", (0, 1, 2)) == (["colocated-1"], [])
+    assert plan("prefill-0 decode-0 colocated-0", (0, 0, 1)) == ([], ["decode-0", "prefill-0"])
+
+
 def test_a_draining_worker_does_not_count() -> None:
     assert plan("decode-1", (0, 1), leaving="decode-0") == ([], [])
     assert plan("decode-1", (0, 2), leaving="decode-0") == (["decode-2"], [])
@@ -53,7 +60,8 @@ def test_blocks_in_use_and_waiting_requests_make_a_worker_busy() -> None:
 
 
 def test_a_slot_is_parsed_from_its_name() -> None:
-    assert Slot.parse("prefill-12") == Slot(Role.PREFILL, 12)
+    for name, slot in (("prefill-12", Slot(Role.PREFILL, 12)), ("colocated-1", Slot(Role.BOTH, 1))):
+        assert (Slot.parse(name), str(slot)) == (slot, name)
 
 
 def test_routers_take_the_ports_after_the_first_ones() -> None:
