@@ -6,6 +6,8 @@
     │   ├── RequestTooLarge       it would not fit one message when it is resumed
     │   ├── UnknownModel
     │   ├── UnsupportedField
+    │   ├── InvalidGrammar        the schema, regex or grammar of the answer cannot be compiled within the bounds
+    │   ├── GrammarRejected       committed tokens do not follow the request's grammar
     │   └── NoTokenizer / NoChatTemplate
     ├── Unauthenticated
     ├── DuplicateRequest          the id belongs to a live request
@@ -23,6 +25,7 @@
     ├── Unavailable               the cluster cannot do it now
     │   ├── NoWorkers
     │   ├── NoWorkerLargeEnough   no worker can hold the request's prompt and max_tokens
+    │   ├── NoGrammarWorker       no worker applies grammars as this router does
     │   ├── WorkerTooSmall        this worker cannot hold the request, another may. Never reaches a client
     │   ├── Draining
     │   ├── Unhealthy             a worker's step thread or event loop is stuck, or its tokens are wrong
@@ -78,6 +81,22 @@ class UnknownModel(InvalidRequest):
 
 class UnsupportedField(InvalidRequest):
     reason = "unsupported_field"
+
+
+class InvalidGrammar(InvalidRequest):
+    reason = "invalid_grammar"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        """`param`: the field of the request that holds the grammar."""
+        super().__init__(message)
+        self.param = param
+
+
+class GrammarRejected(InvalidRequest):
+    """The tokens that a request continues from do not follow its grammar, or the grammar cannot say what follows them.
+    The request ends: it is never continued without its grammar."""
+
+    reason = "grammar_rejected"
 
 
 class NoTokenizer(InvalidRequest):
@@ -165,6 +184,10 @@ class NoWorkers(Unavailable):
 
 class NoWorkerLargeEnough(Unavailable):
     reason = "no_worker_large_enough"
+
+
+class NoGrammarWorker(Unavailable):
+    reason = "no_grammar_worker"
 
 
 class WorkerTooSmall(Unavailable):

@@ -3,6 +3,7 @@
 Wire messages (tandem/internal/v1) are converted to these values in cluster/protocol/wire.py and nowhere else.
 """
 
+import hashlib
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -66,6 +67,29 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     num_logprobs: int | None = None
+
+
+class GrammarKind(StrEnum):
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    CHOICE = "choice"  # one of some texts
+    GRAMMAR = "grammar"  # Lark, or GBNF
+
+
+MAX_GRAMMAR_CHARACTERS = 1 << 17
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the text of an answer must match, as its author wrote it. `text`: JSON for a schema and for choices."""
+
+    kind: GrammarKind
+    text: str
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes that identify the grammar."""
+        return hashlib.blake2b(f"{self.kind}\0{self.text}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,25 +1,17 @@
-"""Finds the small files of a model, in a folder or on the hub, and reads them.
+"""Reads what the small files of a model say about it; cluster/grammar/tokenizer_files.py finds them.
 
 Never reads weights, and does not need the library that runs the model.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.errors import ConfigError
+from cluster.grammar.tokenizer_files import read_json
 from cluster.messages import Sampling
 from cluster.request_size import NO_LIMITS, LengthLimits
 
-_HUB_FILES = [
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-]
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "n_ctx")
 _SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p")
 # Fields of generation_config.json that Tandem does not have, with the value that changes nothing.
@@ -55,36 +47,6 @@ class ModelInfo:
     lengths: LengthLimits = NO_LIMITS
     tokenizer_digest: str = ""  # of tokenizer.json, and of the tokens that tokenizer_config.json adds
     notes: tuple[str, ...] = ()  # settings of the files that are not applied; logged once at start
-
-
-def locate(model: str) -> Path:
-    """Return the folder with the model's small files. Those of a hub name are downloaded. Raises ConfigError."""
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
-        raise ConfigError(f"--model {model}: there is no such folder")
-    from huggingface_hub import snapshot_download  # only here: a local folder needs no network code
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
-    except (HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError) as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"--model {model}: no such folder here, and the hub gave none ({first_line})") from error
-
-
-def read_json(path: Path) -> dict[str, object]:
-    """Return the object in a file; empty if there is no such file. Raises ConfigError."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a JSON object")
-    return content
 
 
 def model_info(

@@ -6,7 +6,6 @@ text and releases it for a list of texts, so every text is encoded as a list of 
 """
 
 import asyncio
-import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,13 +19,14 @@ from typing import NoReturn, TypeVar
 import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
 from cluster.errors import ConfigError, InvalidRequest, NoChatTemplate, NoTokenizer, Overloaded, PromptTooLong
+from cluster.grammar.tokenizer_files import locate, read_json, read_tokenizer, tokenizer_digest
 from cluster.request_size import NO_LIMITS, LengthLimits
 from router.requests import ChatMessage
 from router.text.detokenizer import Detokenizer, Vocabulary
-from router.text.model_files import ModelInfo, locate, model_info, read_json
+from router.text.model_files import ModelInfo, model_info
 from router.text.text_stream import TextStream
 
 _EPOCH = datetime(1970, 1, 1)  # of UTC, without a zone: `%z` is empty as in the library that templates are made for
@@ -153,7 +153,7 @@ class Tokenization:
         """Load from a local folder or a hub name, whose small files are downloaded. Raises ConfigError."""
         folder = locate(model)
         tokenizer_config = read_json(folder / "tokenizer_config.json")
-        tokenizer = _read_tokenizer(folder, tokenizer_config)
+        tokenizer = read_tokenizer(folder)
         chat_template = read_chat_template(folder, tokenizer_config) if tokenizer is not None else None
         info = model_info(
             model,
@@ -162,8 +162,8 @@ class Tokenization:
             max_model_len=max_model_len,
             has_chat_template=chat_template is not None,
         )
-        digest = _tokenizer_digest(folder, tokenizer_config) if tokenizer is not None else ""
-        return Tokenization(replace(info, lengths=lengths, tokenizer_digest=digest), tokenizer, chat_template)
+        info = replace(info, lengths=lengths, tokenizer_digest=tokenizer_digest(folder))
+        return Tokenization(info, tokenizer, chat_template)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Encode a text with the special tokens that the tokenizer's post-processor adds. Raises NoTokenizer,
@@ -236,34 +236,6 @@ class Tokenization:
             name = self.model_info.name
             raise NoTokenizer(f"the model {name} has no tokenizer: send token ids, not text, and no stop strings")
         return self._tokenizer
-
-
-def _tokenizer_digest(folder: Path, tokenizer_config: dict[str, object]) -> str:
-    """Return a digest that is equal on routers that convert tokens to the same text, whatever version of the library
-    they run."""
-    added = json.dumps(tokenizer_config.get("added_tokens_decoder"), sort_keys=True)
-    return hashlib.sha256((folder / "tokenizer.json").read_bytes() + added.encode()).hexdigest()
-
-
-def _read_tokenizer(folder: Path, tokenizer_config: dict[str, object]) -> Tokenizer | None:
-    """Read `tokenizer.json`, and add the tokens that only `tokenizer_config.json` has."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        return None
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for any error in the file
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    added = tokenizer_config.get("added_tokens_decoder")
-    for token_id, token in sorted(added.items(), key=lambda item: int(item[0])) if isinstance(added, dict) else ():
-        content = token["content"]
-        if tokenizer.token_to_id(content) is None:
-            tokenizer.add_tokens([AddedToken(**token)])
-        if tokenizer.token_to_id(content) != int(token_id):
-            raise ConfigError(f"{folder}: tokenizer.json and tokenizer_config.json disagree on the id of {content!r}")
-    return tokenizer
 
 
 _NUM_THREADS = 2

@@ -17,6 +17,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {
         "cluster.messages",
         "cluster.errors",
+        "cluster.grammar",
         "cluster.least_squares",
         "cluster.service_times",
         "cluster.settings.engine_settings",
