@@ -10,10 +10,9 @@ import pytest
 
 from cluster.errors import Fenced, RegistryUnavailable
 from cluster.member import Member, MemberState
-from cluster.registry.registration import Registration
 from cluster.registry.registry import Registry
 from tests.system.redis_processes import HOST, redis_cluster, redis_process, sentinel
-from tests.system.registry_rig import DEADLINE_S, member, until
+from tests.system.registry_rig import DEADLINE_S, kept, member, until
 
 # What a member needs of Redis, and no more.
 _RIGHTS = ("-@all", "+@read", "+@write", "+@scripting", "+@pubsub", "+@connection", "-@dangerous", "+time")
@@ -87,8 +86,8 @@ async def test_a_master_that_dies_is_replaced_and_the_watcher_misses_no_member(t
         master = await stack.enter_async_context(redis_process(tmp_path))
         await stack.enter_async_context(redis_process(tmp_path, "--replicaof", HOST, str(master.port)))
         sentinels = await stack.enter_async_context(sentinel(tmp_path, master, num_replicas=1))
-        registry = Registry(url=f"redis+sentinel://{HOST}:{sentinels.port}", cluster_name="own", ttl_s=1.0)
-        keepers = [await _kept(registry, name) for name in ("p0", "d0")]
+        registry = Registry(url=f"redis+sentinel://{HOST}:{sentinels.port}", cluster_name="own", ttl_s=2.0)
+        await stack.enter_async_context(kept(registry, member("p0"), member("d0")))
         seen: list[tuple[Member, ...]] = []
         async with aclosing(registry.watch()) as watch, asyncio.timeout(DEADLINE_S):
             seen.append(await anext(watch))
@@ -97,21 +96,10 @@ async def test_a_master_that_dies_is_replaced_and_the_watcher_misses_no_member(t
                 await registry.members()
             while len(await _members(registry)) < 2:
                 pass
-            keepers.append(await _kept(registry, "d1"))
+            await stack.enter_async_context(kept(registry, member("d1")))
             seen.append(await until(watch, lambda members: len(members) == 3))
         assert [[found.id.id for found in snapshot] for snapshot in seen] == [["d0", "p0"], ["d0", "d1", "p0"]]
-        for keeper in keepers:
-            assert not keeper.done()
-            keeper.cancel()
-        await registry.close()
-
-
-async def _kept(registry: Registry, name: str) -> "asyncio.Task[None]":
-    """Register a member and renew it until the task is cancelled: a registration that nobody renews expires, on a
-    loaded machine before the watcher has read it."""
-    registration = Registration(registry, member(name))
-    await registration.join()
-    return asyncio.create_task(registration.keep())
+    await registry.close()
 
 
 async def _members(registry: Registry) -> tuple[Member, ...]:
