@@ -147,9 +147,10 @@ async def _end(process: Process) -> None:
 
 def free_port() -> int:
     """Return a free port outside the range that the kernel assigns to clients. A client that keeps reconnecting to a
-    stopped server could otherwise get the server's own port, connect to itself and block the server's restart. Raises
-    OSError if none of 200 ports is free."""
-    for port in random.sample(_served_ports(), _PORTS_TRIED):
+    stopped server could otherwise get the server's own port, connect to itself and block the server's restart.
+    Processes that seed `random` equally, as those of one test run do, still get different ports. Raises OSError if none
+    of 200 ports is free."""
+    for port in random.SystemRandom().sample(_served_ports(), _PORTS_TRIED):
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))

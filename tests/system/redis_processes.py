@@ -1,9 +1,9 @@
 """Real redis-servers in the forms that operators run: with passwords, behind a socket, watched, clustered."""
 
 import asyncio
-import random
+import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -17,33 +17,43 @@ from cluster.registry.redis_server import redis_program
 HOST = "127.0.0.1"
 DEADLINE_S = 20.0
 _SLOTS = 16384
+_PORTS = 12000, 22000  # with those of the cluster bus, 10000 above, below what the kernel gives to connections
+_BUS_OFFSET = 10000
+_ATTEMPTS = 5
 
 
 class RedisProcess:
-    def __init__(self, process: asyncio.subprocess.Process, port: int) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, port: int, log: Path) -> None:
         self.process = process
         self.port = port
+        self._log = log
 
     def client(self, **credentials: str) -> Redis:
         return Redis(host=HOST, port=self.port, decode_responses=True, **credentials)  # type: ignore[arg-type]
 
     async def until(self, condition: Callable[[], Awaitable[bool]]) -> None:
-        """Ask repeatedly until the answer is right, because Redis publishes no event for it. Fails when Redis ends or
-        the time is over."""
+        """Ask repeatedly until the answer is right, because Redis publishes no event for it. Fails with the end of the
+        server's log when Redis ends or the time is over."""
         ended = asyncio.create_task(self.process.wait())
         deadline_s = asyncio.get_running_loop().time() + DEADLINE_S
         while not await condition():
             await asyncio.wait([ended], timeout=0.02)
-            assert not ended.done() and asyncio.get_running_loop().time() < deadline_s
+            if ended.done() or asyncio.get_running_loop().time() > deadline_s:
+                state = f"has ended with status {ended.result()}" if ended.done() else f"runs after {DEADLINE_S:g} s"
+                raise AssertionError(f"the server on port {self.port} {state}; its log ends with\n{self.log_end()}")
         ended.cancel()
 
+    def log_end(self) -> str:
+        return self._log.read_text(errors="replace")[-2000:] if self._log.exists() else ""
 
-def free_port() -> int:
-    """Return a free port whose cluster bus port is free too."""
+
+def _free_port() -> int:
+    """Return a free port whose cluster bus port is free too. Not by `random`: pytest-randomly seeds that equally in all
+    processes of a run."""
     while True:
-        port = random.randint(20000, 50000)
+        port = _PORTS[0] + secrets.randbelow(_PORTS[1] - _PORTS[0])
         try:
-            with socket.create_server((HOST, port)), socket.create_server((HOST, port + 10000)):
+            with socket.create_server((HOST, port)), socket.create_server((HOST, port + _BUS_OFFSET)):
                 return port
         except OSError:
             continue
@@ -52,23 +62,40 @@ def free_port() -> int:
 @asynccontextmanager
 async def redis_process(folder: Path, *options: str, password: str = "") -> AsyncIterator[RedisProcess]:
     """Run Redis. It answers when the block is entered. `options`: an optional configuration file, then flags."""
-    port = free_port()
-    own = folder / str(port)
-    own.mkdir()
-    process = await asyncio.create_subprocess_exec(
-        *(redis_program(), *options, "--bind", HOST, "--port", str(port), "--dir", str(own)),
-        *("--logfile", "redis.log", "--save", "", *(("--requirepass", password) if password else ())),
-        preexec_fn=die_with_parent,
-    )
-    server = RedisProcess(process, port)
+    server = await _started(folder, options, password)
     try:
-        async with server.client(password=password) as client:
-            await server.until(lambda: _answers(client))
         yield server
     finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
+        await _end(server.process)
+
+
+async def _started(folder: Path, options: Sequence[str], password: str) -> RedisProcess:
+    """Start Redis on a free port and wait until it answers. If another process has taken the port, try the next one."""
+    for _ in range(_ATTEMPTS):
+        port = _free_port()
+        own = folder / str(port)
+        own.mkdir()
+        process = await asyncio.create_subprocess_exec(
+            *(redis_program(), *options, "--bind", HOST, "--port", str(port), "--dir", str(own)),
+            *("--logfile", "redis.log", "--save", "", *(("--requirepass", password) if password else ())),
+            preexec_fn=die_with_parent,
+        )
+        server = RedisProcess(process, port, own / "redis.log")
+        try:
+            async with server.client(password=password) as client:
+                await server.until(partial(_answers, client))
+            return server
+        except AssertionError:
+            await _end(process)
+            if "Address already in use" not in server.log_end():
+                raise
+    raise AssertionError(f"of {_ATTEMPTS} free ports another process took each one")
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+    await process.wait()
 
 
 @asynccontextmanager
@@ -79,7 +106,7 @@ async def sentinel(
     entered."""
     file = folder / f"sentinel-{master.port}.conf"
     settings = [f"monitor mymaster {HOST} {master.port} 1", *lines]
-    settings += ["down-after-milliseconds mymaster 300", "failover-timeout mymaster 3000"]
+    settings += ["down-after-milliseconds mymaster 1000", "failover-timeout mymaster 3000"]
     file.write_text("".join(f"sentinel {line}\n" for line in settings))
     async with redis_process(folder, str(file), "--sentinel", password=password) as process:
         async with process.client(password=password) as client:
