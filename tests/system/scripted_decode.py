@@ -55,6 +55,7 @@ class ScriptedDecode(ScriptedWorker):
         self.first_token_offset = 0
         self.num_first_tokens_kept_back = 0
         self.num_starts_lost = 0  # messages that sequences have begun, which do not arrive
+        self.forgets_with_hello = True  # what it has of a router that connects and has no sequences here
         self.freeze_refusals: list[TandemError] = []
         self.most_frozen = 0
         self.cancelled_handles: set[int] = set()
@@ -82,10 +83,16 @@ class ScriptedDecode(ScriptedWorker):
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for a condition. It is checked whenever a job arrives or a sequence advances, freezes, thaws or is
         cancelled."""
-        async with asyncio.timeout(10):
-            while not condition():
-                self._changed.clear()
-                await self._changed.wait()
+        try:
+            async with asyncio.timeout(10):
+                while not condition():
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            at = {handle: progress.index for handle, progress in self.progress.items()}
+            frozen, cancelled = sorted(self.frozen), sorted(self.cancelled_handles)
+            state = f"{len(self.jobs)} jobs, tokens {at}, runs {sorted(self.running)}, {frozen=}, {cancelled=}"
+            raise AssertionError(f"{self.id} did not come to it within 10 s: {state}") from None
 
     def changed(self) -> None:
         self._changed.set()
@@ -193,6 +200,15 @@ class _Decode(StreamService):
                 task.cancel()
         worker.cancelled.set()
         worker.changed()
+
+    def on_router_began(self, router: str) -> None:
+        worker = self._worker
+        had = {start.handle for job in worker.jobs if str(job.router) == router for start in job.sequences}
+        for handles in (worker.progress, worker.frozen):
+            had |= {handle for handle, progress in handles.items() if str(progress.job.router) == router}
+        left = had & (worker.running.keys() | worker.frozen.keys())
+        if left and worker.forgets_with_hello:
+            self.on_cancelled(tuple(left))
 
     async def _serve(self, job: DecodeJob) -> None:
         """Run a job from its ticket to its last token."""

@@ -191,6 +191,8 @@ class StreamService(worker_pb2_grpc.DecodeWorkerServicer):
         reader = asyncio.create_task(self._read(request_iterator))
         try:
             await worker.voice.passed()
+            if hello.has_no_sequences:
+                self.on_router_began(hello.router)
             yield worker_pb2.WorkerMessage(hello=worker_pb2.WorkerHello(worker=str(worker.id)))
             for step in itertools.count():
                 await worker.voice.passed()
@@ -203,6 +205,9 @@ class StreamService(worker_pb2_grpc.DecodeWorkerServicer):
 
     def on_cancelled(self, handles: tuple[int, ...]) -> None:
         """A router cancelled these sequences."""
+
+    def on_router_began(self, router: str) -> None:
+        """A router connects that has no sequences here: it has lost this worker since it last had some."""
 
     async def _or_heartbeat(
         self, outgoing: "asyncio.Queue[worker_pb2.WorkerMessage | None]", step: int
