@@ -58,15 +58,33 @@ class MemberId:
 
 
 @dataclass(frozen=True, slots=True)
+class LogitRules:
+    """Changes of the logits before temperature and filters, in the order of the fields.
+
+    The prompt's tokens count for `repetition_penalty` and `bad_words`; `frequency_penalty` and `presence_penalty` count
+    output tokens alone.
+    """
+
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit); each id once
+    repetition_penalty: float = 1.0  # divides positive logits of tokens that occurred, multiplies the others
+    frequency_penalty: float = 0.0  # is subtracted once per occurrence
+    presence_penalty: float = 0.0  # is subtracted from the logits of tokens that occurred
+    allowed_token_ids: tuple[int, ...] = ()  # no other token is drawn; each id once; empty: all tokens are allowed
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of tokens whose last one is not drawn after the others
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """Fully resolved sampling parameters. `temperature` 0 is greedy. `num_logprobs`: None requests no
-    log-probabilities; k requests those of the chosen token and of the k most likely ones."""
+    log-probabilities; k requests those of the chosen token and of the k most likely ones. `rules`: None changes no
+    logits; rules that would change none are None."""
 
     temperature: float = 0.0
     top_k: int = 0  # 0 keeps all
     top_p: float = 1.0
     min_p: float = 0.0
     num_logprobs: int | None = None
+    rules: LogitRules | None = None
 
 
 class GrammarKind(StrEnum):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.cpu.library import load_library
+from engine.sampling.adjustment import AdjustedRows
 from engine.scheduling.step import Sample
 from engine.steps.sampler import noise_key
 
@@ -25,6 +26,7 @@ class _Sampling(ctypes.Structure):
         ("top_p", ctypes.c_double),
         ("least_score", ctypes.c_double),
         ("num_banned", ctypes.c_int64),
+        ("adjusted", ctypes.c_void_p),
     )
 
 
@@ -59,7 +61,9 @@ class CompiledDraw:
         self._vocab_size = 0
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
-    def __call__(self, logits: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor | None:
+    def __call__(
+        self, logits: torch.Tensor, samples: Sequence[Sample], adjusted: AdjustedRows | None = None
+    ) -> torch.Tensor | None:
         """Return token ids `[rows]`, or None for logits that are float64, contain NaN or have no finite maximum."""
         if logits.device.type != "cpu" or logits.dtype == torch.float64:
             return None
@@ -72,6 +76,8 @@ class CompiledDraw:
             self._scratch = torch.empty(self._scratch_bytes(vocab_size), dtype=torch.uint8)
             self._vocab_size = vocab_size
         samplings = _samplings(samples)
+        if adjusted is not None:
+            _read_adjusted(samplings, adjusted)
         banned = array("q", [token_id for sample in samples for token_id in sample.banned_token_ids])
         token_ids = torch.empty(rows, dtype=torch.int64)
         draws = _Draws(
@@ -102,5 +108,13 @@ def _samplings(samples: Sequence[Sample]) -> "ctypes.Array[_Sampling]":
             sampling.top_p,
             least_score,
             len(sample.banned_token_ids),
+            None,
         )
     return samplings
+
+
+def _read_adjusted(samplings: "ctypes.Array[_Sampling]", adjusted: AdjustedRows) -> None:
+    """Let the rows that were adjusted be read from there. The pointers are valid while `adjusted` is."""
+    first, row_bytes = adjusted.logits.data_ptr(), adjusted.logits.stride(0) * adjusted.logits.element_size()
+    for place, row in enumerate(adjusted.rows):
+        samplings[row].adjusted = first + place * row_bytes

@@ -75,8 +75,11 @@ ANY_INLINE double exp_of(double x) {
 
 /* 0 where a logit is not a number. */
 ANY_INLINE int load(const td_draws *draws, int64_t row, float *to) {
+    const float *adjusted = draws->samplings[row].adjusted;
     int all_numbers = 1;
-    if (draws->is_bf16) {
+    if (adjusted) {
+        memcpy(to, adjusted, (size_t)draws->vocab * sizeof *to);
+    } else if (draws->is_bf16) {
         const bf16 *from = (const bf16 *)draws->logits + row * draws->stride;
         for (int64_t i = 0; i < draws->vocab; i++) {
             const uint32_t bits = (uint32_t)from[i] << 16;

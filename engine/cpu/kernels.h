@@ -105,6 +105,7 @@ typedef struct {
     double top_p;             /* not below 1: all */
     double least_score;       /* log(min-p); -inf: all */
     int64_t num_banned;
+    const float *adjusted;    /* [vocab]: the row's logits instead of td_draws.logits; NULL: those */
 } td_sampling;
 
 typedef struct {

@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 from cluster.messages import Sampling, TokenLogprobs
 from cluster.service_times import PrefillTimes
+from engine.sampling.logit_state import LogitState
 
 Command = TypeVar("Command", contravariant=True)
 Event = TypeVar("Event", covariant=True)
@@ -24,12 +25,18 @@ UNKNOWN_TOKEN = -1  # placeholder for a token that a running step has not return
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One token to draw from a chunk's last logits. The noise depends on (seed, position, token id) alone."""
+    """One token to draw from a chunk's last logits. The noise depends on (seed, position, token id) alone.
+
+    With a `logit_state` the logits are changed first (`engine/sampling/adjustment.py`). It is the sequence's own, and
+    is read during the step.
+    """
 
     seed: int
     position: int  # position of the drawn token in the whole sequence, counted from 0
     sampling: Sampling
     banned_token_ids: frozenset[int] = frozenset()  # stop tokens while min_tokens is not reached
+    logit_state: LogitState | None = None  # None: the request changes no logits
+    draft_tokens: tuple[int, ...] = ()  # with a logit_state: those of the chunk before this position
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from engine.scheduling.batching.sequences import Group, Sequence
 from engine.scheduling.commands import Started
-from engine.scheduling.step import UNKNOWN_TOKEN, StepPlan
+from engine.scheduling.step import UNKNOWN_TOKEN, Chunk, StepPlan
 
 
 @dataclass(slots=True, eq=False)
@@ -101,7 +101,13 @@ def started_events(step: PlannedStep) -> tuple[Started, ...]:
 
 def _may_plan_ahead(plan: StepPlan) -> bool:
     """Return whether the next step can be planned before this one ends. It cannot if the step copies, swaps or drafts,
-    or if choices split at its end."""
+    if choices split at its end, or if the next logits are to be changed as its token requires."""
     if plan.copies or plan.swaps_out or plan.swaps_in:
         return False
-    return all(len(chunk.samples) < 2 and chunk.draft is None for chunk in plan.chunks)
+    return all(len(chunk.samples) < 2 and chunk.draft is None and not _is_awaited(chunk) for chunk in plan.chunks)
+
+
+def _is_awaited(chunk: Chunk) -> bool:
+    """Return whether the sequence's next logits can be changed only when the token of this chunk is known."""
+    state = chunk.samples[0].logit_state if chunk.samples else None
+    return state is not None and state.reads_tokens

@@ -1,4 +1,5 @@
-"""Draws tokens from logits. Owns the noise and the filters; keeps no state between calls.
+"""Draws tokens from logits. Owns the noise and the filters; keeps no state between calls. Penalties and the like change
+the logits first (`engine/sampling/adjustment.py`).
 
 A token is argmax(logits / temperature + Gumbel noise) over the tokens that the filters keep, which is a draw from their
 softmax (Gumbel-max). The noise is a counter-based hash (the finaliser of SplitMix64, Steele et al. 2014) of seed,
@@ -19,6 +20,7 @@ from typing import Protocol
 import torch
 
 from cluster.messages import Sampling, TokenLogprobs
+from engine.sampling.adjustment import AdjustedRows, adjusted_rows
 from engine.scheduling.step import DrawnToken, Sample, StepPlan
 from engine.staging import to_device, to_host
 
@@ -33,15 +35,17 @@ _ELEMENTS_AT_ONCE = 1 << 22  # bounds the temporaries to a few hundred megabytes
 
 class RowDraw(Protocol):
     """Another implementation of the same draws: returns tokens `[rows]`, or None for logits that it does not
-    support."""
+    support. Where there are `adjusted` rows, it draws from them."""
 
-    def __call__(self, logits: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor | None: ...
+    def __call__(
+        self, logits: torch.Tensor, samples: Sequence[Sample], adjusted: AdjustedRows | None = None
+    ) -> torch.Tensor | None: ...
 
 
 def draw(logits: torch.Tensor, samples: Sequence[Sample], compiled: RowDraw | None = None) -> list[DrawnToken]:
     """Draw one token per sample: `samples[i]` reads row i of `logits`, floats `[rows, vocab]`, and no other row.
 
-    Log-probabilities are those of the given logits, before temperature, filters and bans.
+    Log-probabilities are those of the given logits, before rules, temperature, filters and bans.
     """
     return Draw(logits, samples, compiled).read()
 
@@ -62,11 +66,12 @@ class Draw:
         self.redrawn: list[int] = []  # rows whose token, once read, is not the one in `token_ids`
         can_be_short = any(_can_be_short(sample.sampling, logits.shape[1]) for sample in samples)
         self._logits = logits = logits.clone() if can_be_short and logits.device.type != "cpu" else logits
-        token_ids = compiled(logits, samples) if compiled is not None else None
+        adjusted = adjusted_rows(logits, samples)
+        token_ids = compiled(logits, samples, adjusted) if compiled is not None else None
         if token_ids is not None:
             self._host: Sequence[torch.Tensor] = (token_ids,)
         else:
-            token_ids = self._draw_here()
+            token_ids = self._draw_here(logits if adjusted is None else adjusted.in_place_of(logits))
         self.token_ids = token_ids  # [rows], on the device of the logits
         self._logprobs = _Logprobs.of(logits, samples, token_ids)
         self._arrival = _mark(logits.device)
@@ -75,9 +80,10 @@ class Draw:
     def num_rows(self) -> int:
         return len(self._samples)
 
-    def _draw_here(self) -> torch.Tensor:
-        """Draw, and return the tokens, whose copy to the host has been launched, and which rows must be drawn again."""
-        logits, samples = self._logits, self._samples
+    def _draw_here(self, logits: torch.Tensor) -> torch.Tensor:
+        """Draw from these logits and return the tokens. Their copy to the host, and that of which rows must be drawn
+        again, have been launched."""
+        samples = self._samples
         self._allowed = _without_banned(logits, samples)
         token_ids = _argmax(self._allowed)
         is_short = torch.zeros_like(token_ids, dtype=torch.bool)

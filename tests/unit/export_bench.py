@@ -31,8 +31,8 @@ from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policies import make_policy
 from engine.scheduling.scheduler import SequenceScheduler
 from engine.scheduling.speculation import NewDrafter
-from engine.scheduling.step import Sample, StepPlan
-from tests.unit.fake_paged_runner import FakePagedRunner, next_token
+from engine.scheduling.step import StepPlan
+from tests.unit.fake_paged_runner import FakePagedRunner, next_token, sample_after
 
 _IMPORTER = MemberId("decode", "1")
 
@@ -317,7 +317,8 @@ class ExportBench:
         job, size = exported.job, self.limits.block_size
         banned = banned_token_ids(job.stops, job.num_committed)
         for seed, token in zip(job.seeds, event.tokens, strict=True):
-            sample = Sample(seed, len(job.token_ids), job.sampling, banned)
+            num_prompt = len(job.token_ids) - job.num_committed
+            sample = sample_after(job.token_ids, num_prompt, seed=seed, sampling=job.sampling, banned=banned)
             assert token.token_id == next_token(job.token_ids, sample)
             assert token.finish_reason == finish_reason(job.stops, token.token_id, job.num_committed + 1)
         if job.importer is None or exported.released:

@@ -1,11 +1,13 @@
 """A runner whose KV is the token ids themselves, block by block.
 
 The next token is a hash of everything that the chunk's block table leads to, so a wrong table, a block given away too
-early, a missed copy or a wrong position shows as a wrong token.
+early, a missed copy or a wrong position shows as a wrong token. With logit rules the counted tokens are hashed too.
 """
 
 from collections.abc import Sequence
 
+from cluster.messages import Sampling
+from engine.sampling.logit_state import LogitState
 from engine.scheduling.step import Chunk, DrawnToken, Sample, StepPlan, StepResult
 
 VOCAB_SIZE = 50
@@ -14,11 +16,30 @@ VOCAB_SIZE = 50
 def next_token(token_ids: Sequence[int], sample: Sample) -> int:
     """The token that a serial run draws after these tokens."""
     assert sample.position == len(token_ids)
+    state, banned = sample.logit_state, sample.banned_token_ids
+    counts: tuple[tuple[int, int], ...] = ()
+    if state is not None:
+        seen = state.seen(sample.draft_tokens)
+        counts = tuple(sorted(zip(seen.ids, seen.counts, strict=True)))
+        banned |= {*state.forbidden(sample.draft_tokens)}
     for attempt in range(1000):
-        token_id = hash((tuple(token_ids), sample.seed, attempt)) % VOCAB_SIZE
-        if token_id not in sample.banned_token_ids:
+        token_id = hash((tuple(token_ids), sample.seed, attempt, *counts)) % VOCAB_SIZE
+        if token_id not in banned:
             return token_id
     raise AssertionError("everything is banned")
+
+
+def sample_after(
+    token_ids: Sequence[int],
+    num_prompt: int,
+    *,
+    seed: int,
+    sampling: Sampling,
+    banned: frozenset[int] = frozenset(),
+) -> Sample:
+    """The sample of the next token of a serial run, whose prompt has `num_prompt` tokens."""
+    state = None if sampling.rules is None else LogitState(sampling.rules, token_ids, num_prompt)
+    return Sample(seed, len(token_ids), sampling, banned, state)
 
 
 class FakePagedRunner:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
-from cluster.messages import DecodeJob, FinishReason, MemberId, Sampling, SequenceStart, TokenStops
+from cluster.messages import DecodeJob, FinishReason, LogitRules, MemberId, Sampling, SequenceStart, TokenStops
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
 from engine.scheduling.batching.sequences import Sequence, banned_token_ids, finish_reason
 from engine.scheduling.commands import (
@@ -33,9 +33,10 @@ from engine.scheduling.length_prediction import LengthPredictor
 from engine.scheduling.speculation import NewDrafter
 from engine.scheduling.step import DraftRequest, Sample
 from tests.unit.export_bench import ExportBench
-from tests.unit.fake_paged_runner import VOCAB_SIZE, next_token
+from tests.unit.fake_paged_runner import VOCAB_SIZE, next_token, sample_after
 
 ROUTER = MemberId("router", "1")
+GREEDY = Sampling()
 
 
 def speed(seconds: float) -> ServiceTimes:
@@ -80,6 +81,12 @@ class HandOff:
         return self.job.prompt_token_ids + self.job.sequences[0].committed_token_ids
 
 
+def _sample_of(choice: Choice, known: tuple[int, ...], banned: frozenset[int]) -> Sample:
+    """The sample that follows these tokens of the prompt and the output."""
+    job, seed = choice.job, choice.start.seed
+    return sample_after(known, len(job.prompt_token_ids), seed=seed, sampling=job.sampling, banned=banned)
+
+
 @dataclass
 class _KnowingDrafter:
     """Proposes the tokens that a serial run would draw, except for every `draft_period`-th one."""
@@ -95,7 +102,7 @@ class _KnowingDrafter:
         for _ in range(min(limit, 5)):
             self.num_made += 1
             banned = banned_token_ids(choice.job.stops, len(choice.output) + len(draft_tokens))
-            sample = Sample(choice.start.seed, len(known) + len(draft_tokens), choice.job.sampling, banned)
+            sample = _sample_of(choice, known + draft_tokens, banned)
             is_right = self.num_made % self.bench.draft_period
             draft_tokens += (next_token(known + draft_tokens, sample) if is_right else VOCAB_SIZE,)
         return draft_tokens
@@ -113,6 +120,7 @@ class _KnowingDrafter:
 
 @dataclass
 class SchedulerBench(ExportBench):
+    rules: LogitRules | None = None  # of every other job
     draft_period: int = 0  # every draft_period-th draft token is wrong; 0: speculation is off
     choices: dict[int, Choice] = field(default_factory=dict)
     handoffs: dict[int, HandOff] = field(default_factory=dict)
@@ -145,17 +153,18 @@ class SchedulerBench(ExportBench):
         prompt = tuple(prompt)
         token_stops = TokenStops(max_tokens, min_tokens, frozenset(stops))
         counts = tuple(committed) * num_choices
+        sampling = Sampling(rules=self.rules if self._next_handle % 2 else None)
         starts = []
         for place in range(num_choices):
             handle, self._next_handle = self._next_handle, self._next_handle + 1
-            known = self.serial(prompt, token_stops, seed=handle, num_output=counts[place])
+            known = self.serial(prompt, token_stops, handle, counts[place], sampling)
             starts.append(SequenceStart(handle, seed=handle, committed_token_ids=known))
         return DecodeJob(
             "request",
             0,
             ROUTER,
             prompt,
-            Sampling(),
+            sampling,
             token_stops,
             tuple(starts),
             None,
@@ -165,13 +174,16 @@ class SchedulerBench(ExportBench):
             is_batch,
         )
 
-    def serial(self, prompt: tuple[int, ...], stops: TokenStops, seed: int, num_output: int) -> tuple[int, ...]:
+    def serial(
+        self, prompt: tuple[int, ...], stops: TokenStops, seed: int, num_output: int, sampling: Sampling = GREEDY
+    ) -> tuple[int, ...]:
         """The first tokens of the output, whether or not they would have ended it."""
-        output: tuple[int, ...] = ()
+        known = prompt
         for index in range(num_output):
             banned = banned_token_ids(stops, index)
-            output += (next_token(prompt + output, Sample(seed, len(prompt) + index, Sampling(), banned)),)
-        return output
+            sample = sample_after(known, len(prompt), seed=seed, sampling=sampling, banned=banned)
+            known += (next_token(known, sample),)
+        return known[len(prompt) :]
 
     def admit(self, job: DecodeJob) -> list[int]:
         self._track(job)
@@ -318,8 +330,7 @@ class SchedulerBench(ExportBench):
     def _expected(self, choice: Choice) -> tuple[int, FinishReason | None]:
         stops, prompt, output = choice.job.stops, choice.job.prompt_token_ids, tuple(choice.output)
         banned = banned_token_ids(stops, len(output))
-        sample = Sample(choice.start.seed, len(prompt) + len(output), choice.job.sampling, banned)
-        token_id = next_token(prompt + output, sample)
+        token_id = next_token(prompt + output, _sample_of(choice, prompt + output, banned))
         return token_id, finish_reason(stops, token_id, len(output) + 1)
 
     def _new_drafter(self) -> NewDrafter | None:

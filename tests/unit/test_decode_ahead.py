@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster.messages import DecodeJob
+from cluster.messages import DecodeJob, LogitRules
 from cluster.settings.engine_settings import SCHEDULING_POLICIES
 from engine.scheduling.cache_commands import LeasePrefix
 from engine.scheduling.commands import Quiet, Release
@@ -25,7 +25,7 @@ _NUM_TURNS = 90
 class Play:
     """Random calls of every command, between and during steps that are planned ahead or not."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, rules: LogitRules | None = None) -> None:
         self.dice = dice = random.Random(seed)
         is_roomy = dice.random() < 0.6
         self.bench = AheadBench(
@@ -41,7 +41,8 @@ class Play:
             wire_dtype=dice.choice(["native", "int8"]),
             policy=dice.choice(["fcfs", "fcfs", *SCHEDULING_POLICIES]),
             lengths=known_lengths() if dice.random() < 0.3 else None,
-            draft_period=dice.choice([0] * 9 + [3]),
+            draft_period=dice.choice([0] * 9 + [3] if rules is None else [0, 3]),
+            rules=rules,
             times=random.Random(seed + 1).choice(SPEEDS),  # of its own, so that the seeds above still notice the same
         )
         token_s = dice.choice([0.5, 9.0])
@@ -165,6 +166,33 @@ class Play:
 def test_any_schedule_planned_ahead_gives_every_sequence_its_serial_tokens_and_leaks_no_block(place: int) -> None:
     for seed in _SEEDS[place::4]:
         Play(seed).play(_NUM_TURNS)
+
+
+def test_any_schedule_gives_sequences_with_logit_rules_their_serial_tokens() -> None:
+    for seed in range(1000, 1020):
+        Play(seed, LogitRules(frequency_penalty=1.0, bad_words=((7,), (3, 4)))).play(_NUM_TURNS)
+
+
+@pytest.mark.parametrize(
+    ("rules", "may_plan_ahead"),
+    [
+        (LogitRules(logit_bias=((3, 1.0),), allowed_token_ids=(1, 2), bad_words=((4,),)), True),
+        (LogitRules(repetition_penalty=1.1), False),
+        (LogitRules(presence_penalty=1.1), False),
+        (LogitRules(bad_words=((4, 5),)), False),
+    ],
+)
+def test_a_step_is_planned_ahead_unless_the_next_logits_depend_on_its_token(
+    rules: LogitRules, may_plan_ahead: bool
+) -> None:
+    bench = AheadBench(limits(), rules=rules)
+    bench.admit(bench.job([1, 2, 3]))
+    for is_planned in (True, may_plan_ahead):  # the first job has no rules
+        _, plan = bench.scheduler.plan(0.0)
+        assert plan is not None
+        assert bench.scheduler.may_plan_ahead == is_planned
+        bench.scheduler.complete(plan, bench.runner.run(plan), 0.0)
+        bench.admit(bench.job([1, 2, 3]))
 
 
 def test_no_step_is_planned_ahead_of_a_step_that_forks_or_copies() -> None:

@@ -67,6 +67,7 @@ PURE = [
     "engine.kv.layout",
     "engine.kv.eviction",
     "engine.kv.prefix_cache",
+    "engine.sampling.logit_state",
     "engine.scheduling.admission",
     "engine.scheduling.batching.batch",
     "engine.scheduling.batching.block_tables",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.messages import Sampling
+from cluster.messages import LogitRules, Sampling
 from cluster.settings.engine_settings import EngineSettings
 from engine import build as engine_build
 from engine.attention import registry
@@ -26,6 +26,7 @@ from engine.kv.layout import LayerShape, lay_out
 from engine.kv.pool import KvPool
 from engine.kv.quantised_kv import restore
 from engine.model import loading
+from engine.sampling.logit_state import LogitState
 from engine.scheduling.step import BlockCopy, Chunk, Sample, StepPlan
 from engine.staging import to_device
 from engine.steps.runner import LaunchingRunner, ModelRunner
@@ -105,12 +106,17 @@ def settings(folder: Path, **changes: object) -> EngineSettings:
 
 def plans() -> Iterator[StepPlan]:
     """Return the steps: a prompt together with a decode, decodes alone, a copied block, rejected draft tokens; every
-    sampling method."""
+    sampling method, and logit rules."""
+    rules = LogitRules(((4, 2.0),), 1.2, 0.3, 0.4, tuple(range(2, 90)), ((3,), (2, 5)))
+    states = (None, LogitState(rules, [1, 2, 2, 7], 1), None)
     ways = (Sampling(), Sampling(0.8, top_p=0.9), Sampling(0.7, top_k=20, min_p=0.02, num_logprobs=3))
 
     def sampled(row: int, position: int, count: int = 1) -> tuple[Sample, ...]:
         banned = frozenset({3} if row else ())
-        return tuple(Sample(row, position + place + 1, ways[row], banned) for place in range(count))
+        return tuple(
+            Sample(row, position + place + 1, ways[row], banned, states[row], (1, 2, 3)[:place])
+            for place in range(count)
+        )
 
     yield StepPlan((Chunk(0, tuple(range(1, 12)), 0, (0, 1), sampled(0, 10)), Chunk(1, (9,), 0, (4,), sampled(1, 0))))
     yield StepPlan((Chunk(0, (5,), 11, (0, 1), sampled(0, 11)), Chunk(1, (6,), 1, (4,), sampled(1, 1))))

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Generic, TypeVar
 
-from cluster.messages import DecodeJob, FinishReason, MemberId, PrefillJob, SequenceStart, TokenStops
+from cluster.messages import DecodeJob, FinishReason, LogitRules, MemberId, PrefillJob, SequenceStart, TokenStops
 from cluster.protocol.hashing import BlockChain
 from cluster.request_size import blocks_for
+from engine.sampling.logit_state import LogitState
 from engine.scheduling.length_prediction import LengthPredictor
 from engine.scheduling.policies import Rank
 from engine.scheduling.step import Chunk, DraftRequest, DrawnToken, Sample
@@ -91,6 +92,7 @@ class Sequence:
     rank: Rank = ()  # at the last sort of its queue; lower ranks go first
     predicted_tokens: int = 0  # total length of the output; 0: unknown
     drafter: Drafter | None = None  # None until its first speculative step
+    logit_state: LogitState | None = None  # None until it draws, and if its request changes no logits
     # Input to policies (engine.scheduling.policies.Work).
     num_done: int = 0  # the highest num_computed so far
     num_done_waiting: int = 0  # num_done when its last wait ended
@@ -144,6 +146,7 @@ class Sequence:
             num_cached=0,
             spare_ids=spare_ids,
             drafter=None,
+            logit_state=None,
         )
 
 
@@ -167,7 +170,7 @@ def chunk_of(
         token_ids=(*sequence.token_ids[start : start + num_tokens], *draft_tokens),
         start=start,
         block_ids=sequence.block_ids[: blocks_for(end, block_size)],
-        samples=_samples(sequence, len(draft_tokens)) if reaches_last_known(sequence, num_tokens) else (),
+        samples=_samples(sequence, draft_tokens) if reaches_last_known(sequence, num_tokens) else (),
         num_draft_tokens=len(draft_tokens),
         draft=draft,
     )
@@ -202,17 +205,32 @@ def finish_reason(stops: TokenStops, token_id: int, num_output: int) -> FinishRe
     return FinishReason.LENGTH if num_output >= stops.max_tokens else None
 
 
-def _samples(sequence: Sequence, num_draft_tokens: int) -> tuple[Sample, ...]:
+def _samples(sequence: Sequence, draft_tokens: tuple[int, ...]) -> tuple[Sample, ...]:
     """Return one sample per choice; with draft tokens, one per draft token and one for the token after them."""
     job, known, num_output = sequence.group.job, len(sequence.token_ids), sequence.num_output
-    if not num_draft_tokens:
+    state = None if job.sampling.rules is None else _logit_state(sequence, job.sampling.rules)
+    if not draft_tokens:
         banned = banned_token_ids(job.stops, num_output)
-        return tuple(Sample(choice.seed, known, job.sampling, banned) for _, choice in sequence.choices)
+        return tuple(Sample(choice.seed, known, job.sampling, banned, state) for _, choice in sequence.choices)
     ((_, choice),) = sequence.choices
     return tuple(
-        Sample(choice.seed, known + place, job.sampling, banned_token_ids(job.stops, num_output + place))
-        for place in range(num_draft_tokens + 1)
+        Sample(
+            choice.seed,
+            known + place,
+            job.sampling,
+            banned_token_ids(job.stops, num_output + place),
+            state,
+            draft_tokens[:place] if state is not None else (),
+        )
+        for place in range(len(draft_tokens) + 1)
     )
+
+
+def _logit_state(sequence: Sequence, rules: LogitRules) -> LogitState:
+    """Return the state that follows the sequence's tokens. Choices share it while they share a prompt."""
+    if sequence.logit_state is None:
+        sequence.logit_state = LogitState(rules, sequence.token_ids, sequence.group.num_prompt)
+    return sequence.logit_state
 
 
 Choices = tuple[tuple[int, SequenceStart], ...]
