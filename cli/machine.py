@@ -22,7 +22,10 @@ from cluster.settings.config import ClusterSettings
 from cluster.settings.transfer_settings import TRANSPORTS, TransferSettings
 
 # Packages that Tandem requires, and packages that only some transports need.
-_NEEDED = ("torch", "transformers", "grpcio", "protobuf", "redis", "tokenizers", "fastapi", "uvicorn")
+_NEEDED = (
+    *("torch", "transformers", "grpcio", "protobuf", "redis", "tokenizers"),
+    *("fastapi", "uvicorn", "httptools", "uvloop"),
+)
 _OPTIONAL = {
     "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
     "NCCL": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),

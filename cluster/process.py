@@ -38,10 +38,15 @@ class ExitStatus(IntEnum):
     STUCK = 6  # its device, step thread or event loop was blocked: a restart helps
 
 
-def run_process(name: str, main: Callable[[], Coroutine[None, None, None]]) -> int:
+def run_process(
+    name: str,
+    main: Callable[[], Coroutine[None, None, None]],
+    make_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
+) -> int:
     """Run `main` to its end and return the exit status. A known error is one line on stderr, not a stack trace."""
     try:
-        asyncio.run(main())
+        with asyncio.Runner(loop_factory=make_loop) as runner:
+            runner.run(main())
     except KeyboardInterrupt:
         return ExitStatus.OK
     except TandemError as error:

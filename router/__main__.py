@@ -2,6 +2,8 @@
 
 import sys
 
+import uvloop
+
 from cluster.process import announce_ready, exit_process, run_process, stop_requested
 from cluster.settings.config import RouterConfig
 from cluster.settings.config_sources import parse_arguments
@@ -14,4 +16,4 @@ async def _main() -> None:
 
 
 if __name__ == "__main__":
-    exit_process(run_process("router", _main))
+    exit_process(run_process("router", _main, uvloop.new_event_loop))

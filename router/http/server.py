@@ -1,8 +1,8 @@
 """The HTTP server beside the gRPC server, in the same event loop.
 
 It counts connections before any handshake, limits the time of the TLS handshake, and ends every wait for a client: for
-the head of a request, for its body, and for the client to read the response. Owns the listening socket and all
-connections. uvicorn and the app handle the content; the process handles signals.
+the head of a request, for its body, and for the client to read the response. Owns the listening socket and the places
+of connections; connection.py serves each of them, and the process handles signals.
 """
 
 import asyncio
@@ -12,30 +12,19 @@ import ssl
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import uvicorn
-from h11 import IDLE, SEND_BODY
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cluster.errors import ConfigError
 from cluster.observe.telemetry import Telemetry
 from cluster.serving.tls import ClusterTls
+from router.http.connection import HttpConnection, HttpLimits
 from router.http.connection_places import ConnectionPlaces, Place
 from router.running import running
 
 _BACKLOG = 2048
 _PAUSE_S = 0.1  # without descriptors: accepting again at once would only spin
-
-
-@dataclass(frozen=True, slots=True)
-class HttpLimits:
-    """The timeouts of a connection, in seconds."""
-
-    handshake_s: float = 10.0  # from the connection to the end of the TLS handshake
-    head_s: float = 15.0  # from then, or a request's first byte, to the last byte of its head
-    request_s: float = 60.0  # from then to the last byte of a request; from an answer to the next request's first
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,59 +135,6 @@ class AcceptedConnection:
             self.handshake.cancel()
 
 
-ABORT = "tandem.abort"  # in a request's scope: closes its connection without waiting for the client
-
-
-class HttpConnection(H11Protocol):
-    """One HTTP connection, with a timeout for every wait for its client."""
-
-    def __init__(self, *, accepted: AcceptedConnection, limits: HttpLimits, **uvicorns: Any) -> None:
-        super().__init__(**uvicorns)
-        self._accepted, self._limits = accepted, limits
-        self._timer: asyncio.TimerHandle | None = None
-        self._expects_body = False
-        self._is_answered = False  # and nothing has come since
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._accepted.opened(transport)
-        self._set_timer(self._limits.head_s)
-
-    def data_received(self, data: bytes) -> None:
-        if self._is_answered:
-            self._is_answered = False
-            self._accepted.request_begun()
-            self._set_timer(self._limits.head_s)
-        super().data_received(data)
-
-    def handle_events(self) -> None:
-        super().handle_events()
-        if self.conn.their_state is SEND_BODY and not self._expects_body:
-            self._expects_body = True
-            self._set_timer(self._limits.request_s)
-        if self.conn.their_state not in (IDLE, SEND_BODY):
-            self._accepted.request_complete()
-            self._set_timer(None)
-        if self.scope is not None:
-            scope: dict[str, Any] = self.scope  # type: ignore[assignment]
-            scope[ABORT] = self.transport.abort
-
-    def on_response_complete(self) -> None:
-        self._is_answered, self._expects_body = True, False
-        self._set_timer(self._limits.request_s)  # the client may still be taking what was written
-        super().on_response_complete()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._set_timer(None)
-        self._accepted.closed()
-        super().connection_lost(exc)
-
-    def _set_timer(self, delay_s: float | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = None if delay_s is None else self.loop.call_later(delay_s, self.transport.abort)
-
-
 class HttpServer:
     """The server of one router. The constructor binds the port, so that a port in use is reported before anything
     starts."""
@@ -228,6 +164,7 @@ class HttpServer:
             access_log=False,
             lifespan="off",
             server_header=False,
+            ws="none",
             timeout_graceful_shutdown=max(1, round(grace_s)),
         )
         server = _Server(config)

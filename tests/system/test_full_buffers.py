@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 
 import httpx
+import pytest
 
 from cluster.clock import ManualClock
 from router.http.openai_api import build_app
@@ -14,6 +15,7 @@ from router.http.server import HttpServer
 from router.running import running
 from tests.system.router_harness import RouterUnderTest, router_under_test
 
+pytestmark = pytest.mark.uvloop  # the event loop of a router
 _NUM_TOKENS = 900
 _NUM_LOGPROBS = 20
 _WEIGHT = _NUM_TOKENS * (1 + _NUM_LOGPROBS)  # of one answer

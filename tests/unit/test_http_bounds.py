@@ -15,9 +15,11 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.errors import Overloaded
 from cluster.observe.telemetry import Telemetry
+from router.http.connection import HttpLimits
 from router.http.edge import Edge, while_connected
-from router.http.server import HttpLimits, HttpServer
+from router.http.server import HttpServer
 
+pytestmark = pytest.mark.uvloop  # the event loop of a router
 _MAX_BYTES = 10_000
 _HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 _GET = b"GET /v1/x HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"

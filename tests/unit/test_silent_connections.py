@@ -18,9 +18,11 @@ from starlette.types import Receive, Scope, Send
 from cluster.observe.telemetry import Telemetry
 from cluster.serving import serving
 from cluster.serving.serving import _SERVER_OPTIONS
-from router.http.server import HttpLimits, HttpServer
+from router.http.connection import HttpLimits
+from router.http.server import HttpServer
 from tests.certificates import Certificates, make_certificates
 
+pytestmark = pytest.mark.uvloop  # the event loop of a router
 _DEADLINE_S = 60.0
 _BOUND = 5
 _GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"

@@ -1,0 +1,138 @@
+"""What the HTTP connection keeps of a request is bounded, and every request on it is answered, over real sockets."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from cluster.observe.telemetry import Telemetry
+from router.http.connection import HttpLimits, streamed_body
+from router.http.server import HttpServer
+
+pytestmark = pytest.mark.uvloop  # the event loop of a router
+_HEAD = b"POST /a HTTP/1.1\r\nhost: x\r\n"
+_OK = b"HTTP/1.1 200 OK\r\n"
+_DEADLINE_S = 60.0
+_PATIENT = HttpLimits(head_s=600.0, request_s=600.0)  # not the timeouts end these connections
+_ENDLESS_BYTES = 4 << 20  # many reads of the server
+
+
+async def _app(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer with the path and the body, as a stream."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    direct = streamed_body(scope)
+    assert direct is not None
+    direct.write(scope["path"].encode())
+    direct.write(b"=" + body)
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+@asynccontextmanager
+async def _connected(
+    limits: HttpLimits | None = None,
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    server, stop = HttpServer(host="127.0.0.1", port=0, limits=limits), asyncio.Event()
+    serving = asyncio.create_task(server.serve(_app, max_connections=10, telemetry=Telemetry(), stop=stop, grace_s=1.0))
+    server._socket.listen()  # so that the client need not wait for it
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    try:
+        async with asyncio.timeout(_DEADLINE_S):
+            yield reader, writer
+    finally:
+        writer.close()
+        stop.set()
+        async with asyncio.timeout(_DEADLINE_S):
+            await serving
+
+
+async def _response(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+    """Return the status line and the body of a response in chunks."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    body = b""
+    while size := int(await reader.readline(), 16):
+        body += await reader.readexactly(size)
+        await reader.readline()
+    await reader.readline()
+    return head.partition(b"\r\n")[0] + b"\r\n", body
+
+
+async def _until_closed(reader: asyncio.StreamReader) -> None:
+    """Wait until the server has closed the connection; what it had not read resets it."""
+    with contextlib.suppress(ConnectionResetError):
+        await reader.read()
+
+
+async def test_chunks_that_go_directly_to_the_socket_are_between_head_and_end() -> None:
+    async with _connected() as (reader, writer):
+        writer.write(_HEAD + b"content-length: 3\r\n\r\nabc")
+        assert await _response(reader) == (_OK, b"/a=abc")
+
+
+async def test_pipelined_requests_are_answered_in_their_order() -> None:
+    async with _connected() as (reader, writer):
+        writer.write(b"".join(b"GET /%d HTTP/1.1\r\nhost: x\r\n\r\n" % number for number in range(4)))
+        for number in range(4):
+            assert await _response(reader) == (_OK, b"/%d=" % number)
+
+
+async def test_a_request_that_offers_an_upgrade_is_answered_and_so_is_the_next_one() -> None:
+    upgrade = b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
+    async with _connected() as (reader, writer):
+        for _ in range(2):
+            writer.write(_HEAD + upgrade + b"content-length: 3\r\n\r\nabc")
+            assert await _response(reader) == (_OK, b"/a=abc")
+
+
+@pytest.mark.parametrize(
+    "beginning",
+    [
+        b"GET /",
+        _HEAD + b"x: ",
+        _HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\na\r\n0\r\nx: ",
+        _HEAD + b"transfer-encoding: chunked\r\n\r\n1;",
+    ],
+    ids=["path", "header", "trailer", "chunk extension"],
+)
+async def test_an_endless_part_of_a_request_is_refused(beginning: bytes) -> None:
+    async with _connected(_PATIENT) as (reader, writer):
+        writer.write(beginning + b"a" * _ENDLESS_BYTES)
+        await _until_closed(reader)
+
+
+async def test_endless_headers_are_refused() -> None:
+    async with _connected(_PATIENT) as (reader, writer):
+        writer.write(_HEAD + b"x: 12345678\r\n" * (_ENDLESS_BYTES // 10))
+        await _until_closed(reader)
+
+
+async def test_a_head_above_16_kib_is_refused_with_status_400() -> None:
+    async with _connected(_PATIENT) as (reader, writer):
+        writer.write(_HEAD + b"x: 12345678\r\n" * 2000 + b"\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 Bad Request\r\n")
+
+
+async def test_a_large_body_in_small_chunks_is_accepted() -> None:
+    async with _connected() as (reader, writer):
+        writer.write(_HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 20_000 + b"0\r\n\r\n")
+        assert await _response(reader) == (_OK, b"/a=" + b"a" * 20_000)
+
+
+async def test_a_connection_with_too_many_pipelined_requests_is_closed() -> None:
+    async with _connected() as (reader, writer):
+        writer.write(b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n" * 20)
+        assert (await reader.read()).count(_OK) < 20
+
+
+async def test_a_client_that_sends_half_of_a_pipelined_request_times_out() -> None:
+    async with _connected(HttpLimits(head_s=0.3, request_s=0.3)) as (reader, writer):
+        writer.write(b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n" + _HEAD)
+        assert await _response(reader) == (_OK, b"/a=")
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
+            await _response(reader)
