@@ -2,6 +2,7 @@
 
 import asyncio
 import hmac
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
@@ -58,7 +59,6 @@ class WriteTimeout:
         call.cancel()
 
 
-# gRPC ends a call at the client's deadline without a message. The router ends it slightly earlier and names the phase.
 _EARLY_SHARE, _EARLY_MAX_S = 0.1, 0.25
 _LOOK_AGAIN_S = 1.0
 _LEAST_KEEPALIVE_INTERVAL_S = 0.1
@@ -92,8 +92,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         keepalive_interval_s = _keepalive_interval_s(context)
         await self._send_metadata(context, keepalive_interval_s)
-        left_s = context.time_remaining()
-        timeout_s = None if left_s is None else left_s - min(_EARLY_MAX_S, left_s * _EARLY_SHARE)
+        timeout_s = _timeout_s(context.time_remaining())
         client = client_of(_authorization(context)) if self._asks_for_keys else b""
         asked = generate_request_from_wire(request, timeout_s, keepalive_interval_s, client)
         async with aclosing(self._pipeline.generate(asked)) as outputs:
@@ -238,6 +237,18 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     def _response(self, members: Iterable[admin_pb2.MemberStatus]) -> admin_pb2.StatusResponse:
         target = target_to_wire(self._scaling.target)
         return admin_pb2.StatusResponse(members=members, live_requests=len(self._pipeline.live_requests), target=target)
+
+
+def _timeout_s(left_s: float | None) -> float | None:
+    """Return the timeout of a call with this time to its deadline; None if it has no deadline.
+
+    gRPC ends a call at the client's deadline without a message, so the router ends it slightly earlier and names the
+    phase. gRPC transmits the time to the deadline with three digits, rounded up: 600.4 s arrive as 601 s.
+    """
+    if left_s is None or left_s <= 0.0:
+        return left_s
+    rounding_s = 10.0 ** (math.floor(math.log10(left_s)) - 2)
+    return left_s - rounding_s - min(_EARLY_MAX_S, left_s * _EARLY_SHARE)
 
 
 def _keepalive_interval_s(context: _Context) -> float | None:

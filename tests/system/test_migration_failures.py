@@ -14,7 +14,7 @@ from cluster.errors import (
     WorkerTooSmall,
 )
 from tests.system.migration_stage import KEPT, MOVED, NOTHING, all_cancelled, none_frozen, stage
-from tests.system.router_harness import ask
+from tests.system.router_harness import ask, pass_time
 
 
 @pytest.mark.parametrize(
@@ -72,10 +72,14 @@ async def test_the_death_of_the_target_while_it_pulls_keeps_the_sequence_at_the_
 
 
 async def test_a_target_that_does_not_start_in_time_is_abandoned_and_its_job_cancelled() -> None:
-    async with stage(migration_timeout_s=0.3) as on, on.streaming(request := ask(max_tokens=20)) as answering:
+    async with stage(migration_timeout_s=15.0) as on, on.streaming(request := ask(max_tokens=20)) as answering:
         await on.joined()
         on.target.transfer.close()
-        assert await on.migrate() == KEPT
+        moving = asyncio.create_task(on.router.migrations.migrate("d0", "", 0))
+        async with asyncio.timeout(10):
+            await on.target.transfer.reached.wait()
+        pass_time(15.0)
+        assert await moving == KEPT
         async with asyncio.timeout(10):
             await on.target.cancelled.wait()
         on.target.transfer.open()  # it wakes up too late: the router has abandoned the move
@@ -140,7 +144,7 @@ async def test_a_thaw_that_fails_is_an_ordinary_failover() -> None:
 
 
 async def test_lost_tokens_end_the_move_in_time() -> None:
-    async with stage(migration_timeout_s=0.3) as on, on.streaming(request := ask(max_tokens=20)) as answering:
+    async with stage(migration_timeout_s=10.0) as on, on.streaming(request := ask(max_tokens=20)) as answering:
         await on.joined()
         on.source.voice.close()
         on.source.pause_at = 9
@@ -148,7 +152,11 @@ async def test_lost_tokens_end_the_move_in_time() -> None:
         on.source.resumed = asyncio.Event()
         await on.source.until(lambda: [p.index for p in on.source.progress.values()] == [9])
         on.source.lose_messages()
-        assert await on.migrate() == KEPT
+        moving = asyncio.create_task(on.router.migrations.migrate("d0", "", 0))
+        await on.source.until(lambda: bool(on.source.frozen))
+        await on.router.fleet.connected_peer(on.source.id).inspect()  # it follows the freeze's answer
+        pass_time(10.0)
+        assert await moving == KEPT
         answer = await on.complete(answering, request)
         assert answer.summary.ledger.reasons == ("decode_worker_lost",)
 
@@ -177,10 +185,13 @@ async def test_a_client_that_leaves_during_the_move_frees_both_workers(where: st
 
 
 async def test_a_deadline_that_passes_during_a_move_is_named() -> None:
-    async with stage() as on, on.streaming(ask(max_tokens=20, timeout_s=1.0)) as answering:
+    async with stage() as on, on.streaming(ask(max_tokens=20, timeout_s=15.0)) as answering:
         await on.joined()
         on.target.transfer.close()
-        moving = on.migrating()
+        moving = asyncio.create_task(on.router.migrations.migrate("d0", "", 0))
+        async with asyncio.timeout(10):
+            await on.target.transfer.reached.wait()
+        pass_time(15.0)
         with pytest.raises(DeadlineExceeded, match="in phase transfer"):
             await answering
         assert await moving == NOTHING

@@ -1,8 +1,10 @@
 """The router's gRPC face as a client meets it: statuses, reasons, keys, limits, and what operators ask."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import pytest
@@ -18,7 +20,7 @@ from router.grpc_api.service import AdminService, ApiKeyInterceptor, InferenceSe
 from tandem.enum_words import MEMBER_ROLES
 from tandem.keepalive import KEEPALIVE_KEY
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
-from tests.system.router_harness import PROMPT, RouterUnderTest, ask, expected_tokens, router_under_test
+from tests.system.router_harness import PROMPT, RouterUnderTest, ask, expected_tokens, pass_time, router_under_test
 
 _MAX_MESSAGE_BYTES = 100_000
 
@@ -79,6 +81,11 @@ async def collect(
 ) -> list[inference_pb2.GenerateResponse]:
     stub = inference_pb2_grpc.InferenceStub(channel)
     return [response async for response in stub.Generate(request, **{"timeout": 20, **options})]
+
+
+async def read_to_the_end(call: "grpc.aio.UnaryStreamCall[Any, Any]") -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
 
 
 def reason_of(error: grpc.aio.AioRpcError) -> str:
@@ -196,14 +203,23 @@ async def test_a_refusal_for_overload_has_a_retry_time() -> None:
         await first
 
 
-async def test_a_passed_deadline_is_reported_with_the_phase() -> None:
-    async with served() as (router, channel):
+@pytest.mark.parametrize("timeout_s", [12.0, 150.2, 1001.0])
+async def test_a_passed_deadline_is_reported_with_the_phase(timeout_s: float) -> None:
+    """The router's own deadline is a little before the client's, at which gRPC ends the call without a reason. gRPC
+    transmits the client's rounded up by as much as a hundredth."""
+    async with served(silence_s=10 * timeout_s) as (router, channel):
         decode = await router.add_decode("d0")
         await router.connected()
-        decode.pause_at = 1
+        decode.pause_at = 3
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(generate_request(), timeout=timeout_s)
+        while not (await call.read()).deltas:
+            pass
+        pass_time(timeout_s)
         with pytest.raises(grpc.aio.AioRpcError, match="in phase decode") as late:
-            await collect(channel, generate_request(), timeout=3.0)
+            await read_to_the_end(call)
         assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        own = re.search(r"the request's ([0-9.]+) s passed", str(late.value.details()))
+        assert own is not None and 0.98 * timeout_s - 0.25 < float(own[1]) < timeout_s - 0.2
         async with asyncio.timeout(10):
             await decode.cancelled.wait()
 
@@ -297,8 +313,7 @@ async def test_an_operator_sees_every_live_request_its_phase_and_its_workers() -
         assert (listed.prefill_member, listed.decode_member) == (str(prefill.id), str(decode.id))
         assert listed.age_s > 0 and not listed.reasons
         decode.resumed.set()
-        while await call.read() is not grpc.aio.EOF:
-            pass
+        await read_to_the_end(call)
         assert not (await admin.Requests(admin_pb2.RequestsRequest(), timeout=5)).requests
 
 

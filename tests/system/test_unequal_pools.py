@@ -20,6 +20,7 @@ from tests.system.router_harness import (
     answer_to,
     ask,
     expected_tokens,
+    pass_time,
     router_under_test,
 )
 from tests.system.scripted_decode import ScriptedDecode
@@ -81,7 +82,9 @@ async def test_a_stream_waits_for_a_large_enough_worker_and_continues() -> None:
 
 
 async def test_a_stream_without_a_large_worker_ends_by_that_reason_at_its_deadline() -> None:
-    async with _interrupted(ask(timeout_s=3.0)) as (_, small, answering):
+    async with _interrupted(ask(timeout_s=15.0)) as (router, small, answering):
+        await _waits(router)
+        pass_time(15.0)
         with pytest.raises(NoWorkerLargeEnough, match=r"4 \+ max_tokens 8 = 12 tokens.* 1 decode worker.*holds 9"):
             async with asyncio.timeout(10):
                 await answering
@@ -232,8 +235,11 @@ async def test_a_client_never_sees_a_workers_own_refusal(side: str) -> None:
         decode.refusals = [WorkerTooSmall("its pool is smaller") for _ in range(9)]
         if side == "prefill":
             prefill.refusals = [WorkerTooSmall("its pool is smaller") for _ in range(9)]
+        answering = asyncio.create_task(answer_to(router, ask(timeout_s=15.0)))
+        await _waits(router)
+        pass_time(15.0)
         with pytest.raises(NoWorkerLargeEnough, match=r"prompt 4 \+ max_tokens 8"):
-            await answer_to(router, ask(timeout_s=1.5))
+            await answering
 
 
 async def test_a_prompt_that_no_prefill_worker_can_hold_is_prefilled_by_a_decode_worker() -> None:

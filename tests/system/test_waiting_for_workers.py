@@ -11,7 +11,14 @@ import pytest
 
 from cluster.observe.telemetry import Telemetry
 from router.http.openai_api import build_app
-from tests.system.router_harness import RouterUnderTest, answer_to, ask, expected_tokens, router_under_test
+from tests.system.router_harness import (
+    RouterUnderTest,
+    answer_to,
+    ask,
+    expected_tokens,
+    pass_time,
+    router_under_test,
+)
 from tests.system.test_router_service import collect, generate_request, reason_of, served
 
 
@@ -72,10 +79,13 @@ async def test_a_request_waits_again_after_its_only_decode_worker_left() -> None
 
 
 async def test_the_deadline_of_a_request_that_waits_names_the_phase_on_both_surfaces() -> None:
-    async with served(request_timeout_s=0.3) as (router, channel), _http(router) as http:
+    async with served(request_timeout_s=15.0) as (router, channel), _http(router) as http:
         over_http = asyncio.create_task(http.post("/v1/completions", json=_question()))
+        over_grpc = asyncio.create_task(collect(channel, generate_request(), timeout=15.0))
+        await _waiting(router, 2)
+        pass_time(15.0)
         with pytest.raises(grpc.aio.AioRpcError, match="in phase admit") as refused:
-            await collect(channel, generate_request(), timeout=2.5)
+            await over_grpc
         assert reason_of(refused.value) == "deadline_exceeded"
         refusal = await over_http
         assert refusal.status_code == 408
