@@ -86,9 +86,9 @@ class UnsupportedField(InvalidRequest):
 class InvalidGrammar(InvalidRequest):
     reason = "invalid_grammar"
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
         """`param`: the field of the request that holds the grammar."""
-        super().__init__(message)
+        super().__init__(message, retry_after_s=retry_after_s)
         self.param = param
 
 
