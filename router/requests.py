@@ -154,6 +154,7 @@ class Accepted:
     sampling: SamplingParams
     max_tokens: int
     acceptance: bytes  # of router/request/request_acceptance.py
+    num_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

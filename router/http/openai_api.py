@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from cluster.errors import TandemError
 from cluster.observe.telemetry import CONTENT_TYPE, Telemetry
@@ -22,6 +22,16 @@ from router.http.openai_errors import error_response, invalid_body, json_bytes, 
 from router.http.openai_responses import ChatShape, CompletionShape, Envelope, Shape
 from router.http.openai_schema import ChatCompletionRequest, CompletionRequest, SloHeaders
 from router.http.openai_stream import EventStream, Generates, WholeResponse
+from router.http.openapi import answers, complete_document, generation_responses, refusals
+from router.http.openapi_bodies import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    CompletionChunk,
+    Model,
+    ModelList,
+    Status,
+)
 from router.request.live_requests import LiveRequests
 from router.request.validation import check_model
 from router.text.model_files import ModelInfo
@@ -62,20 +72,30 @@ def build_app(
     _add_generation(app, pipeline, live_requests, tokenization)
     _add_models(app, tokenization.model_info)
     _add_operations(app, telemetry, ready)
+    events = (CompletionChunk, ChatCompletionChunk)
+    complete_document(app, tokenization.model_info, events=events, asks_for_key=bool(api_key))
     return app
 
 
 def _add_generation(app: FastAPI, pipeline: Generates, live_requests: LiveRequests, tokenization: Tokenization) -> None:
     model = tokenization.model_info.name
 
-    @app.post("/v1/completions", summary="Continues one or more prompts")
+    @app.post(
+        "/v1/completions",
+        summary="Continues one or more prompts",
+        responses=generation_responses(Completion, CompletionChunk),
+    )
     async def completions(body: CompletionRequest, slo: _SloHeaders, request: Request) -> Response:
-        shape = CompletionShape(tokenization, body.return_token_ids)
+        shape = CompletionShape(tokenization, body.return_token_ids, body.return_tokens_as_token_ids)
         return await answer(body, slo, request, shape, ("cmpl", "text_completion", "text_completion"))
 
-    @app.post("/v1/chat/completions", summary="Continues a conversation")
+    @app.post(
+        "/v1/chat/completions",
+        summary="Continues a conversation",
+        responses=generation_responses(ChatCompletion, ChatCompletionChunk),
+    )
     async def chat_completions(body: ChatCompletionRequest, slo: _SloHeaders, request: Request) -> Response:
-        shape = ChatShape(tokenization, body.return_token_ids)
+        shape = ChatShape(tokenization, body.return_token_ids, body.return_tokens_as_token_ids)
         names = "chatcmpl", "chat.completion", "chat.completion.chunk"
         return await answer(body, slo, request, shape, names)
 
@@ -87,10 +107,18 @@ def _add_generation(app: FastAPI, pipeline: Generates, live_requests: LiveReques
         names: tuple[str, str, str],
     ) -> Response:
         prefix, kind, chunk_kind = names
-        label: str = request.state.request_id
+        label: str = body.request_id or request.state.request_id
         requests = slo.apply(body.requests(label))
-        created, include_usage = int(time.time()), body.stream_options.include_usage
-        envelope = Envelope(f"{prefix}-{label}", model, created, kind, chunk_kind, include_usage)
+        options = body.stream_options
+        envelope = Envelope(
+            f"{prefix}-{label}",
+            model,
+            int(time.time()),
+            kind,
+            chunk_kind,
+            options.include_usage,
+            options.include_usage and options.continuous_usage_stats,
+        )
         if body.stream:
             return EventStream(pipeline, requests, shape, envelope)
         return WholeResponse(pipeline, live_requests, requests, shape, envelope)
@@ -106,26 +134,26 @@ def _add_models(app: FastAPI, model: ModelInfo) -> None:
         "max_model_len": model.max_model_len,
     }
 
-    @app.get("/v1/models", summary="The model that is served")
+    @app.get("/v1/models", summary="The model that is served", responses=answers(ModelList))
     async def models() -> Response:
         return _json({"object": "list", "data": [entry]})
 
-    @app.get("/v1/models/{name:path}", summary="One model by name")
+    @app.get("/v1/models/{name:path}", summary="One model by name", responses=answers(Model) | refusals(404))
     async def one_model(name: str) -> Response:
         check_model(name, model)
         return _json(entry)
 
 
 def _add_operations(app: FastAPI, telemetry: Telemetry, ready: Callable[[], bool]) -> None:
-    @app.get("/health", summary="This process answers")
+    @app.get("/health", summary="This process answers", responses=answers(Status))
     async def health() -> Response:
         return _json({"status": "alive"})
 
-    @app.get("/ready", summary="A request would succeed now; 503 while not")
+    @app.get("/ready", summary="A request would succeed now; 503 while not", responses=answers(Status, 200, 503))
     async def readiness() -> Response:
         return _json({"status": "ready"}) if ready() else _json({"status": "not ready"}, status=503)
 
-    @app.get("/metrics", summary="Figures for Prometheus")
+    @app.get("/metrics", summary="Figures for Prometheus", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(telemetry.render(), media_type=CONTENT_TYPE)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from cluster.messages import TokenLogprobs
-from router.requests import ChoiceDelta, Usage
+from router.requests import ChoiceDelta, Output, Usage
 from router.text.text_stream import TextStream
 from router.text.tokenization import Tokenization
 
@@ -38,10 +38,13 @@ class Envelope:
     object: str
     chunk_object: str
     include_usage: bool
+    continuous_usage: bool = False  # with include_usage: every chunk has the usage so far
 
-    def chunk(self, choices: list[Json]) -> Json:
+    def chunk(self, choices: list[Json], so_far: Usage | None = None) -> Json:
         body = self._body(self.chunk_object, choices)
-        return body | {"usage": None} if self.include_usage else body
+        if not self.include_usage:
+            return body
+        return body | {"usage": usage_body(so_far) if so_far is not None else None}
 
     def usage_chunk(self, usage: Usage) -> Json:
         return self._body(self.chunk_object, []) | {"usage": usage_body(usage)}
@@ -51,6 +54,18 @@ class Envelope:
 
     def _body(self, kind: str, choices: list[Json]) -> Json:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+
+class UsageSoFar:
+    """The usage of a stream's requests until now. Cached tokens are known at the end only."""
+
+    def __init__(self) -> None:
+        self.usage = Usage(0, 0)
+
+    def add(self, output: Output) -> None:
+        more_prompt = output.accepted.num_prompt_tokens if output.accepted is not None else 0
+        more_output = sum(len(delta.token_ids) for delta in output.deltas)
+        self.usage = Usage(self.usage.prompt_tokens + more_prompt, self.usage.completion_tokens + more_output)
 
 
 def usage_body(usage: Usage) -> Json:
@@ -66,6 +81,7 @@ def usage_body(usage: Usage) -> Json:
 class ChatShape:
     tokenization: Tokenization
     return_token_ids: bool
+    names_token_ids: bool = False  # in logprobs, instead of texts
     _begun: set[int] = field(default_factory=set)
 
     def chunks(self, delta: ChoiceDelta) -> Iterator[Json]:
@@ -99,13 +115,17 @@ class ChatShape:
 
     def _token(self, token_id: int, logprob: float) -> Json:
         as_bytes = list(self.tokenization.token_bytes(token_id)) if self.tokenization.model_info.has_tokenizer else None
-        return {"token": token_name(self.tokenization, token_id), "logprob": logprob, "bytes": as_bytes}
+        return {"token": self._name(token_id), "logprob": logprob, "bytes": as_bytes}
+
+    def _name(self, token_id: int) -> str:
+        return token_name(self.tokenization, token_id, as_id=self.names_token_ids)
 
 
 @dataclass(slots=True)
 class CompletionShape:
     tokenization: Tokenization
     return_token_ids: bool
+    names_token_ids: bool = False  # in logprobs, instead of texts
     _offsets: dict[int, "_Offsets"] = field(default_factory=dict)
 
     def chunks(self, delta: ChoiceDelta) -> Iterator[Json]:
@@ -137,7 +157,7 @@ class CompletionShape:
             self._offsets[choice] = _Offsets(self.tokenization.text_stream((), 0))
         offsets = self._offsets[choice]
         return {
-            "tokens": [token_name(self.tokenization, position.token_id) for position in positions],
+            "tokens": [self._name(position.token_id) for position in positions],
             "token_logprobs": [position.logprob for position in positions],
             "top_logprobs": [self._top(position) for position in positions],
             "text_offset": [offsets.next(position.token_id) for position in positions],
@@ -145,8 +165,11 @@ class CompletionShape:
 
     def _top(self, position: TokenLogprobs) -> dict[str, float]:
         """Return the most likely tokens, and the chosen one if it is not among them."""
-        logprobs = {token_name(self.tokenization, token_id): logprob for token_id, logprob in position.top}
-        return logprobs | {token_name(self.tokenization, position.token_id): position.logprob}
+        logprobs = {self._name(token_id): logprob for token_id, logprob in position.top}
+        return logprobs | {self._name(position.token_id): position.logprob}
+
+    def _name(self, token_id: int) -> str:
+        return token_name(self.tokenization, token_id, as_id=self.names_token_ids)
 
 
 class _Offsets:
@@ -162,10 +185,10 @@ class _Offsets:
         return offset
 
 
-def token_name(tokenization: Tokenization, token_id: int) -> str:
-    """Return the token's text. Bytes that are no valid text alone give `bytes:\\xe2`, and models without a tokenizer
-    `token_id:7`."""
-    if not tokenization.model_info.has_tokenizer:
+def token_name(tokenization: Tokenization, token_id: int, *, as_id: bool = False) -> str:
+    """Return the token's text. Bytes that are no valid text alone give `bytes:\\xe2`. With `as_id`, and for models
+    without a tokenizer, return `token_id:7`."""
+    if as_id or not tokenization.model_info.has_tokenizer:
         return f"token_id:{token_id}"
     as_bytes = tokenization.token_bytes(token_id)
     try:

@@ -4,22 +4,24 @@ No field is ignored: a field that Tandem does not support is refused by name, un
 behaviour. The pipeline, which gRPC shares, checks the ranges.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    FailFast,
-    Field,
-    PlainValidator,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, FailFast, Field, PlainValidator, WithJsonSchema, field_validator
 
 from cluster.errors import InvalidRequest
+from router.http.openapi import TOKEN_IDS
+from router.http.strict_body import NeutralValues, StrictBody
+from router.request.validation import (
+    MAX_CACHE_SALT_CHARACTERS,
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    MAX_REQUEST_ID_CHARACTERS,
+    MAX_STOP_STRING_CHARACTERS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
 from router.requests import (
     ChatMessage,
     ChatPrompt,
@@ -33,36 +35,72 @@ from router.requests import (
 
 MAX_PROMPTS = 128
 MAX_MESSAGES = 2048
-_MAX_FIELDS = 128  # of one object; checking a million would block the event loop
 _MAX_LISTED = 4096
+_LEAST_MS = 0.001  # of a latency target
 
-# Fields of other servers that Tandem does not have, with the values (besides null) that ask for nothing.
-_ASKS_FOR_NOTHING: Mapping[str, tuple[object, ...]] = {
+# Fields of OpenAI's and vLLM's published protocols that Tandem does not have, with the values (besides null) that ask
+# for nothing.
+_ASKS_FOR_NOTHING: NeutralValues = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "watermarking": (False,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "truncation_side": (),
+    "prompt_logprobs": (),
+    "logprob_token_ids": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "structured_outputs": (),
+    "thinking_token_budget": (-1,),
+    "routed_experts_prompt_start": (0,),
+    "return_token_offsets": (False,),
+    "kv_transfer_params": ({},),
+    "ec_transfer_params": ({},),
+    "vllm_xargs": ({},),
+    "repetition_detection": (),
+    "stream_interval": (1,),
+}
+_COMPLETION_ASKS_FOR_NOTHING: NeutralValues = {
+    **_ASKS_FOR_NOTHING,
+    "echo": (False,),
+    "suffix": ("",),
+    "best_of": (1,),
+    "prompt_embeds": (),
+    "add_special_tokens": (True,),
+}
+_CHAT_ASKS_FOR_NOTHING: NeutralValues = {
+    **_ASKS_FOR_NOTHING,
+    "echo": (False,),
     "modalities": (["text"],),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "parallel_tool_calls": (),
     "reasoning_effort": ("none",),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "audio": (),
     "prediction": (),
     "web_search_options": (),
-    "store": (False,),
-    "metadata": ({},),
-    "echo": (False,),
-    "suffix": ("",),
-    "best_of": (),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
+    "add_special_tokens": (False,),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "return_prompt_text": (False,),
+    "include_reasoning": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
 }
-_MESSAGE_ASKS_FOR_NOTHING: Mapping[str, tuple[object, ...]] = {
+_MESSAGE_ASKS_FOR_NOTHING: NeutralValues = {
     "name": (),
     "refusal": (),
     "audio": (),
@@ -73,30 +111,9 @@ _MESSAGE_ASKS_FOR_NOTHING: Mapping[str, tuple[object, ...]] = {
 }
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-    asks_for_nothing: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_what_asks_for_nothing(cls, data: object) -> object:
-        if not isinstance(data, dict):
-            return data
-        if len(data) > _MAX_FIELDS:
-            raise ValueError(f"an object has {len(data)} fields; at most {_MAX_FIELDS} are looked at")
-        return {name: value for name, value in data.items() if not cls._is_nothing(name, value)}
-
-    @classmethod
-    def _is_nothing(cls, name: object, value: object) -> bool:
-        if name in cls.model_fields:
-            return value is None
-        neutral = cls.asks_for_nothing.get(name) if isinstance(name, str) else None
-        # `True == 1` in Python: a boolean is nothing only where a boolean is named.
-        return neutral is not None and (value is None or any(value == n and type(value) in _alike(n) for n in neutral))
-
-
-def _alike(neutral: object) -> tuple[type, ...]:
-    return (int, float) if type(neutral) is int else (type(neutral),)
+def _range(minimum: float | None = None, maximum: float | None = None) -> dict[str, Any]:
+    """Return the range of a number for the JSON schema. The pipeline checks it, with a message that says more."""
+    return {name: value for name, value in (("minimum", minimum), ("maximum", maximum)) if value is not None}
 
 
 def _one_or_more(value: object) -> object:
@@ -124,26 +141,51 @@ def _bounded(prompts: list[Prompt]) -> list[Prompt]:
     return prompts
 
 
+_TOKEN_IDS = {"title": TOKEN_IDS, "type": "array", "items": {"type": "integer", "minimum": 0}}
 _PROMPT_SCHEMA: dict[str, Any] = {
     "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}},
-        {"type": "array", "items": {"type": "integer"}},
-        {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+        {"type": "string", "minLength": 1},
+        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MAX_PROMPTS},
+        _TOKEN_IDS | {"minItems": 1},
+        {"type": "array", "items": _TOKEN_IDS | {"minItems": 1}, "minItems": 1, "maxItems": MAX_PROMPTS},
     ]
 }
+_STOP_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string", "minLength": 1, "maxLength": MAX_STOP_STRING_CHARACTERS},
+        {
+            "type": "array",
+            "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_STRING_CHARACTERS},
+            "maxItems": MAX_STOP_STRINGS,
+        },
+    ]
+}
+_NO_EFFECT: Any = Field(None, description="accepted; changes nothing")
 
 
-class StreamOptions(_Strict):
-    include_usage: bool = False
+class StreamOptions(StrictBody):
+    asks_for_nothing: ClassVar[NeutralValues] = {"include_obfuscation": (False,)}
+
+    include_usage: bool = Field(default=False, description="a last chunk with the usage and no choices")
+    continuous_usage_stats: bool = Field(
+        default=False, description="with include_usage: every chunk has the usage so far"
+    )
 
 
-class TextPart(_Strict):
+class TextPart(StrictBody):
     type: Literal["text"]
     text: str
 
 
-class Message(_Strict):
+_CONTENT_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": TextPart.model_json_schema(), "maxItems": MAX_MESSAGES},
+    ]
+}
+
+
+class Message(StrictBody):
     """One message of a chat. `content` may be a list of text parts, which are joined by newlines."""
 
     asks_for_nothing = _MESSAGE_ASKS_FOR_NOTHING
@@ -154,6 +196,7 @@ class Message(_Strict):
         Field(max_length=MAX_MESSAGES),
         FailFast(),
         BeforeValidator(lambda v: [TextPart(type="text", text=v)] if isinstance(v, str) else v),
+        WithJsonSchema(_CONTENT_SCHEMA),
     ]
 
     def value(self) -> ChatMessage:
@@ -166,12 +209,12 @@ class SloHeaders(BaseModel):
 
     x_slo_ttft_ms: float | None = Field(
         None,
-        gt=0,
+        ge=_LEAST_MS,
         allow_inf_nan=False,
         description="refuse the request at once if its first token is predicted later than this many milliseconds",
     )
     x_slo_tpot_ms: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="the same for the mean time between the tokens of a choice"
+        None, ge=_LEAST_MS, allow_inf_nan=False, description="the same for the mean time between the tokens of a choice"
     )
 
     def apply(self, requests: Sequence[GenerateRequest]) -> list[GenerateRequest]:
@@ -179,44 +222,79 @@ class SloHeaders(BaseModel):
         return [replace(request, slo_ttft_s=ttft_s, slo_tpot_s=tpot_s) for request in requests]
 
 
-class _Request(_Strict):
+class _Request(StrictBody):
     """The fields of both endpoints. Unset sampling fields default to the model's generation_config.json."""
 
-    asks_for_nothing = _ASKS_FOR_NOTHING
     default_max_tokens: ClassVar[int | None] = None
 
     model: str = Field("", description="the name that /v1/models lists; empty: that one")
-    n: int = Field(1, description="continuations of each prompt")
+    n: int = Field(1, description="continuations of each prompt", json_schema_extra=_range(1, MAX_CHOICES))
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
-    max_tokens: int | None = None
-    temperature: float | None = Field(None, description="0 is greedy; up to 2")
-    top_p: float | None = Field(None, description="above 0, at most 1")
-    seed: int | None = Field(None, description="same seed, same prompt, same tokens")
-    stop: Annotated[list[str], Field(max_length=_MAX_LISTED), FailFast(), BeforeValidator(_one_or_more)] = Field(
-        [], description="a string, or up to 16"
+    stream_options: StreamOptions = Field(StreamOptions(), description="without stream it changes nothing")
+    max_tokens: int | None = Field(None, json_schema_extra=_range(1))
+    temperature: float | None = Field(None, description="0 is greedy; up to 2", json_schema_extra=_range(0, 2))
+    top_p: float | None = Field(
+        None, description="above 0, at most 1", json_schema_extra={"exclusiveMinimum": 0, "maximum": 1}
     )
-    user: str | None = Field(None, description="accepted; changes nothing")
+    seed: int | None = Field(
+        None, description="same seed, same prompt, same tokens", json_schema_extra=_range(0, (1 << 64) - 1)
+    )
+    stop: Annotated[
+        list[str],
+        Field(max_length=_MAX_LISTED),
+        FailFast(),
+        BeforeValidator(_one_or_more),
+        WithJsonSchema(_STOP_SCHEMA),
+    ] = Field([], description="a string, or up to 16")
     service_tier: Literal["auto", "default", "flex"] = Field(
         "auto", description="flex: uses only capacity that no other request needs"
     )
     # Fields that vLLM's clients send beyond OpenAI's.
-    top_k: int | None = Field(None, description="0 or -1 keeps all tokens")
-    min_p: float | None = Field(None, description="drops tokens less likely than this share of the likeliest")
-    min_tokens: int = Field(0, description="no end before this many tokens")
-    ignore_eos: bool = Field(False, description="go on past the model's own end")
-    stop_token_ids: Annotated[list[int], FailFast()] = Field(
-        [], description="token ids that end the text like EOS", max_length=_MAX_LISTED
+    top_k: int | None = Field(None, description="0 or -1 keeps all tokens", json_schema_extra=_range(-1, (1 << 32) - 1))
+    min_p: float | None = Field(
+        None, description="drops tokens less likely than this share of the likeliest", json_schema_extra=_range(0, 1)
     )
-    cache_salt: str = Field("", description="prompts share KV with those of the same salt only")
-    priority: int = Field(0, description="lower goes first, if the workers' scheduling policy uses priorities")
+    min_tokens: int = Field(0, description="no end before this many tokens", json_schema_extra=_range(0))
+    ignore_eos: bool = Field(False, description="go on past the model's own end")
+    stop_token_ids: Annotated[
+        list[int],
+        Field(max_length=_MAX_LISTED),
+        FailFast(),
+        WithJsonSchema(_TOKEN_IDS | {"maxItems": MAX_STOP_TOKEN_IDS}),
+    ] = Field([], description="token ids that end the text like EOS")
+    cache_salt: str = Field(
+        "",
+        description="prompts share KV with those of the same salt only",
+        json_schema_extra={"maxLength": MAX_CACHE_SALT_CHARACTERS},
+    )
+    priority: int = Field(
+        0,
+        description="lower goes first, if the workers' scheduling policy uses priorities",
+        json_schema_extra=_range(-(1 << 31), (1 << 31) - 1),
+    )
     return_token_ids: bool = Field(False, description="adds token_ids to every choice")
+    return_tokens_as_token_ids: bool = Field(False, description="names tokens in logprobs token_id:7")
+    request_id: str = Field(
+        "",
+        description="names the request in its answer's id and in logs, in place of the header x-request-id",
+        json_schema_extra={"maxLength": MAX_REQUEST_ID_CHARACTERS, "pattern": "^[ -~]*$"},
+    )
+    # Fields that are accepted and change nothing.
+    user: str | None = _NO_EFFECT
+    safety_identifier: str | None = _NO_EFFECT
+    prompt_cache_key: str | None = _NO_EFFECT
+    prompt_cache_retention: str | None = _NO_EFFECT
+    session_id: str | None = _NO_EFFECT
+    metadata: dict[str, str] | None = _NO_EFFECT
+    store: Literal[False] | None = _NO_EFFECT
+    return_mm_kwargs: bool | None = _NO_EFFECT
 
-    @model_validator(mode="after")
-    def _stream_options_need_a_stream(self) -> Self:
-        if self.stream_options.include_usage and not self.stream:
-            raise ValueError("stream_options needs stream")
-        return self
+    @field_validator("request_id")
+    @classmethod
+    def _request_id_is_a_header(cls, value: str) -> str:
+        if len(value) > MAX_REQUEST_ID_CHARACTERS or not (value.isascii() and (not value or value.isprintable())):
+            raise ValueError(f"must be at most {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters")
+        return value
 
     def request(self, prompt: Prompt, label: str, *, max_tokens: int | None, logprobs: int | None) -> GenerateRequest:
         """Return the request for the pipeline. The router chooses its request id."""
@@ -250,10 +328,15 @@ class _Request(_Strict):
 class CompletionRequest(_Request):
     """The body of /v1/completions. Choices are numbered over all prompts: prompt i has i * n to i * n + n - 1."""
 
+    asks_for_nothing = _COMPLETION_ASKS_FOR_NOTHING
     default_max_tokens = 16  # OpenAI's own
 
     prompt: Annotated[list[Prompt], PlainValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
-    logprobs: int | None = Field(None, description="log-probabilities of each token and of this many likeliest ones")
+    logprobs: int | None = Field(
+        None,
+        description="log-probabilities of each token and of this many likeliest ones",
+        json_schema_extra=_range(0, MAX_LOGPROBS),
+    )
 
     def requests(self, label: str) -> list[GenerateRequest]:
         """Return one request per prompt. With several prompts each label gets the number of its prompt appended."""
@@ -267,14 +350,21 @@ class CompletionRequest(_Request):
 class ChatCompletionRequest(_Request):
     """The body of /v1/chat/completions."""
 
+    asks_for_nothing = _CHAT_ASKS_FOR_NOTHING
+
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_completion_tokens: int | None = Field(None, description="the newer name of max_tokens")
+    max_completion_tokens: int | None = Field(
+        None, description="the newer name of max_tokens", json_schema_extra=_range(1)
+    )
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, description="needs logprobs; up to 20")
+    top_logprobs: int | None = Field(
+        None, description="above 0 it needs logprobs; up to 20", json_schema_extra=_range(0, MAX_LOGPROBS)
+    )
+    parallel_tool_calls: bool | None = _NO_EFFECT
 
     def requests(self, label: str) -> list[GenerateRequest]:
         """Return the single request. Raises InvalidRequest for fields that contradict each other."""
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise InvalidRequest("max_tokens and max_completion_tokens mean the same; give one of them")

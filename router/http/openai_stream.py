@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from cluster.errors import TandemError
 from router.http.edge import ClientGone, ClientStalled, while_connected
 from router.http.openai_errors import error_body, internal_error, json_bytes
-from router.http.openai_responses import Envelope, Shape
+from router.http.openai_responses import Envelope, Shape, UsageSoFar
 from router.request.live_requests import LiveRequests
 from router.request.outbox import WholeAnswer
 from router.requests import GenerateRequest, Output, Usage
@@ -168,8 +168,16 @@ class EventStream(Response):
     async def _events(self, outputs: AsyncIterator[Output]) -> AsyncIterator[bytes]:
         """Yield the bytes to send; never an empty portion."""
         usage = Usage(0, 0)
+        so_far = UsageSoFar() if self._envelope.continuous_usage else None
         async for output in outputs:
-            chunks = [self._envelope.chunk([choice]) for delta in output.deltas for choice in self._shape.chunks(delta)]
+            if so_far is not None:
+                so_far.add(output)
+            counted = so_far.usage if so_far is not None else None
+            chunks = [
+                self._envelope.chunk([choice], counted)
+                for delta in output.deltas
+                for choice in self._shape.chunks(delta)
+            ]
             usage = _plus(usage, output)
             if chunks:
                 yield b"".join(_event(chunk) for chunk in chunks)

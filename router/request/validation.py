@@ -55,6 +55,7 @@ class ResolvedRequest:
             SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, self.seed),
             self.stops.max_tokens,
             acceptance,
+            len(self.prompt_token_ids),
         )
 
 

@@ -15,7 +15,7 @@ from cluster.errors import _STATUS, HandOffReason
 from cluster.observe.telemetry import METRICS
 
 ROOT = Path(__file__).parents[2]
-_SKIPPED = {".git", ".venv", ".whl", ".wheels", ".pytest_cache", "node_modules", "shared"}
+_SKIPPED = {".git", ".venv", "build", ".whl", ".wheels", ".pytest_cache", "node_modules", "shared"}
 PAGES = sorted(
     page
     for page in (*ROOT.glob("*.md"), *ROOT.glob("*/**/*.md"))

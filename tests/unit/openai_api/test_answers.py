@@ -291,3 +291,24 @@ def test_the_request_id_is_sent_and_returned(shared: Endpoint) -> None:
     seen = shared.pipeline.seen[-1]
     assert (seen.label, seen.request_id) == ("trace-7", ""), "a label is never the id of a stream"
     assert shared.http.get("/health").headers["x-request-id"]
+
+
+def test_every_chunk_has_the_usage_so_far_with_continuous_usage_stats(shared: Endpoint) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    create = shared.client.chat.completions.create
+    parts: list[Any] = list(create(model="", messages=USER, n=2, stream=True, stream_options=options))
+    last = parts[-1].usage
+    counts = [part.usage.completion_tokens for part in parts]
+    assert counts == sorted(counts)
+    assert counts[-1] == counts[-2] == last.completion_tokens
+    assert {part.usage.prompt_tokens for part in parts} == {last.prompt_tokens}
+    assert all(part.usage.total_tokens == last.prompt_tokens + part.usage.completion_tokens for part in parts)
+
+
+def test_tokens_of_logprobs_may_be_named_by_their_ids(shared: Endpoint) -> None:
+    extra = {"return_tokens_as_token_ids": True, "return_token_ids": True}
+    create = shared.client.completions.create
+    answer = create(model="", prompt="x", max_tokens=3, logprobs=1, extra_body=extra)
+    assert answer.choices[0].logprobs is not None
+    token_ids: list[int] = answer.choices[0].model_extra["token_ids"]  # type: ignore[index]
+    assert answer.choices[0].logprobs.tokens == [f"token_id:{token_id}" for token_id in token_ids]

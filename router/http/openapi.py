@@ -1,0 +1,128 @@
+"""The OpenAPI document: every status, body, stream, header and security scheme of the HTTP API.
+
+FastAPI derives the requests from the routes. This module adds what only the server knows: the statuses of errors, the
+events of streams, the API key, and the sizes of the served model.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from router.http.openapi_bodies import ErrorBody, Responses
+from router.text.model_files import ModelInfo
+
+_MEANINGS = {
+    HTTPStatus.BAD_REQUEST: "the request must change; the message says how",
+    HTTPStatus.UNAUTHORIZED: "the API key is missing or wrong",
+    HTTPStatus.NOT_FOUND: "there is no such model",
+    HTTPStatus.REQUEST_TIMEOUT: "the request's deadline passed",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "the body is too large",
+    HTTPStatus.TOO_MANY_REQUESTS: "overload: try again after Retry-After",
+    HTTPStatus.INTERNAL_SERVER_ERROR: "a fault of Tandem; its log has it under the request's id",
+    HTTPStatus.SERVICE_UNAVAILABLE: "no worker can serve the request now",
+}
+TOKEN_IDS = "Token ids"  # the title of a list of token ids, in every schema of a request
+_REFERENCE = "#/components/schemas/{model}"
+_API_KEY = "api key"
+_GUARDED_PREFIX = "/v1/"
+_REQUEST_ID = {
+    "x-request-id": {"description": "names the request in logs", "schema": {"type": "string"}, "required": True}
+}
+
+
+def refusals(*statuses: int, body: type[BaseModel] = ErrorBody) -> Responses:
+    """Return the documentation of refusals with these statuses."""
+    return {int(status): {"model": body, "description": _MEANINGS[HTTPStatus(status)]} for status in statuses}
+
+
+def answers(body: type[BaseModel], *statuses: int) -> Responses:
+    """Return the documentation of answers with this body; without `statuses`, of one with status 200."""
+    return {status: {"model": body, "description": HTTPStatus(status).phrase} for status in statuses or (200,)}
+
+
+def generation_responses(
+    whole: type[BaseModel], event: type[BaseModel], *, error: type[BaseModel] = ErrorBody
+) -> Responses:
+    """Return the documentation of a generation's responses. `event`: what `data` of a stream's events has."""
+    stream = {
+        "schema": {"type": "string", "description": "server-sent events; the last is [DONE]"},
+        "itemSchema": {"$ref": _REFERENCE.format(model=event.__name__)},  # of OpenAPI 3.2: one event's data
+    }
+    answer = {"model": whole, "description": "the answer", "content": {"text/event-stream": stream}}
+    return {200: answer} | refusals(400, 404, 408, 413, 429, 500, 503, body=error)
+
+
+def complete_document(app: FastAPI, model: ModelInfo, *, events: Sequence[type[BaseModel]], asks_for_key: bool) -> None:
+    """Replace the document that FastAPI makes of the routes by the complete one. It is made at the first call.
+    `events`: the events of streams."""
+
+    @cache
+    def openapi() -> dict[str, Any]:
+        document = get_openapi(title=app.title, version=app.version, routes=app.routes, description=app.description)
+        for path, operation in _operations(document):
+            operation["responses"].pop("422", None)  # FastAPI's; Tandem refuses with 400
+            if asks_for_key and path.startswith(_GUARDED_PREFIX):
+                _guard(operation, document)
+            for response in operation["responses"].values():
+                response.setdefault("headers", {}).update(_REQUEST_ID)
+        schemas = document["components"]["schemas"]
+        schemas.update(_schemas(events))
+        _limit_to_model(schemas, model)
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way
+
+
+def _schemas(bodies: Sequence[type[BaseModel]]) -> dict[str, Any]:
+    _, schema = models_json_schema([(body, "serialization") for body in bodies], ref_template=_REFERENCE)
+    schemas: dict[str, Any] = schema["$defs"]
+    return schemas
+
+
+def _operations(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for path, item in document["paths"].items():
+        for operation in item.values():
+            yield path, operation
+
+
+def _guard(operation: dict[str, Any], document: dict[str, Any]) -> None:
+    schemes = document["components"].setdefault("securitySchemes", {})
+    schemes[_API_KEY] = {"type": "http", "scheme": "bearer"}
+    operation["security"] = [{_API_KEY: []}]
+    (refusal,) = refusals(401).values()
+    operation["responses"]["401"] = {
+        "description": refusal["description"],
+        "content": {"application/json": {"schema": {"$ref": _REFERENCE.format(model=ErrorBody.__name__)}}},
+    }
+
+
+def _limit_to_model(schemas: dict[str, Any], model: ModelInfo) -> None:
+    """Set the name of the model, the largest token id and the longest prompt in token ids."""
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    for schema in schemas.values():
+        for token_ids in _token_id_lists(schema):
+            token_ids["items"] = token_ids["items"] | {"maximum": model.vocab_size - 1}
+            token_ids.setdefault("maxItems", model.max_model_len - 1)
+        properties = schema.get("properties", {})
+        if {"model", "stream"} <= set(properties):
+            properties["model"] = {"enum": [None, "", model.name]} | {
+                name: value for name, value in properties["model"].items() if name == "description"
+            }
+
+
+def _token_id_lists(schema: object) -> Iterator[dict[str, Any]]:
+    if isinstance(schema, dict):
+        if schema.get("type") == "array" and schema.get("title") == TOKEN_IDS:
+            yield schema
+        for inner in schema.values():
+            yield from _token_id_lists(inner)
+    elif isinstance(schema, list):
+        for inner in schema:
+            yield from _token_id_lists(inner)

@@ -1,0 +1,149 @@
+"""The bodies of the OpenAI-compatible responses, for the OpenAPI document alone.
+
+openai_responses.py builds the responses; the tests compare every response with these classes.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+FinishReason = Literal["stop", "length"]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class ErrorDetail(Body):
+    message: str = Field(description="what is wrong, and what to change")
+    type: str
+    param: str | None = Field(description="the field that must change")
+    code: str = Field(description="the stable reason, the same over gRPC and in metrics")
+
+
+class ErrorBody(Body):
+    error: ErrorDetail
+
+
+class CachedTokens(Body):
+    cached_tokens: int = Field(description="tokens of the prompt that were not computed")
+
+
+class UsageBody(Body):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class CompletionLogprobs(Body):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(Body):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    token_ids: list[int] | None = Field(None, description="with return_token_ids")
+
+
+class Completion(Body):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageBody
+
+
+class CompletionChunk(Body):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice] = Field(description="none in the chunk of stream_options.include_usage")
+    usage: UsageBody | None = Field(None, description="with stream_options.include_usage")
+
+
+class TokenLogprob(Body):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class PositionLogprobs(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(Body):
+    content: list[PositionLogprobs]
+    refusal: None
+
+
+class AssistantMessage(Body):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+
+
+class ChatChoice(Body):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    token_ids: list[int] | None = Field(None, description="with return_token_ids")
+
+
+class ChatCompletion(Body):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageBody
+
+
+class ChatDelta(Body):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(Body):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    token_ids: list[int] | None = Field(None, description="with return_token_ids")
+
+
+class ChatCompletionChunk(Body):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice] = Field(description="none in the chunk of stream_options.include_usage")
+    usage: UsageBody | None = Field(None, description="with stream_options.include_usage")
+
+
+class Model(Body):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(Body):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Status(Body):
+    status: str
+
+
+Responses = dict[int | str, dict[str, Any]]

@@ -1,0 +1,72 @@
+"""The base class of request bodies. No field of a client is ignored in silence.
+
+A body lists its own fields, and the fields of other servers that Tandem does not have, with the values that ask for
+nothing. Every other field, and every other value, is refused by name. The JSON schema of a body says the same, and says
+which fields may be null.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+_MAX_FIELDS = 128  # of one object; checking a million would block the event loop
+_ABOUT_THE_FIELD = ("title", "description", "default", "deprecated")
+
+NeutralValues = Mapping[str, tuple[object, ...]]
+
+
+def _declare_what_is_accepted(schema: dict[str, Any], body: type["StrictBody"]) -> None:
+    """Add null to every optional field, and add the fields that may only ask for nothing."""
+    required = schema.get("required", ())
+    properties = schema.setdefault("properties", {})
+    for name, field in properties.items():
+        if name not in required:
+            properties[name] = _or_null(field)
+    for name, neutral in body.asks_for_nothing.items():
+        properties[name] = {
+            "enum": [None, *neutral],
+            "description": "not supported; accepted with these values, which ask for nothing",
+        }
+
+
+def _or_null(field: dict[str, Any]) -> dict[str, Any]:
+    about = {name: field[name] for name in _ABOUT_THE_FIELD if name in field}
+    values = {name: value for name, value in field.items() if name not in _ABOUT_THE_FIELD}
+    alternatives = values.pop("anyOf", None)
+    if alternatives is None:
+        alternatives, values = [values], {}
+    if {"type": "null"} not in alternatives:
+        alternatives = [*alternatives, {"type": "null"}]
+    return {"anyOf": alternatives} | values | about
+
+
+class StrictBody(BaseModel):
+    """An object that a client sends. `asks_for_nothing`: fields that Tandem does not have, with the values besides null
+    that are accepted."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, protected_namespaces=(), json_schema_extra=_declare_what_is_accepted
+    )
+    asks_for_nothing: ClassVar[NeutralValues] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_asks_for_nothing(cls, data: object) -> object:
+        if not isinstance(data, dict):
+            return data
+        if len(data) > _MAX_FIELDS:
+            raise ValueError(f"an object has {len(data)} fields; at most {_MAX_FIELDS} are looked at")
+        return {name: value for name, value in data.items() if not cls._is_nothing(name, value)}
+
+    @classmethod
+    def _is_nothing(cls, name: object, value: object) -> bool:
+        if name in cls.model_fields:
+            return value is None
+        neutral = cls.asks_for_nothing.get(name) if isinstance(name, str) else None
+        # `True == 1` in Python: a boolean is nothing only where a boolean is named.
+        return neutral is not None and (value is None or any(value == n and type(value) in _alike(n) for n in neutral))
+
+
+def _alike(neutral: object) -> tuple[type, ...]:
+    return (int, float) if type(neutral) is int else (type(neutral),)
