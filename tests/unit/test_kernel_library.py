@@ -146,7 +146,7 @@ def test_a_missing_folder_for_the_cache_is_named(cache: Path, tmp_path: Path, mo
         load_kernels()
 
 
-@pytest.mark.parametrize("package", ["engine.cpu"])
+@pytest.mark.parametrize("package", ["engine.cpu", "kvtransfer"])
 def test_the_kernels_sources_are_installed(package: str) -> None:
     root = Path(__file__).parents[2]
     patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][package]
