@@ -1,9 +1,11 @@
 """The events that an attempt receives about its sequences at one decode worker, and the queue that holds them."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
+from typing import NamedTuple
 
 from cluster.messages import MemberId, SampledToken, TokenLogprobs
 from cluster.protocol import wire
@@ -23,10 +25,11 @@ class SequencesStarted:
     num_cached: int  # tokens whose KV was there already
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceToken:
+class SequenceToken(NamedTuple):
+    """One per token of every sequence, so it is a tuple: a frozen dataclass takes four times as long to make."""
+
     handle: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides a method of tuples that nothing needs here
     token: SampledToken
 
 
@@ -68,6 +71,23 @@ class MoveRequest:
             self.outcome.set_result(outcome)
 
 
+@dataclass(frozen=True, slots=True)
+class _Taking:
+    """An attempt that takes tokens as they arrive. `ended` is done when the attempt's task has to go on."""
+
+    take: Callable[[SequenceToken], None]
+    ended: asyncio.Future[None]
+
+    def give(self, token: SequenceToken, live: set[int]) -> None:
+        try:
+            self.take(token)
+        except Exception as error:  # noqa: BLE001  # the attempt's, which raises it; the stream serves others
+            self.ended.set_exception(error)
+        else:
+            if not live:
+                self.ended.set_result(None)
+
+
 DecodeEvent = SequencesStarted | SequenceToken | SequencesFailed | StreamLost | MoveRequest
 
 
@@ -82,6 +102,34 @@ class Sequences:
         self.started: set[int] = set()  # sequences that have joined the worker's batch
         self.on_first_token: Callable[[float], None] | None = None  # called once, with the time, where this is set
         self.events: asyncio.Queue[DecodeEvent] = asyncio.Queue()  # bounded by the request's own max_tokens
+        self._taking: _Taking | None = None
+
+    def put(self, event: DecodeEvent) -> None:
+        """Add an event. A token goes to the attempt at once, if it waits in `next_besides_tokens`."""
+        if self._taking is None or self._taking.ended.done():
+            self.events.put_nowait(event)
+        elif isinstance(event, SequenceToken):
+            self._taking.give(event, self.live)
+        else:
+            self.events.put_nowait(event)
+            self._taking.ended.set_result(None)
+
+    async def next_besides_tokens(self, take: Callable[[SequenceToken], None]) -> DecodeEvent | None:
+        """Give tokens to `take` in the moment in which they arrive, with no switch to this task for each, until another
+        event arrives. Returns that event; None when no sequence is live. Raises the errors of `take`."""
+        while self.live:
+            if self.events.empty():
+                self._taking = _Taking(take, asyncio.get_running_loop().create_future())
+                try:
+                    await self._taking.ended
+                finally:
+                    self._taking = None
+                continue
+            event = self.events.get_nowait()
+            if not isinstance(event, SequenceToken):
+                return event
+            take(event)
+        return None
 
     async def next(self) -> DecodeEvent:
         return await self.events.get()
@@ -115,14 +163,26 @@ class Sequences:
 
 def tokens_of(step: worker_pb2.StepOutput) -> Iterator[SequenceToken]:
     """Yield every token of one engine step. The message has been validated."""
-    ends = {end.handle: wire.finish_reason_from_wire(end.finish_reason) for end in step.ends}
     handles, token_ids, indices = map(wire.unpack_ids, (step.handles, step.token_ids, step.indices))
-    last = {
-        handle: position for position, handle in enumerate(handles)
-    }  # right draft tokens are several tokens of one step
+    if not step.ends and not step.logprobs:
+        return map(SequenceToken, handles, indices, map(_plain_token, token_ids))
+    return _tokens_with_more(step, handles, token_ids, indices)
+
+
+def _tokens_with_more(
+    step: worker_pb2.StepOutput, handles: Sequence[int], token_ids: Sequence[int], indices: Sequence[int]
+) -> Iterator[SequenceToken]:
+    ends = {end.handle: wire.finish_reason_from_wire(end.finish_reason) for end in step.ends}
+    # Accepted draft tokens are several tokens of one step.
+    last = {handle: position for position, handle in enumerate(handles)}
     for position, (handle, token_id, index) in enumerate(zip(handles, token_ids, indices, strict=True)):
         reason = ends.get(handle) if position == last[handle] else None
         yield SequenceToken(handle, index, SampledToken(token_id, _logprobs(step, position), reason))
+
+
+@lru_cache(maxsize=1 << 16)
+def _plain_token(token_id: int) -> SampledToken:
+    return SampledToken(token_id, None, None)
 
 
 def _logprobs(step: worker_pb2.StepOutput, position: int) -> TokenLogprobs | None:

@@ -152,9 +152,7 @@ class WorkerStream:
 
     def fail_sequence(self, handle: int) -> None:
         """Fail one sequence of a draining worker, so that its attempt ends and another one starts elsewhere."""
-        self._owners[handle].events.put_nowait(
-            SequencesFailed(Draining.reason, "the worker is draining and does not run it")
-        )
+        self._owners[handle].put(SequencesFailed(Draining.reason, "the worker is draining and does not run it"))
 
     def ask_to_move(self, handle: int, target: MemberId | None, timeout_s: float) -> MoveRequest | None:
         """Ask the attempt that owns the sequence to move it. Returns None if it has ended or is being moved already."""
@@ -163,7 +161,7 @@ class WorkerStream:
             return None
         move = self._moves[handle] = MoveRequest(handle, target, timeout_s, asyncio.get_running_loop().create_future())
         move.outcome.add_done_callback(lambda _: self._moves.pop(handle))
-        owner.events.put_nowait(move)
+        owner.put(move)
         return move
 
     def cancel_sequences(self, sequences: Sequences, handles: tuple[int, ...]) -> None:
@@ -189,7 +187,7 @@ class WorkerStream:
         finally:
             self.connected.clear()
             for sequences in dict.fromkeys(self._owners.values()):
-                sequences.events.put_nowait(StreamLost(detail))
+                sequences.put(StreamLost(detail))
         return detail
 
     async def _converse_until_lost(self) -> str:
@@ -297,7 +295,7 @@ class WorkerStream:
     def _end_silent(self, loss: int) -> None:
         silent = sorted(handle for handle, number in self._unheard_since_loss.items() if number == loss)
         for sequences in dict.fromkeys(self._owners[handle] for handle in silent):
-            sequences.events.put_nowait(StreamLost("a message of its stream was lost, and none came since"))
+            sequences.put(StreamLost("a message of its stream was lost, and none came since"))
         for handle in silent:
             del self._unheard_since_loss[handle]
 
@@ -330,7 +328,7 @@ class WorkerStream:
             return
         handles = _handles(message)
         for owner in self._owners_of(handles) if handles else list(dict.fromkeys(self._owners.values())):
-            owner.events.put_nowait(SequencesFailed(error.reason, error.message))
+            owner.put(SequencesFailed(error.reason, error.message))
         self._watch_silent()
 
     def _on_step(self, step: worker_pb2.StepOutput) -> None:
@@ -342,7 +340,7 @@ class WorkerStream:
                 if owner.on_first_token is not None:
                     on_first_token, owner.on_first_token = owner.on_first_token, None
                     on_first_token(now_s)
-                owner.events.put_nowait(token)
+                owner.put(token)
 
     def _on_started(self, started: worker_pb2.SequenceStarted) -> None:
         event = SequencesStarted(
@@ -354,11 +352,11 @@ class WorkerStream:
             num_cached=started.num_cached,
         )
         for owner in self._owners_of(started.handles):
-            owner.events.put_nowait(event)
+            owner.put(event)
 
     def _on_failed(self, failed: worker_pb2.SequenceFailed) -> None:
         for owner in self._owners_of(failed.handles):
-            owner.events.put_nowait(SequencesFailed(failed.reason, failed.detail))
+            owner.put(SequencesFailed(failed.reason, failed.detail))
 
     def _owners_of(self, handles: Iterable[int]) -> list[Sequences]:
         """Return each owner once, in the order of its first handle."""

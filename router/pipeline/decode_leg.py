@@ -81,8 +81,7 @@ class DecodeLeg:
         """Deliver tokens until every sequence has ended (None), or one is to be moved. Raises AttemptFailed,
         TandemError."""
         with leg(DECODE, self.worker):
-            while self.sequences.live:
-                event = await self.sequences.next()
+            while (event := await self.sequences.next_besides_tokens(self._take_token)) is not None:
                 if not isinstance(event, MoveRequest):
                     self._take(event)
                 elif event.handle in self.sequences.live:
@@ -130,18 +129,26 @@ class DecodeLeg:
                 self._check_first_tokens(started)
                 self.sequences.started.update(started.handles)
                 self._admitted.started(started, self.worker)
-            case SequenceToken(handle, index, token) if handle in self.sequences.live:
-                if handle not in self.sequences.started:  # its first token was never compared
-                    raise self.decode.loss(f"is lost: the start message of sequence {handle} did not arrive")
-                self._admitted.decoding(self.worker)
-                self._admitted.deliver(self.owners[handle], index, token)
-                if token.finish_reason is not None:
-                    self.decode.stream.end_sequence(self.sequences, handle)
-                self.cancel_ended()
+            case SequenceToken():
+                self._take_token(event)
             case SequencesFailed(reason, detail):
                 raise failed_sequences(reason, detail, prefill=self._exporter, decode=self.worker)
             case StreamLost(detail):
                 raise self.decode.loss(f"is lost: {detail}")
+
+    def _take_token(self, event: SequenceToken) -> None:
+        handle, index, token = event
+        if handle not in self.sequences.live:
+            return
+        if handle not in self.sequences.started:  # its first token was never compared
+            raise self.decode.loss(f"is lost: the start message of sequence {handle} did not arrive")
+        self._admitted.decoding(self.worker)
+        choice = self.owners[handle]
+        self._admitted.deliver(choice, index, token)
+        if token.finish_reason is not None:
+            self.decode.stream.end_sequence(self.sequences, handle)
+        if choice.ended:
+            self.cancel_ended()
 
     def _check_first_tokens(self, started: SequencesStarted) -> None:
         """Decode must continue from the tokens that the client was given. The worker names the first token of each

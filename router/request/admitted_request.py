@@ -333,11 +333,12 @@ class AdmittedRequest:
 
     def decoding(self, decode: MemberId) -> None:
         """Record that a token came from this decode worker, or is about to."""
-        began_s, queue_s = self._prefilling.pop(decode, (None, 0.0))
-        if began_s is not None:
+        if self._prefilling and decode in self._prefilling:
+            began_s, queue_s = self._prefilling.pop(decode)
             now_s = self._clock.now_s()
             self.account.add_worker_time(str(decode), now_s, queue_s=queue_s, compute_s=now_s - began_s)
-        self._enter(PhaseName.DECODE)
+        if self.account.phase is not PhaseName.DECODE:
+            self._enter(PhaseName.DECODE)
 
     def moving(self) -> None:
         """Record that a sequence is frozen: its client waits for the transfer."""

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from cluster.messages import FinishReason, SampledToken
 from cluster.protocol import wire
 from router.fleet.decode_events import Sequences, SequencesFailed, SequencesStarted, SequenceToken, tokens_of
@@ -53,3 +55,59 @@ async def test_no_event_is_lost_when_the_wait_for_a_failure_is_cancelled() -> No
     await asyncio.gather(waiting, return_exceptions=True)
 
     assert [await sequences.next() for _ in events] == events
+
+
+def _token(index: int, handle: int = 1) -> SequenceToken:
+    return SequenceToken(handle, index, SampledToken(5, None, None))
+
+
+async def test_tokens_are_taken_in_the_moment_in_which_they_arrive() -> None:
+    sequences, taken = Sequences({1: SequenceProgress(8)}), list[SequenceToken]()
+    sequences.put(_token(0))
+    following = asyncio.create_task(sequences.next_besides_tokens(taken.append))
+    await asyncio.sleep(0)
+    assert taken == [_token(0)]
+    sequences.put(_token(1))
+    assert taken == [_token(0), _token(1)]  # without a turn of the event loop
+
+    failed = SequencesFailed("read_failed", "")
+    sequences.put(failed)
+    sequences.put(_token(2))
+    assert await following == failed
+    assert taken == [_token(0), _token(1)]  # the third comes after the failure
+    assert await sequences.next() == _token(2)
+
+
+async def test_an_error_of_the_attempt_ends_its_wait_and_not_the_stream() -> None:
+    sequences = Sequences({1: SequenceProgress(8)})
+
+    def refuse(_: SequenceToken) -> None:
+        raise ValueError("not this one")
+
+    following = asyncio.create_task(sequences.next_besides_tokens(refuse))
+    await asyncio.sleep(0)
+    sequences.put(_token(0))
+    sequences.put(_token(1))
+    with pytest.raises(ValueError, match="not this one"):
+        await following
+    assert await sequences.next() == _token(1)
+
+
+async def test_a_cancelled_attempt_takes_no_more_tokens() -> None:
+    sequences, taken = Sequences({1: SequenceProgress(8)}), list[SequenceToken]()
+    following = asyncio.create_task(sequences.next_besides_tokens(taken.append))
+    await asyncio.sleep(0)
+    following.cancel()
+    sequences.put(_token(0))
+    with pytest.raises(asyncio.CancelledError):
+        await following
+    assert not taken
+    assert await sequences.next() == _token(0)
+
+
+async def test_the_wait_ends_with_the_last_sequence() -> None:
+    sequences = Sequences({1: SequenceProgress(8)})
+    following = asyncio.create_task(sequences.next_besides_tokens(lambda token: sequences.live.discard(token.handle)))
+    await asyncio.sleep(0)
+    sequences.put(_token(0))
+    assert await following is None
