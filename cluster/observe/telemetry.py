@@ -232,12 +232,14 @@ class Telemetry:
             return made[name]
 
     def _check_labels(self, name: str, labels: dict[str, str]) -> None:
-        if set(labels) != set(METRICS[name].labels):
+        if labels.keys() != set(METRICS[name].labels):
             raise ValueError(f"{name} has the labels {METRICS[name].labels}, not {tuple(labels)}")
 
     def _label_values(self, name: str, labels: dict[str, str]) -> tuple[str, ...]:
         """Beyond 200 label sets, new ones count as "other", so that a bug cannot exhaust the memory of the
         monitoring."""
+        if not labels and not METRICS[name].labels:
+            return ()
         self._check_labels(name, labels)
         values = tuple(labels[label] for label in METRICS[name].labels)
         known = self._label_sets[name]

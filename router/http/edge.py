@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.errors import InvalidRequest, Overloaded, TandemError, Unauthenticated
 from cluster.observe.telemetry import Telemetry
-from router.http.connection import ABORT
+from router.http.connection import ABORT, StreamedBody, streamed_body
 from router.http.openai_errors import error_response, internal_error, status_response
 from router.request.validation import MAX_REQUEST_ID_CHARACTERS
 
@@ -30,6 +30,7 @@ _MAX_STRUCTURE = 250_000
 _STRUCTURE = (b"[", b"{", b":")
 _MAX_BODIES = 32  # of the largest size, that may be coming in at once
 _BODIES_RETRY_S = 1.0
+_CHUNKS = "tandem.chunks"  # in a request's scope: the DirectChunks of its response
 T = TypeVar("T")
 
 
@@ -61,6 +62,8 @@ class Edge:
         request_id = headers.get(_REQUEST_ID_HEADER) or uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
         answer = _Answer(send, request_id, self._client_stall_s)
+        if (body := streamed_body(scope)) is not None:
+            scope[_CHUNKS] = DirectChunks(body, self._client_stall_s)
         try:
             self._check(scope, headers, request_id)
             with self._bodies.body(headers, receive) as limited:
@@ -113,6 +116,39 @@ class _Answer:
                 await self._send(message)
         except TimeoutError:
             raise ClientStalled from None
+
+
+class DirectChunks:
+    """Writes chunks of a response to its connection, past the middleware. The head and the end go through `send`."""
+
+    def __init__(self, body: StreamedBody, stall_s: float) -> None:
+        self._body, self._stall_s = body, stall_s
+
+    async def write(self, chunk: bytes) -> None:
+        """Wait until the client has taken most of what was written, and write. Raises ClientStalled."""
+        if self._body.is_paused:
+            try:
+                async with asyncio.timeout(self._stall_s):
+                    await self._body.drained()
+            except TimeoutError:
+                raise ClientStalled from None
+        self._body.write(chunk)
+
+
+class SentChunks:
+    """Sends chunks of a response as ASGI messages."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+
+    async def write(self, chunk: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+
+def chunks_of(scope: Scope, send: Send) -> DirectChunks | SentChunks:
+    """Return the fastest way for the chunks of a response, after its head was sent."""
+    direct: DirectChunks | None = scope.get(_CHUNKS)
+    return direct if direct is not None else SentChunks(send)
 
 
 class _Bodies:

@@ -23,6 +23,11 @@ class Shape(Protocol):
         """Yield the `choices` entries that a stream sends for a delta."""
         ...
 
+    def plain(self, choice: int, text: str) -> Json | None:
+        """Return the only entry that `chunks` would yield for a delta with nothing but this text; None where such
+        deltas are not all alike."""
+        ...
+
     def whole(self, deltas: Sequence[ChoiceDelta]) -> Json:
         """Return a finished choice from all its deltas."""
         ...
@@ -96,6 +101,11 @@ class ChatShape:
             ended: Json = {"delta": {}, "logprobs": None}
             yield _chunk_choice(delta.choice, ended) | {"finish_reason": delta.finish_reason.value}
 
+    def plain(self, choice: int, text: str) -> Json | None:
+        if self.return_token_ids or choice not in self._begun:
+            return None
+        return _chunk_choice(choice, {"delta": {"content": text}, "logprobs": None})
+
     def whole(self, deltas: Sequence[ChoiceDelta]) -> Json:
         text = "".join(delta.text for delta in deltas)
         return {
@@ -139,6 +149,11 @@ class CompletionShape:
                 "logprobs": logprobs,
                 "finish_reason": finish_reason,
             } | ids
+
+    def plain(self, choice: int, text: str) -> Json | None:
+        if self.return_token_ids:
+            return None
+        return {"index": choice, "text": text, "logprobs": None, "finish_reason": None}
 
     def whole(self, deltas: Sequence[ChoiceDelta]) -> Json:
         return {

@@ -8,21 +8,23 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import replace
+from json.encoder import encode_basestring
 from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.errors import TandemError
-from router.http.edge import ClientGone, ClientStalled, while_connected
+from router.http.edge import ClientGone, ClientStalled, chunks_of, while_connected
 from router.http.openai_errors import error_body, internal_error, json_bytes
 from router.http.openai_responses import Envelope, Shape, UsageSoFar
 from router.request.live_requests import LiveRequests
 from router.request.outbox import WholeAnswer
-from router.requests import GenerateRequest, Output, Usage
+from router.requests import ChoiceDelta, GenerateRequest, Output, Usage
 from router.running import running
 
 _QUEUED_OUTPUTS = 1  # between the generators of several prompts and the client: what waits, waits in the outboxes
+_HOLE = "\x00text\x00"  # no other field of a chunk can have it
 _PART_BYTES = 64 << 10  # of a whole answer: the next one is sent when the client has taken most of it
 
 
@@ -146,44 +148,67 @@ class EventStream(Response):
         self._envelope = envelope
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await while_connected(receive, self._send_all(send))
+        await while_connected(receive, self._send_all(scope, send))
 
-    async def _send_all(self, send: Send) -> None:
-        started = False
+    async def _send_all(self, scope: Scope, send: Send) -> None:
+        started, chunks = False, chunks_of(scope, send)
         try:
             async with opened(self._pipeline, self._requests) as outputs:
                 async for events in self._events(outputs):
                     if not started:
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                         started = True
-                    await _send_body(send, events)
+                    await chunks.write(events)
         except ClientGone:
             raise
         except Exception as error:
             if not started:
                 raise
-            await _send_body(send, _error_event(error, self._requests[0].label))
+            await chunks.write(_error_event(error, self._requests[0].label))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self, outputs: AsyncIterator[Output]) -> AsyncIterator[bytes]:
         """Yield the bytes to send; never an empty portion."""
-        usage = Usage(0, 0)
+        usage, events_of = Usage(0, 0), _Events(self._shape, self._envelope)
         so_far = UsageSoFar() if self._envelope.continuous_usage else None
         async for output in outputs:
             if so_far is not None:
                 so_far.add(output)
             counted = so_far.usage if so_far is not None else None
-            chunks = [
-                self._envelope.chunk([choice], counted)
-                for delta in output.deltas
-                for choice in self._shape.chunks(delta)
-            ]
-            usage = _plus(usage, output)
-            if chunks:
-                yield b"".join(_event(chunk) for chunk in chunks)
+            events = b"".join([events_of.delta(delta, counted) for delta in output.deltas])
+            if output.summary is not None:
+                usage = _plus(usage, output)
+            if events:
+                yield events
         if self._envelope.include_usage:
             yield _event(self._envelope.usage_chunk(usage))
         yield b"data: [DONE]\n\n"
+
+
+class _Events:
+    """The events of a stream's deltas. Most deltas add nothing but text, and what stands around the text is equal in
+    all of one choice, so it is encoded once."""
+
+    def __init__(self, shape: Shape, envelope: Envelope) -> None:
+        self._shape, self._envelope = shape, envelope
+        self._around: dict[int, tuple[bytes, bytes]] = {}  # a text, by choice
+
+    def delta(self, delta: ChoiceDelta, so_far: Usage | None = None) -> bytes:
+        """Return the events of a delta; nothing where it gives none. `so_far`: the usage that each of them has."""
+        if delta.text and not delta.logprobs and delta.finish_reason is None and so_far is None:
+            around = self._around.get(delta.choice) or self._prepare(delta.choice)
+            if around is not None:
+                text = encode_basestring(delta.text).encode("utf-8", "backslashreplace")
+                return b"%b%b%b" % (around[0], text, around[1])
+        return b"".join([_event(self._envelope.chunk([choice], so_far)) for choice in self._shape.chunks(delta)])
+
+    def _prepare(self, choice: int) -> tuple[bytes, bytes] | None:
+        plain = self._shape.plain(choice, _HOLE)
+        if plain is None:
+            return None
+        before, _, after = _event(self._envelope.chunk([plain])).partition(json_bytes(_HOLE))
+        self._around[choice] = before, after
+        return before, after
 
 
 async def _send_body(send: Send, body: bytes) -> None:

@@ -31,8 +31,11 @@ class Outbox:
 
     def put(self, delta: ChoiceDelta) -> None:
         if self._failure is None:
-            self._waiting.setdefault(delta.choice, []).append(delta)
-            self._changed.set()
+            if delta.choice in self._waiting:
+                self._waiting[delta.choice].append(delta)
+            else:
+                self._waiting[delta.choice] = [delta]
+                self._changed.set()
             self.share.add_readable(weight(delta), self._clock.now_s())
 
     def on_failure(self, stop: Callable[[], object]) -> None:
@@ -62,6 +65,9 @@ class Outbox:
         Returns an empty tuple at the end, and None if nothing came within `within_s`. Raises the error of `fail`."""
         while not self._waiting and not self._ended and self._failure is None:
             self._changed.clear()
+            if within_s is None:
+                await self._changed.wait()
+                continue
             try:
                 async with asyncio.timeout(within_s):
                     await self._changed.wait()
@@ -137,7 +143,8 @@ class WholeAnswer:
 
 def weight(delta: ChoiceDelta) -> int:
     """Return what a delta counts for, in tokens."""
-    return len(delta.token_ids) + sum(len(logprobs.top) for logprobs in delta.logprobs)
+    num_tokens = len(delta.token_ids)
+    return num_tokens + sum(len(logprobs.top) for logprobs in delta.logprobs) if delta.logprobs else num_tokens
 
 
 def _merged(deltas: list[ChoiceDelta]) -> ChoiceDelta:
