@@ -6,6 +6,7 @@ Wire messages (tandem/internal/v1) are converted to these values in cluster/prot
 import hashlib
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 
 
 class Role(StrEnum):
@@ -85,6 +86,14 @@ class Sampling:
     min_p: float = 0.0
     num_logprobs: int | None = None
     rules: LogitRules | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens that the rules name."""
+        if self.rules is None:
+            return ()
+        biased = (token_id for token_id, _ in self.rules.logit_bias)
+        return (*biased, *self.rules.allowed_token_ids, *chain.from_iterable(self.rules.bad_words))
 
 
 class GrammarKind(StrEnum):

@@ -238,7 +238,8 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             raise Draining("this decode worker is draining; try another")
         if self._streams.get(job.router) is None:
             raise Unavailable(f"no stream from {job.router} here; call Connect first")
-        highest = max(map(max, (job.prompt_token_ids, *(s.committed_token_ids or (0,) for s in job.sequences))))
+        known = job.prompt_token_ids, *(s.committed_token_ids for s in job.sequences), job.sampling.token_ids
+        highest = max(max(token_ids, default=0) for token_ids in known)
         if highest >= self._vocab_size:
             raise InvalidRequest(f"token id {highest} is outside the vocabulary of {self._vocab_size}")
         if job.signed_ticket is not None and len({s.committed_token_ids for s in job.sequences}) > 1:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from cluster.messages import MemberId
 from cluster.outstanding_work import OutstandingWork
-from cluster.protocol import wire
+from cluster.protocol import report_wire
 from decode_worker.streams import RouterStreams
 from tandem.internal.v1 import worker_pb2
 
@@ -32,7 +32,7 @@ class WorkReports:
         reports = self.outstanding.reports(routers, asyncio.get_running_loop().time())
         for router, work in reports.items():
             self._due.discard(router)
-            self._streams.send_latest(router, worker_pb2.WorkerMessage(others=wire.others_work_to_wire(work)))
+            self._streams.send_latest(router, worker_pb2.WorkerMessage(others=report_wire.others_work_to_wire(work)))
 
     def send_to_all(self) -> None:
         """Send a report to every connected router now."""

@@ -173,8 +173,9 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
                 " later",
                 retry_after_s=self._rate.retry_after_s(),
             )
-        if max(job.token_ids) >= self._vocab_size:
-            raise InvalidRequest(f"token id {max(job.token_ids)} is outside the vocabulary of {self._vocab_size}")
+        highest = max(max(job.token_ids), max(job.sampling.token_ids, default=0))
+        if highest >= self._vocab_size:
+            raise InvalidRequest(f"token id {highest} is outside the vocabulary of {self._vocab_size}")
         return job
 
     def _open(self, ticket_id: bytes, job: PrefillJob) -> _Call:

@@ -42,6 +42,12 @@ class SamplingParams:
     top_p: float | None = None
     min_p: float | None = None
     seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()  # by token id, ascending
+    allowed_token_ids: tuple[int, ...] = ()  # empty: all
+    bad_words: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

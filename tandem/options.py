@@ -15,6 +15,7 @@ _KINDS: Mapping[str, type] = {
     **dict.fromkeys(("model", "request_id", "label", "cache_salt"), str),
     **dict.fromkeys(("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "priority"), Integral),
     **dict.fromkeys(("temperature", "top_p", "min_p", "slo_ttft_s", "slo_tpot_s"), Real),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), Real),
     **dict.fromkeys(("ignore_eos", "is_batch"), bool),
 }
 _KIND_NAMES = {str: "a str", Integral: "an integer", Real: "a number", bool: "True or False"}
@@ -43,6 +44,12 @@ class GenerateOptions(TypedDict, total=False):
     top_p: float
     min_p: float
     seed: int
+    presence_penalty: float  # against tokens that the output has
+    frequency_penalty: float  # the same, for each time that it has them
+    repetition_penalty: float  # above 1: against tokens of the prompt and the output
+    logit_bias: Mapping[int, float]  # by token id
+    allowed_token_ids: Sequence[int]  # no other token is drawn
+    bad_words: Sequence[str]  # texts not to generate
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
@@ -78,6 +85,12 @@ def generate_request(
             top_p=options.get("top_p"),
             min_p=options.get("min_p"),
             seed=options.get("seed"),
+            presence_penalty=options.get("presence_penalty"),
+            frequency_penalty=options.get("frequency_penalty"),
+            repetition_penalty=options.get("repetition_penalty"),
+            logit_bias=_biases(options.get("logit_bias", {})),
+            allowed_token_ids=token_ids_message(options.get("allowed_token_ids", ()), "allowed_token_ids").ids,
+            bad_words=options.get("bad_words", ()),
         ),
         stop=inference_pb2.StopConditions(
             max_tokens=options.get("max_tokens"),
@@ -116,6 +129,17 @@ def token_ids_message(token_ids: Sequence[int], name: str = "token_ids") -> infe
         raise ValueError(f"{name} must be integers from 0 to 2**32 - 1") from None
 
 
+def _biases(logit_bias: Mapping[int, float]) -> Mapping[int, float]:
+    """Return the biases. Raises TypeError for a value that is not a mapping from token ids to numbers, and ValueError
+    for a key that is no token id."""
+    if not isinstance(logit_bias, Mapping) or not all(
+        isinstance(token_id, Integral) and isinstance(bias, Real) for token_id, bias in logit_bias.items()
+    ):
+        raise TypeError("logit_bias must be a mapping from token ids to numbers, such as {7: -100}")
+    token_ids_message(list(logit_bias), "the keys of logit_bias")
+    return logit_bias
+
+
 def _check_prompt(prompt: object, token_ids: object, messages: object) -> None:
     if sum(given is not None for given in (prompt, token_ids, messages)) != 1:
         raise ValueError("give exactly one of prompt, token_ids and messages")
@@ -134,9 +158,11 @@ def _check_options(options: GenerateOptions) -> None:
         value = options.get(name)
         if value is not None and not isinstance(value, kind):
             raise TypeError(f"{name} must be {_KIND_NAMES[kind]}, not {type(value).__name__}")
-    stop = options.get("stop", ())
+    stop, bad_words = options.get("stop", ()), options.get("bad_words", ())
     if not isinstance(stop, Sequence) or not all(isinstance(text, str) for text in stop):
         raise TypeError("stop must be a str or a sequence of str")
+    if not isinstance(bad_words, list | tuple) or not all(isinstance(text, str) for text in bad_words):
+        raise TypeError("bad_words must be a list of str")
     for name, (least, most) in _RANGES.items():
         value = options.get(name)
         if isinstance(value, int) and not least <= value <= most:

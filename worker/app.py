@@ -15,7 +15,7 @@ from functools import partial
 from cluster.clock import MonotonicClock
 from cluster.errors import Unhealthy
 from cluster.process import lasting
-from cluster.protocol.wire import link_speeds_to_wire
+from cluster.protocol.report_wire import link_speeds_to_wire
 from cluster.request_size import LengthLimits
 from cluster.service_times import ServiceTimes, StepLimit
 from cluster.settings.config import WorkerConfig

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from cluster.errors import Unavailable
-from cluster.protocol.wire import service_times_to_wire
+from cluster.protocol.report_wire import service_times_to_wire
 from cluster.service_times import ServiceTimes
 from tandem.internal.v1 import worker_pb2
 from tandem.v1 import admin_pb2

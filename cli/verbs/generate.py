@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--min-p", type=float, metavar="X", help="drop tokens below this share of the most likely token's probability"
     )
     sampling.add_argument("--seed", type=int, metavar="N", help="seed of sampling; the same seed gives the same tokens")
+    _add_logit_rules(sampling)
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="stop before this text; may be repeated")
     sampling.add_argument(
         "--stop-token-ids", metavar="IDS", type=_ids, help="stop at one of these tokens, such as 1,2,3"
@@ -64,6 +65,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument(
         "--timeout-s", type=float, metavar="X", default=600.0, help="timeout in seconds (default: 600)"
     )
+
+
+def _add_logit_rules(sampling: "argparse._ArgumentGroup") -> None:
+    sampling.add_argument(
+        "--presence-penalty", type=float, metavar="X", help="subtract X from the logits of tokens that the output has"
+    )
+    sampling.add_argument(
+        "--frequency-penalty", type=float, metavar="X", help="the same, for each time that the output has the token"
+    )
+    sampling.add_argument(
+        "--repetition-penalty",
+        type=float,
+        metavar="X",
+        help="divide positive logits of tokens of the prompt and the output by X, and multiply negative ones",
+    )
+    sampling.add_argument(
+        "--logit-bias", type=_bias, action="append", metavar="ID=X", help="add X to this token's logit; may be repeated"
+    )
+    sampling.add_argument("--allowed-token-ids", metavar="IDS", type=_ids, help="generate only these tokens")
+    sampling.add_argument("--bad-words", action="append", metavar="TEXT", help="never generate TEXT; may be repeated")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -139,6 +160,7 @@ def _prompt(
 
 def _options(arguments: argparse.Namespace) -> GenerateOptions:
     given = {name: getattr(arguments, name) for name in GenerateOptions.__annotations__}
+    given["logit_bias"] = dict(arguments.logit_bias) if arguments.logit_bias else None
     options: GenerateOptions = {name: value for name, value in given.items() if value is not None}  # type: ignore[assignment]
     return options
 
@@ -148,3 +170,11 @@ def _ids(text: str) -> list[int]:
         return [int(word) for word in text.replace(",", " ").split()]
     except ValueError:
         raise argparse.ArgumentTypeError(f"token ids are whole numbers with commas: 1,2,3, not {text!r}") from None
+
+
+def _bias(text: str) -> tuple[int, float]:
+    try:
+        token_id, bias = text.split("=")
+        return int(token_id), float(bias)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"a bias is a token id and a number: 7=-100, not {text!r}") from None

@@ -4,7 +4,7 @@ A test fails if a message of worker.proto or kv.proto, or one of its fields, is 
 afterwards compares values with what only it knows: its vocabulary, the size of its pool, its request.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from google.protobuf.message import Message
 
@@ -28,7 +28,8 @@ from cluster.settings.transfer_settings import MIN_LEASE_S
 from tandem.internal.v1 import kv_pb2, worker_pb2
 from tandem.v1 import admin_pb2, inference_pb2
 
-_ID_BYTES, _HASH_BYTES, _DIGEST_BYTES, _TICKET_ID_BYTES = 4, 16, 16, 16
+ID_BYTES, DIGEST_BYTES = 4, 16
+_HASH_BYTES, _TICKET_ID_BYTES = 16, 16
 _MOST_CHOICES = 1_024
 _MOST_ITEMS = 1 << 20  # tokens of a step, events of a moment: a message's own size is what bounds these
 _MOST_BYTES = 1 << 30
@@ -49,12 +50,12 @@ _WORDS = Text(most=TEXT_CHARACTERS)
 _ADDRESS = Text(most=1_024, least=1)
 _MEMBER = MemberName()
 _MEMBER_OR_NONE = MemberName(may_be_empty=True)
-_IDS = Octets(_MOST_BYTES, unit=_ID_BYTES)
-_SOME_IDS = Octets(_MOST_BYTES, least=_ID_BYTES, unit=_ID_BYTES)
+_IDS = Octets(_MOST_BYTES, unit=ID_BYTES)
+_SOME_IDS = Octets(_MOST_BYTES, least=ID_BYTES, unit=ID_BYTES)
 _HASHES = Octets(_MOST_BYTES, unit=_HASH_BYTES)
 _HASH = Octets(_HASH_BYTES, least=_HASH_BYTES)
-_DIGESTS = Octets(_MOST_BYTES, unit=_DIGEST_BYTES)
-_DIGEST = Octets(_DIGEST_BYTES, unit=_DIGEST_BYTES)  # empty: its exporter computes none
+_DIGESTS = Octets(_MOST_BYTES, unit=DIGEST_BYTES)
+_DIGEST = Octets(DIGEST_BYTES, unit=DIGEST_BYTES)  # empty: its exporter computes none
 _TICKET_ID = Octets(_TICKET_ID_BYTES, least=_TICKET_ID_BYTES)
 _SIGNATURE = Octets(64)  # a wrong one has its own reason
 _SIGNED = Octets(1 << 16, least=1)
@@ -85,7 +86,16 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
         "top_p": Real(most=1.0),
         "min_p": Real(most=1.0),
         "logprobs_plus_one": Whole(most=4_097),
+        "rules": _OPTIONAL,
     },
+    worker_pb2.LogitRules: {
+        "logit_bias": Many(_REQUIRED, 1 << 16),
+        "repetition_penalty": Real(most=1e6, excludes_least=True),
+        **dict.fromkeys(("frequency_penalty", "presence_penalty"), Real(least=-1e6, most=1e6)),
+        "allowed_token_ids": _IDS,
+        "bad_words": Many(_SOME_IDS, 1 << 16),
+    },
+    worker_pb2.TokenBias: {"token_id": _COUNT, "bias": Real(least=-1e6, most=1e6)},
     worker_pb2.TokenStops: {"max_tokens": Whole(least=1), "min_tokens": _COUNT, "stop_token_ids": _IDS},
     worker_pb2.PrefillRequest: {
         "request_id": _NAME,
@@ -345,77 +355,4 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
     kv_pb2.TailBlock: {"block_id": _UINT32, "digest": _DIGEST, "num_valid": Whole(least=1), "is_unverified": _FLAG},
     kv_pb2.Failed: {"epoch": _REQUIRED, "reason": _NAME, "detail": _WORDS},
     kv_pb2.Settled: {"epoch": _REQUIRED, "valid": _FLAG},
-}
-
-
-def _prefill(message: worker_pb2.PrefillRequest) -> str:
-    if message.num_committed * _ID_BYTES >= len(message.token_ids):
-        return "num_committed must leave at least one token of prompt"
-    return ""
-
-
-def _start(message: worker_pb2.StartRequest) -> str:
-    handles = [sequence.handle for sequence in message.sequences]
-    return "" if len(set(handles)) == len(handles) else f"sequences must have different handles, not {handles[:8]}"
-
-
-def _step(message: worker_pb2.StepOutput) -> str:
-    num_bytes = len(message.handles)
-    if not num_bytes == len(message.token_ids) == len(message.indices):
-        return "handles, token_ids and indices must be equally long"
-    if message.logprobs and len(message.logprobs) * _ID_BYTES != num_bytes:
-        return f"logprobs must be none or one for each of {num_bytes // _ID_BYTES} tokens, not {len(message.logprobs)}"
-    return ""
-
-
-def _started(message: worker_pb2.SequenceStarted) -> str:
-    if message.first_token_ids and len(message.first_token_ids) != len(message.handles) * _ID_BYTES:
-        return f"first_token_ids must be none or one for each of {len(message.handles)} handles"
-    return ""
-
-
-def _cache_events(message: worker_pb2.CacheEvents) -> str:
-    return "" if message.first_number <= message.next_number else "next_number must not be less than first_number"
-
-
-def _offer(message: kv_pb2.LeasePrefixResponse) -> str:
-    return "" if bool(message.ticket) == bool(message.num_blocks) else "num_blocks must be 0 exactly without a ticket"
-
-
-def _attach(message: kv_pb2.Attach) -> str:
-    is_range = (message.protocol_oldest or 1) <= (message.protocol_newest or 1)
-    return "" if is_range else "protocol_oldest must not be above protocol_newest"
-
-
-def _exporter_message(message: kv_pb2.ExporterMessage) -> str:
-    return "then must have no messages of its own" if any(one.then for one in message.then) else ""
-
-
-def _accepted(message: kv_pb2.Accepted) -> str:
-    return "" if message.lease_s <= message.max_lease_s else "lease_s must not be above max_lease_s"
-
-
-def _sealed(message: kv_pb2.Sealed) -> str:
-    num_blocks = len(message.block_ids) // _ID_BYTES
-    if message.digests and len(message.digests) != num_blocks * _DIGEST_BYTES:
-        return f"digests must be none or one for each of {num_blocks} blocks"
-    ids = memoryview(message.block_ids).cast("I")
-    if len(set(ids)) < num_blocks:
-        return "block_ids must differ from each other"
-    are_among = set(memoryview(message.unverified_block_ids).cast("I")) <= set(ids)
-    return "" if are_among else "unverified_block_ids must be among block_ids"
-
-
-# Of more than one field: what is wrong, or nothing. Each field has passed its own rule.
-ACROSS_FIELDS: Mapping[type[Message], Callable[..., str]] = {
-    worker_pb2.PrefillRequest: _prefill,
-    worker_pb2.StartRequest: _start,
-    worker_pb2.StepOutput: _step,
-    worker_pb2.SequenceStarted: _started,
-    worker_pb2.CacheEvents: _cache_events,
-    kv_pb2.LeasePrefixResponse: _offer,
-    kv_pb2.Attach: _attach,
-    kv_pb2.ExporterMessage: _exporter_message,
-    kv_pb2.Accepted: _accepted,
-    kv_pb2.Sealed: _sealed,
 }

@@ -9,8 +9,9 @@ from typing import TypeVar
 from google.protobuf.message import Message
 
 from cluster.errors import MalformedMessage
+from cluster.protocol.across_fields import ACROSS_FIELDS
 from cluster.protocol.field_rules import Many, Part, Rule
-from cluster.protocol.message_rules import ACROSS_FIELDS, RULES
+from cluster.protocol.message_rules import RULES
 
 Received = TypeVar("Received", bound=Message)
 _MOST_SHOWN = 80  # characters of a value

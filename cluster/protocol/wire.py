@@ -8,7 +8,6 @@ Sampling travels as 32-bit floats: both legs of a request read the same rounded 
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from cluster.errors import InvalidRequest
@@ -18,7 +17,7 @@ from cluster.messages import (
     Epoch,
     FinishReason,
     LayoutFingerprint,
-    LinkSpeed,
+    LogitRules,
     MemberId,
     PrefillJob,
     PrefixSource,
@@ -29,13 +28,11 @@ from cluster.messages import (
     TokenLogprobs,
     TokenStops,
 )
-from cluster.outstanding_work import OthersWork, PromptWork, SequenceWork
 from cluster.protocol.hashing import MAX_PREFIX_BLOCKS, split_hashes
 from cluster.protocol.received import checked
-from cluster.service_times import DecodeTimes, HandOffTimes, MixedTimes, PrefillTimes, ServiceTimes
 from tandem.enum_words import FINISH_REASONS, EnumWords
 from tandem.internal.v1 import kv_pb2, worker_pb2
-from tandem.v1 import admin_pb2, inference_pb2
+from tandem.v1 import inference_pb2
 
 WIRE_DTYPES = EnumWords(kv_pb2.WireDtype)  # their words are the values of --kv-wire-dtype
 ID_BYTES = 4
@@ -77,6 +74,7 @@ def sampling_to_wire(sampling: Sampling) -> worker_pb2.ResolvedSampling:
         top_p=sampling.top_p,
         min_p=sampling.min_p,
         logprobs_plus_one=0 if sampling.num_logprobs is None else sampling.num_logprobs + 1,
+        rules=None if sampling.rules is None else _rules_to_wire(sampling.rules),
     )
 
 
@@ -87,6 +85,7 @@ def sampling_from_wire(message: worker_pb2.ResolvedSampling) -> Sampling:
         top_p=message.top_p,
         min_p=message.min_p,
         num_logprobs=message.logprobs_plus_one - 1 if message.logprobs_plus_one else None,
+        rules=_rules_from_wire(message.rules) if message.HasField("rules") else None,
     )
 
 
@@ -210,23 +209,6 @@ def first_tokens_to_wire(
     )
 
 
-def link_speeds_to_wire(speeds: Iterable[LinkSpeed]) -> list[admin_pb2.LinkSpeed]:
-    return [
-        admin_pb2.LinkSpeed(
-            exporter=str(speed.exporter),
-            transport=speed.transport,
-            bytes_per_s=speed.bytes_per_s,
-            latency_s=speed.latency_s,
-        )
-        for speed in speeds
-    ]
-
-
-def link_speeds_from_wire(messages: Iterable[admin_pb2.LinkSpeed]) -> tuple[LinkSpeed, ...]:
-    """Convert part of a checked message; the order is kept."""
-    return tuple(map(_link_speed_from_wire, messages))
-
-
 def epoch_to_wire(epoch: Epoch) -> kv_pb2.Epoch:
     return kv_pb2.Epoch(
         member_id=epoch.exporter.id,
@@ -324,51 +306,25 @@ def cache_events_from_wire(message: worker_pb2.CacheEvents) -> CacheEvents:
     )
 
 
-def service_times_to_wire(times: ServiceTimes) -> worker_pb2.ServiceTimes:
-    """Convert models. Their fields have the same names in the message."""
-    return worker_pb2.ServiceTimes(**{name: model for name, model in asdict(times).items() if model is not None})
-
-
-def service_times_of(heartbeat: worker_pb2.Heartbeat) -> ServiceTimes | None:
-    """Return the models in a checked heartbeat; None if the worker has measured nothing yet."""
-    if not heartbeat.HasField("service_times"):
-        return None
-    times = heartbeat.service_times
-    prefill, decode, mixed, hand_off = times.prefill, times.decode, times.mixed, times.hand_off
-    return ServiceTimes(
-        prefill=PrefillTimes(prefill.step_s, prefill.per_token_s, prefill.per_token_context_s, prefill.relative_error),
-        decode=DecodeTimes(decode.step_s, decode.per_sequence_s, decode.per_context_token_s, decode.relative_error),
-        mixed=MixedTimes(mixed.factor, mixed.relative_error) if times.HasField("mixed") else None,
-        hand_off=HandOffTimes(hand_off.fixed_s, hand_off.relative_error) if times.HasField("hand_off") else None,
+def _rules_to_wire(rules: LogitRules) -> worker_pb2.LogitRules:
+    return worker_pb2.LogitRules(
+        logit_bias=[worker_pb2.TokenBias(token_id=token_id, bias=bias) for token_id, bias in rules.logit_bias],
+        repetition_penalty=rules.repetition_penalty,
+        frequency_penalty=rules.frequency_penalty,
+        presence_penalty=rules.presence_penalty,
+        allowed_token_ids=pack_ids(rules.allowed_token_ids),
+        bad_words=map(pack_ids, rules.bad_words),
     )
 
 
-def others_work_to_wire(work: OthersWork) -> worker_pb2.OthersWork:
-    sequences = work.sequences
-    return worker_pb2.OthersWork(
-        number=work.number,
-        prompt_tokens=round(work.prompts.num_new),
-        prompt_attended=work.prompts.attended,
-        first_tokens=round(work.first.num_new),
-        first_attended=work.first.attended,
-        elapsed_s=work.elapsed_s,
-        num_exported=work.num_exported,
-        num_running=sequences.num_running,
-        num_joining=sequences.num_joining,
-        context=sequences.context,
-        left=sequences.left,
-    )
-
-
-def others_work_from_wire(message: worker_pb2.OthersWork) -> OthersWork:
-    """Return the report in a checked message."""
-    return OthersWork(
-        number=message.number,
-        prompts=PromptWork(message.prompt_tokens, message.prompt_attended),
-        first=PromptWork(message.first_tokens, message.first_attended),
-        elapsed_s=message.elapsed_s,
-        num_exported=message.num_exported,
-        sequences=SequenceWork(message.num_running, message.num_joining, message.context, message.left),
+def _rules_from_wire(message: worker_pb2.LogitRules) -> LogitRules:
+    return LogitRules(
+        logit_bias=tuple((item.token_id, item.bias) for item in message.logit_bias),
+        repetition_penalty=message.repetition_penalty,
+        frequency_penalty=message.frequency_penalty,
+        presence_penalty=message.presence_penalty,
+        allowed_token_ids=unpack_ids(message.allowed_token_ids),
+        bad_words=tuple(map(unpack_ids, message.bad_words)),
     )
 
 
@@ -396,12 +352,3 @@ def _sequence_to_wire(sequence: SequenceStart) -> worker_pb2.SequenceStart:
 
 def _sequence_from_wire(message: worker_pb2.SequenceStart) -> SequenceStart:
     return SequenceStart(message.handle, message.seed, unpack_ids(message.committed_token_ids))
-
-
-def _link_speed_from_wire(message: admin_pb2.LinkSpeed) -> LinkSpeed:
-    return LinkSpeed(
-        exporter=member_from_wire(message.exporter),
-        transport=message.transport,
-        bytes_per_s=message.bytes_per_s,
-        latency_s=message.latency_s,
-    )

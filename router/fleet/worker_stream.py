@@ -23,7 +23,7 @@ from cluster.observe.telemetry import Telemetry
 from cluster.outstanding_work import OthersWork, SequenceWork
 from cluster.protocol import wire
 from cluster.protocol.received import checked
-from cluster.protocol.wire import link_speeds_from_wire, service_times_of
+from cluster.protocol.report_wire import link_speeds_from_wire, others_work_from_wire, service_times_of
 from cluster.request_size import RequestSize
 from cluster.service_times import ServiceTimes
 from cluster.serving.rpc_errors import error_from_rpc
@@ -313,7 +313,7 @@ class WorkerStream:
                 self.service_times = service_times_of(message.heartbeat)
                 self.free_blocks = message.heartbeat.free_blocks
             case "others":
-                self._on_others(wire.others_work_from_wire(message.others))
+                self._on_others(others_work_from_wire(message.others))
             case "leaving":
                 self._on_draining(message.leaving.grace_s)
 

@@ -116,6 +116,12 @@ def _sampling(message: inference_pb2.SamplingParams) -> SamplingParams:
         top_p=message.top_p if message.HasField("top_p") else None,
         min_p=message.min_p if message.HasField("min_p") else None,
         seed=message.seed if message.HasField("seed") else None,
+        presence_penalty=message.presence_penalty if message.HasField("presence_penalty") else None,
+        frequency_penalty=message.frequency_penalty if message.HasField("frequency_penalty") else None,
+        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else None,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        bad_words=tuple(message.bad_words),
     )
 
 
@@ -157,6 +163,12 @@ def _accepted(accepted: Accepted) -> inference_pb2.AcceptedRequest:
             top_p=sampling.top_p,
             min_p=sampling.min_p,
             seed=sampling.seed,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            logit_bias=dict(sampling.logit_bias),
+            allowed_token_ids=sampling.allowed_token_ids,
+            bad_words=sampling.bad_words,
         ),
         max_tokens=accepted.max_tokens,
         acceptance=accepted.acceptance,

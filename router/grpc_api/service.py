@@ -15,7 +15,7 @@ from cluster.errors import InvalidRequest, NotFound, TandemError, Unauthenticate
 from cluster.member import Member
 from cluster.messages import Role
 from cluster.observe.telemetry import Telemetry
-from cluster.protocol.wire import link_speeds_to_wire
+from cluster.protocol.report_wire import link_speeds_to_wire
 from cluster.registry.scale_target import POOLS
 from router.drain.operator_commands import MemberCommands, OperatorCall, ScaleTargetView, target_to_wire
 from router.fleet.fleet import Fleet

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, FailFast, Field, PlainValidator, WithJsonSchema, field_validator
 
 from cluster.errors import InvalidRequest
+from router.http.logit_fields import LogitFields
 from router.http.openapi import TOKEN_IDS
 from router.http.strict_body import NeutralValues, StrictBody
 from router.request.validation import (
@@ -27,7 +28,6 @@ from router.requests import (
     ChatPrompt,
     GenerateRequest,
     Prompt,
-    SamplingParams,
     StopConditions,
     TextPrompt,
     TokenPrompt,
@@ -41,10 +41,6 @@ _LEAST_MS = 0.001  # of a latency target
 # Fields of OpenAI's and vLLM's published protocols that Tandem does not have, with the values (besides null) that ask
 # for nothing.
 _ASKS_FOR_NOTHING: NeutralValues = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
     "response_format": ({"type": "text"},),
     "use_beam_search": (False,),
     "length_penalty": (1,),
@@ -56,8 +52,6 @@ _ASKS_FOR_NOTHING: NeutralValues = {
     "truncation_side": (),
     "prompt_logprobs": (),
     "logprob_token_ids": (),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "structured_outputs": (),
     "thinking_token_budget": (-1,),
     "routed_experts_prompt_start": (0,),
@@ -222,7 +216,7 @@ class SloHeaders(BaseModel):
         return [replace(request, slo_ttft_s=ttft_s, slo_tpot_s=tpot_s) for request in requests]
 
 
-class _Request(StrictBody):
+class _Request(LogitFields):
     """The fields of both endpoints. Unset sampling fields default to the model's generation_config.json."""
 
     default_max_tokens: ClassVar[int | None] = None
@@ -302,7 +296,8 @@ class _Request(StrictBody):
             prompt=prompt,
             label=label,
             model=self.model,
-            sampling=SamplingParams(
+            sampling=replace(
+                self.logit_params(),
                 temperature=self.temperature,
                 top_k=0 if self.top_k == -1 else self.top_k,
                 top_p=self.top_p,

@@ -150,7 +150,8 @@ class Pipeline:
                     await self._refuse_early(admitted)
                 with self._live_requests.streaming(live, acceptance.stream_id):
                     live.account.record_admission(len(resolved.prompt_token_ids))
-                    live.accepted.set_result(resolved.accepted(self._signer.sign(live.request_id, acceptance)))
+                    token = self._signer.sign(live.request_id, acceptance)
+                    live.accepted.set_result(resolved.accepted(live.request.sampling, token))
                     for delta in missed:
                         live.outbox.put(delta)
                     async with self._hedging.of_request(self._complete) as hedges:
@@ -184,10 +185,12 @@ class Pipeline:
         shown = self._signer.shown(request) if request.resume_from is not None else None
         rendered_at_us = shown.rendered_at_us if shown is not None else self._wall_us()
         prompt_token_ids = await self._tokenize(request.prompt, rendered_at_us)
+        texts = request.sampling.bad_words
+        bad_words = await self._threads.run(self._tokenization.encode_bad_words, texts) if texts else ()
         live.account.enter(PhaseName.ADMIT, self._clock.now_s())
         if shown is not None:
-            return shown.resolved(request, prompt_token_ids, self._model), shown
-        resolved = await self._resolved(request, prompt_token_ids)
+            return shown.resolved(request, prompt_token_ids, self._model, bad_words), shown
+        resolved = await self._resolved(request, prompt_token_ids, bad_words)
         stream_id = secrets.token_bytes(STREAM_ID_BYTES)
         return resolved, accept(
             request, resolved, self._model, stream_id=stream_id, rendered_at_us=rendered_at_us, timeout_s=timeout_s
@@ -205,13 +208,15 @@ class Pipeline:
                 encode = partial(self._tokenization.encode_chat, rendered_at_us=rendered_at_us)
                 return await self._threads.run(encode, messages)
 
-    async def _resolved(self, request: GenerateRequest, prompt_token_ids: tuple[int, ...]) -> ResolvedRequest:
+    async def _resolved(
+        self, request: GenerateRequest, prompt_token_ids: tuple[int, ...], bad_words: Sequence[tuple[int, ...]]
+    ) -> ResolvedRequest:
         """Resolve a new request.
 
         Where the client gives no max_tokens, it becomes the most that the largest decode worker can hold and that fits
         one message; this waits until a decode worker is known. Raises InvalidRequest.
         """
-        resolved = resolve(request, prompt_token_ids, self._model)
+        resolved = resolve(request, prompt_token_ids, self._model, bad_words)
         sizes = request.num_bytes, len(prompt_token_ids), request.n
         if request.stop.max_tokens is None:
             while not (capacities := self._fleet.capacities(Role.DECODE)) and not self._fleet.is_ready:

@@ -19,6 +19,7 @@ from cluster.errors import (
     PromptChanged,
     RequestChanged,
 )
+from cluster.messages import LogitRules
 from cluster.protocol.wire import pack_ids
 from cluster.request_size import NO_LIMITS
 from router.request.validation import ResolvedRequest, resolve
@@ -52,7 +53,11 @@ class Acceptance:
         return now_us <= self.ends_at_us + _CLOCK_LEEWAY_US
 
     def resolved(
-        self, request: GenerateRequest, prompt_token_ids: tuple[int, ...], model: ModelInfo
+        self,
+        request: GenerateRequest,
+        prompt_token_ids: tuple[int, ...],
+        model: ModelInfo,
+        bad_words: Sequence[tuple[int, ...]] = (),
     ) -> ResolvedRequest:
         """Resolve the request and check that it is the one that was accepted. Raises PromptChanged, RequestChanged,
         InvalidRequest.
@@ -64,7 +69,7 @@ class Acceptance:
                 "this router makes other tokens of the prompt than the router that accepted the request: send the same"
                 " prompt, or ask a router with the same tokenizer and chat template"
             )
-        resolved = resolve(request, prompt_token_ids, replace(model, lengths=NO_LIMITS))
+        resolved = resolve(request, prompt_token_ids, replace(model, lengths=NO_LIMITS), bad_words)
         if not hmac.compare_digest(self.parameters_digest, _parameters_digest(resolved, model)):
             raise RequestChanged(
                 "this router resolves other parameters than those that were accepted: send every field as the first"
@@ -168,8 +173,18 @@ def _parameters_digest(resolved: ResolvedRequest, model: ModelInfo) -> bytes:
         [list(resolved.stop_strings), sorted(resolved.named_stop_token_ids)],
         [resolved.seed, list(resolved.seeds)],
         [resolved.cache_salt, resolved.priority, resolved.is_batch],
+        _rules_fields(sampling.rules or LogitRules()),
     )
     return hashlib.sha256(json.dumps(fields).encode()).digest()
+
+
+def _rules_fields(rules: LogitRules) -> list[object]:
+    penalties = rules.repetition_penalty, rules.frequency_penalty, rules.presence_penalty
+    return [
+        [[token_id, _as_travelled(bias)] for token_id, bias in rules.logit_bias],
+        list(map(_as_travelled, penalties)),
+        [list(rules.allowed_token_ids), list(map(list, rules.bad_words))],
+    ]
 
 
 def _as_travelled(value: float) -> str:

@@ -8,10 +8,12 @@ import hashlib
 import math
 import secrets
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cluster.errors import InvalidRequest, NoTokenizer, PromptTooLong, RequestTooLarge, UnknownModel
-from cluster.messages import Sampling, TokenStops
+from cluster.messages import LogitRules, Sampling, TokenStops
+from router.request.logit_rules import check_logit_rules, resolved_logit_rules
 from router.requests import Accepted, GenerateRequest, ResumedChoice, SamplingParams, StopConditions
 from router.text.model_files import ModelInfo
 
@@ -48,15 +50,22 @@ class ResolvedRequest:
             return self
         return replace(self, stops=replace(self.stops, max_tokens=fewer))
 
-    def accepted(self, acceptance: bytes) -> Accepted:
-        """Return the values that the client sends so that another router resolves the request to the same values."""
-        sampling = self.sampling
-        return Accepted(
-            SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, self.seed),
-            self.stops.max_tokens,
-            acceptance,
-            len(self.prompt_token_ids),
+    def accepted(self, params: SamplingParams, acceptance: bytes) -> Accepted:
+        """Return the values that the client sends so that another router resolves the request to the same values.
+        `params`: the request's own."""
+        sampling, rules = self.sampling, self.sampling.rules or LogitRules()
+        resolved = replace(
+            params,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=self.seed,
+            presence_penalty=rules.presence_penalty,
+            frequency_penalty=rules.frequency_penalty,
+            repetition_penalty=rules.repetition_penalty,
         )
+        return Accepted(resolved, self.stops.max_tokens, acceptance, len(self.prompt_token_ids))
 
 
 def check(request: GenerateRequest, model: ModelInfo) -> None:
@@ -89,6 +98,7 @@ def check(request: GenerateRequest, model: ModelInfo) -> None:
     for name, slo_s in (("slo_ttft_s", request.slo_ttft_s), ("slo_tpot_s", request.slo_tpot_s)):
         _require(slo_s is None or 0 < slo_s < math.inf, f"{name} must be positive, not {slo_s}")
     _check_sampling(request.sampling)
+    check_logit_rules(request.sampling, model)
     _check_stop(request.stop, model)
     if request.resume_from is not None:
         _check_resumption(request, request.resume_from, model)
@@ -106,8 +116,14 @@ def check_token_ids(token_ids: tuple[int, ...], model: ModelInfo) -> None:
     _require(wrong is None, f"token id {wrong} is outside the vocabulary: 0 to {model.vocab_size - 1}")
 
 
-def resolve(request: GenerateRequest, prompt_token_ids: tuple[int, ...], model: ModelInfo) -> ResolvedRequest:
-    """Resolve all defaults of a request that has passed `check`. Raises InvalidRequest, PromptTooLong."""
+def resolve(
+    request: GenerateRequest,
+    prompt_token_ids: tuple[int, ...],
+    model: ModelInfo,
+    bad_words: Sequence[tuple[int, ...]] = (),
+) -> ResolvedRequest:
+    """Resolve all defaults of a request that has passed `check`. `bad_words`: the request's, in tokens. Raises
+    InvalidRequest, PromptTooLong."""
     _require(bool(prompt_token_ids), "the prompt is empty: it must have at least one token")
     # First: a prompt may be too long to be looked through at all.
     max_tokens = _max_tokens(len(prompt_token_ids), request.stop, model)
@@ -118,10 +134,12 @@ def resolve(request: GenerateRequest, prompt_token_ids: tuple[int, ...], model: 
     )
     eos = frozenset() if request.stop.ignore_eos else model.eos_token_ids
     seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
+    stops = TokenStops(max_tokens, request.stop.min_tokens, eos | frozenset(request.stop.stop_token_ids))
+    rules = resolved_logit_rules(request.sampling, bad_words, stops, model)
     return ResolvedRequest(
         prompt_token_ids=prompt_token_ids,
-        sampling=_sampling(request.sampling, request.logprobs, model.default_sampling),
-        stops=TokenStops(max_tokens, request.stop.min_tokens, eos | frozenset(request.stop.stop_token_ids)),
+        sampling=_sampling(request.sampling, request.logprobs, rules, model.default_sampling),
+        stops=stops,
         stop_strings=request.stop.stop,
         named_stop_token_ids=frozenset(request.stop.stop_token_ids),
         seed=seed,
@@ -193,13 +211,16 @@ def _max_tokens(num_prompt_tokens: int, stop: StopConditions, model: ModelInfo) 
     return wanted
 
 
-def _sampling(params: SamplingParams, num_logprobs: int | None, defaults: Sampling) -> Sampling:
+def _sampling(
+    params: SamplingParams, num_logprobs: int | None, rules: LogitRules | None, defaults: Sampling
+) -> Sampling:
     return Sampling(
         temperature=defaults.temperature if params.temperature is None else params.temperature,
         top_k=defaults.top_k if params.top_k is None else params.top_k,
         top_p=defaults.top_p if params.top_p is None else params.top_p,
         min_p=defaults.min_p if params.min_p is None else params.min_p,
         num_logprobs=num_logprobs,
+        rules=rules,
     )
 
 

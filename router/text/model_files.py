@@ -9,20 +9,22 @@ from pathlib import Path
 
 from cluster.errors import ConfigError
 from cluster.grammar.tokenizer_files import read_json
-from cluster.messages import Sampling
+from cluster.messages import LogitRules, Sampling
 from cluster.request_size import NO_LIMITS, LengthLimits
 
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "n_ctx")
 _SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p")
+PENALTY_RANGES = {  # as at OpenAI; vLLM's repetition_penalty has no upper bound
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.001, 1000.0),
+}
 # Fields of generation_config.json that Tandem does not have, with the value that changes nothing.
 _NEUTRAL: Mapping[str, object] = {
-    "repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
     "typical_p": 1.0,
     "num_beams": 1,
-    "suppress_tokens": None,
     "begin_suppress_tokens": None,
-    "bad_words_ids": None,
     "forced_bos_token_id": None,
     "forced_eos_token_id": None,
 }
@@ -104,7 +106,34 @@ def _default_sampling(generation: Json) -> Sampling:
         top_k=int(values.get("top_k", 0)),  # type: ignore[call-overload]
         top_p=float(values.get("top_p", 1.0)),  # type: ignore[arg-type]
         min_p=float(values.get("min_p", 0.0)),  # type: ignore[arg-type]
+        rules=_default_rules(generation),
     )
+
+
+def _default_rules(generation: Json) -> LogitRules | None:
+    """Return its penalties, and `bad_words_ids` and `suppress_tokens` as bad words; as in `transformers`, an
+    end-of-sequence token alone is none."""
+    penalties = {key: generation[key] for key in PENALTY_RANGES if generation.get(key) is not None}
+    for key, value in penalties.items():
+        least, most = PENALTY_RANGES[key]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            raise ConfigError(f"generation_config.json: {key} is {value!r}, not from {least:g} to {most:g}")
+    eos = _token_ids(generation.get("eos_token_id"))
+    listed, suppressed = generation.get("bad_words_ids") or [], generation.get("suppress_tokens") or []
+    if not isinstance(listed, list) or not isinstance(suppressed, list):
+        raise ConfigError("generation_config.json: bad_words_ids and suppress_tokens must be lists")
+    words = [*map(_word, listed), *((token_id,) for token_id in _word(suppressed))]
+    rules = LogitRules(
+        **{key: float(value) for key, value in penalties.items()},  # type: ignore[arg-type]
+        bad_words=tuple(word for word in words if word and not (len(word) == 1 and word[0] in eos)),
+    )
+    return None if rules == LogitRules() else rules
+
+
+def _word(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(isinstance(token_id, int) and token_id >= 0 for token_id in value):
+        raise ConfigError(f"generation_config.json: bad_words_ids and suppress_tokens hold {value!r}, no token ids")
+    return tuple(value)
 
 
 def _default_max_tokens(generation: Json) -> int | None:

@@ -192,6 +192,12 @@ class Tokenization:
         self._check_head(text)
         return self._encode(text, add_special_tokens=False)
 
+    def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of each word as it stands at the beginning of a text and behind a space. Raises
+        NoTokenizer, InvalidRequest."""
+        texts = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
+        return tuple(dict.fromkeys(self._encode(text, add_special_tokens=False) for text in texts))
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decode token ids, without special tokens. Raises NoTokenizer, InvalidRequest."""
         if any(not 0 <= token_id < self.model_info.vocab_size for token_id in token_ids):

@@ -28,7 +28,7 @@ from cluster.messages import (
 )
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol import wire
-from cluster.protocol.wire import link_speeds_to_wire, service_times_to_wire
+from cluster.protocol.report_wire import link_speeds_to_wire, service_times_to_wire
 from cluster.service_times import ServiceTimes
 from cluster.serving.serving import GrpcServer
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.observe.health import LIVENESS, READINESS
 from cluster.process import ExitStatus
-from cluster.protocol.wire import service_times_of
+from cluster.protocol.report_wire import service_times_of
 from tandem.enum_words import MEMBER_STATES
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tests.faults.control import FaultControl, Worker

@@ -1,10 +1,11 @@
 """Sampling and stopping through real processes: what is drawn depends on the request, not on the path it took."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
 from tandem.v1 import inference_pb2
 from tests.system.asking import Answer, ask, question
@@ -64,6 +65,57 @@ def _logprobs(answer: Answer) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
     logits: torch.Tensor = model(torch.tensor([[*_PROMPT, *answer.token_ids]])).logits[0]
     return logits[len(_PROMPT) - 1 : -1].log_softmax(-1)
+
+
+class _OutputPenalties(LogitsProcessor):
+    """OpenAI's frequency and presence penalties, which `transformers` does not have."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        counts = torch.bincount(input_ids[0, len(_PROMPT) :], minlength=scores.shape[1])
+        return scores - 0.5 * counts - 0.25 * (counts > 0)
+
+
+async def test_greedy_tokens_under_logit_rules_are_those_of_transformers(cluster: LocalCluster) -> None:
+    """From the prefill worker's first token on, with rules that change some of them."""
+    plain = (await ask(cluster, question(_PROMPT, max_tokens=20, ignore_eos=True))).token_ids
+    biases = {plain[0]: -9.0, plain[3]: 2.5}
+    rules = inference_pb2.SamplingParams(
+        temperature=0,
+        repetition_penalty=1.25,
+        frequency_penalty=0.5,
+        presence_penalty=0.25,
+        logit_bias=biases,
+        bad_words=["self", "return x"],
+    )
+
+    answer = await ask(cluster, question(_PROMPT, max_tokens=20, sampling=rules, ignore_eos=True))
+
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    expected: Any = model.generate(  # type: ignore[misc]
+        torch.tensor([_PROMPT]),
+        do_sample=False,
+        max_new_tokens=20,
+        eos_token_id=None,
+        repetition_penalty=1.25,
+        sequence_bias=[[[token_id], bias] for token_id, bias in biases.items()],
+        bad_words_ids=[[271], [316], [321, 806], [621, 806]],  # each without and with a space before it
+        logits_processor=LogitsProcessorList([_OutputPenalties()]),
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    best = torch.cat(expected.scores).topk(2).values
+    assert float((best[:, 0] - best[:, 1]).min()) > 1e-2, "the reference is not decisive"
+    assert list(answer.token_ids) == expected.sequences[0, len(_PROMPT) :].tolist()
+    assert answer.token_ids != plain
+    await cluster.until_free()
+
+
+async def test_only_allowed_tokens_are_drawn(cluster: LocalCluster) -> None:
+    sampling = inference_pb2.SamplingParams(temperature=1.0, seed=3, allowed_token_ids=[40, 41, 42])
+    answer = await ask(cluster, question(_PROMPT, max_tokens=12, n=2, sampling=sampling))
+    assert {token_id for tokens in answer.choices.values() for token_id in tokens} == {40, 41, 42}
+    assert [len(tokens) for tokens in answer.choices.values()] == [12, 12], "the end of sequence is not allowed"
+    await cluster.until_free()
 
 
 async def test_a_stop_string_ends_the_text_before_it(cluster: LocalCluster) -> None:

@@ -58,7 +58,7 @@ class ScriptedPipeline:
         resolved = resolve(request, self._prompt(request), self.tokenization.model_info)
         choices = [self._choice(number, resolved) for number in range(request.n)]
         scripts = [self._tokens(number) for number in range(request.n)]
-        yield Output(request.request_id, accepted=resolved.accepted(b""))
+        yield Output(request.request_id, accepted=resolved.accepted(request.sampling, b""))
         index = 0
         while any(not choice.ended for choice in choices):
             if self.error is not None and index == self.error_after:

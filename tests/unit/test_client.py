@@ -145,6 +145,9 @@ def test_invalid_arguments_are_refused_by_the_client() -> None:
         ("a", {"temperature": "hot"}, "temperature must be a number, not str"),
         ("a", {"model": 1}, "model must be a str, not int"),
         ("a", {"stop": 1}, "stop must be a str or a sequence of str"),
+        ("a", {"bad_words": "no"}, "bad_words must be a list of str"),
+        ("a", {"logit_bias": [7]}, "logit_bias must be a mapping from token ids to numbers"),
+        ("a", {"presence_penalty": "1"}, "presence_penalty must be a number, not str"),
     ],
 )
 def test_a_value_of_the_wrong_type_is_refused_by_name(prompt: object, options: dict[str, Any], message: str) -> None:

@@ -19,6 +19,8 @@ def enum_fields(message: Any, path: str = "") -> Iterator[tuple[str, Message, Fi
     for field in message.DESCRIPTOR.fields:
         if field.enum_type is not None:
             yield f"{path}{field.name}", message, field
+        elif field.message_type is not None and field.message_type.GetOptions().map_entry:
+            continue  # of scalars: no map of the protocol has other values
         elif field.message_type is not None and field.is_repeated:
             yield from enum_fields(getattr(message, field.name).add(), f"{path}{field.name}.")
         elif field.message_type is not None:

@@ -7,7 +7,7 @@ import pytest
 from cluster.errors import MalformedMessage
 from cluster.messages import LinkSpeed, MemberId
 from cluster.protocol.received import checked
-from cluster.protocol.wire import link_speeds_from_wire, link_speeds_to_wire
+from cluster.protocol.report_wire import link_speeds_from_wire, link_speeds_to_wire
 from tandem.internal.v1 import worker_pb2
 from tandem.v1 import admin_pb2
 

@@ -5,9 +5,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import RequestTooLarge
-from cluster.messages import DecodeJob, MemberId, PrefillJob, PrefixSource, Sampling, SequenceStart, TokenStops
+from cluster.messages import (
+    DecodeJob,
+    LogitRules,
+    MemberId,
+    PrefillJob,
+    PrefixSource,
+    Sampling,
+    SequenceStart,
+    TokenStops,
+)
 from cluster.protocol import wire
 from router.grpc_api.inference_wire import generate_request_from_wire
+from router.request.logit_rules import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 from router.request.request_acceptance import ACCEPTANCE_BYTES
 from router.request.validation import MessageLimits
 from tandem.v1 import inference_pb2
@@ -34,6 +44,11 @@ def asked(draw: st.DrawFn) -> inference_pb2.GenerateRequest:
         ),
         priority=draw(st.integers(-(1 << 31), (1 << 31) - 1)),
         n=draw(st.sampled_from((0, 1, 2, 7, 128))),
+        sampling=inference_pb2.SamplingParams(
+            logit_bias={LARGEST_TOKEN - i: 1.0 for i in range(draw(st.integers(0, 5)))},
+            allowed_token_ids=[LARGEST_TOKEN] * draw(st.integers(0, 100)),
+            bad_words=draw(st.lists(texts, max_size=3)),
+        ),
     )
     kind = draw(st.sampled_from(("text", "token_ids", "chat")))
     if kind == "text":
@@ -49,8 +64,17 @@ def with_all_its_tokens(request: inference_pb2.GenerateRequest, max_tokens: int)
     """The request as the client library resumes it, with every field at its largest."""
     resumed = inference_pb2.GenerateRequest()
     resumed.CopyFrom(request)
-    resumed.sampling.CopyFrom(
-        inference_pb2.SamplingParams(temperature=2, top_k=LARGEST, top_p=0.5, min_p=0.5, seed=(1 << 64) - 1)
+    resumed.sampling.MergeFrom(
+        inference_pb2.SamplingParams(
+            temperature=2,
+            top_k=LARGEST,
+            top_p=0.5,
+            min_p=0.5,
+            seed=(1 << 64) - 1,
+            presence_penalty=1,
+            frequency_penalty=1,
+            repetition_penalty=2,
+        )
     )
     resumed.stop.max_tokens = max_tokens
     resumed.resume_from.acceptance = bytes(ACCEPTANCE_BYTES)
@@ -82,7 +106,13 @@ def test_an_admitted_request_fits_one_message_when_resumed_with_all_its_tokens(
     assert with_all_its_tokens(request, max(0, most) + slack).ByteSize() > limits.client_bytes or room == 0
 
 
-SAMPLING = Sampling(temperature=2.0, top_k=LARGEST, top_p=0.5, min_p=0.5, num_logprobs=20)
+RULES = LogitRules(
+    tuple((LARGEST - i, 1.0) for i in range(MAX_LOGIT_BIAS)),
+    *(2.0, 2.0, 2.0),
+    (LARGEST,) * MAX_ALLOWED_TOKEN_IDS,
+    ((LARGEST,),) * MAX_BAD_WORDS + ((LARGEST,) * (MAX_BAD_WORD_TOKENS - MAX_BAD_WORDS),),
+)
+SAMPLING = Sampling(temperature=2.0, top_k=LARGEST, top_p=0.5, min_p=0.5, num_logprobs=20, rules=RULES)
 WORKER = MemberId("m" * 63, "i" * 32)
 
 

@@ -14,7 +14,7 @@ from cluster.protocol import tickets, wire
 from cluster.protocol.hashing import split_hashes
 from cluster.protocol.message_rules import RULES
 from cluster.protocol.received import checked
-from cluster.protocol.wire import service_times_of
+from cluster.protocol.report_wire import link_speeds_from_wire, service_times_of
 from kvtransfer.wire import handoff_wire
 from router.fleet import decode_events
 from tandem.internal.v1 import kv_pb2, worker_pb2
@@ -57,7 +57,7 @@ CONVERSIONS: Mapping[type[Message], Callable[[Any], object]] = {
     worker_pb2.StepOutput: _after_check(lambda m: list(decode_events.tokens_of(m))),
     worker_pb2.SequenceStarted: _after_check(lambda m: wire.unpack_ids(m.first_token_ids)),
     worker_pb2.CancelSequences: _after_check(lambda m: wire.unpack_ids(m.handles)),
-    worker_pb2.Heartbeat: _after_check(lambda m: (wire.link_speeds_from_wire(m.links), service_times_of(m))),
+    worker_pb2.Heartbeat: _after_check(lambda m: (link_speeds_from_wire(m.links), service_times_of(m))),
     kv_pb2.Ticket: _ticket,
     kv_pb2.ImporterMessage: _importer_message,
     kv_pb2.ExporterMessage: _exporter_message,

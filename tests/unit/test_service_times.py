@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cluster.errors import MalformedMessage
 from cluster.protocol.received import checked
-from cluster.protocol.wire import service_times_of, service_times_to_wire
+from cluster.protocol.report_wire import service_times_of, service_times_to_wire
 from cluster.service_times import (
     DecodeTimes,
     HandOffTimes,

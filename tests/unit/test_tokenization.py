@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from cluster.errors import ConfigError, InvalidRequest, NoChatTemplate, NoTokenizer
-from cluster.messages import Sampling
+from cluster.messages import LogitRules, Sampling
 from router.requests import ChatMessage
 from router.text.tokenization import Tokenization
 from tests.unit.small_tokenizers import FAMILIES, byte_level, sentencepiece
@@ -214,13 +214,17 @@ def test_generation_config_gives_default_sampling_and_more_end_tokens(tmp_path: 
         "top_k": 20,
         "do_sample": True,
         "repetition_penalty": 1.05,
+        "bad_words_ids": [[7], [4, 5]],
+        "suppress_tokens": [6, 8],
+        "no_repeat_ngram_size": 3,
         "max_new_tokens": 99,
     }
     info = Tokenization.load(str(model_folder(tmp_path, generation_config=generation))).model_info
     assert info.eos_token_ids == frozenset({2, 7, 8})
-    assert info.default_sampling == Sampling(temperature=0.6, top_k=20, top_p=0.9)
+    rules = LogitRules(repetition_penalty=1.05, bad_words=((4, 5), (6,)))  # as in transformers, no end token
+    assert info.default_sampling == Sampling(temperature=0.6, top_k=20, top_p=0.9, rules=rules)
     assert info.default_max_tokens == 99
-    assert info.notes == ("generation_config.json: repetition_penalty=1.05 is not applied",)
+    assert info.notes == ("generation_config.json: no_repeat_ngram_size=3 is not applied",)
 
 
 @pytest.mark.parametrize(

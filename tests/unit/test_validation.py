@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.errors import InvalidRequest, NoTokenizer, PromptTooLong
-from cluster.messages import Sampling
+from cluster.messages import LogitRules, Sampling
 from cluster.request_size import LengthLimits
 from router.request.validation import check, resolve
 from router.requests import GenerateRequest, ResumedChoice, SamplingParams, StopConditions, TokenPrompt
@@ -40,6 +40,16 @@ REQUEST = GenerateRequest(TokenPrompt((1,)))
         (SamplingParams(min_p=1.1), "min_p.*1.1"),
         (SamplingParams(seed=-1), "seed.*-1"),
         (SamplingParams(seed=1 << 64), "seed"),
+        (SamplingParams(presence_penalty=-2.1), "presence_penalty must be from -2 to 2, not -2.1"),
+        (SamplingParams(frequency_penalty=math.nan), "frequency_penalty.*nan"),
+        (SamplingParams(repetition_penalty=0.0), "repetition_penalty must be from 0.001 to 1000, not 0.0"),
+        (SamplingParams(logit_bias=((7, 100.5),)), "logit_bias of token 7 must be from -100 to 100, not 100.5"),
+        (SamplingParams(logit_bias=((50, 1.0),)), "logit_bias: token id 50 is outside the vocabulary: 0 to 49"),
+        (SamplingParams(logit_bias=((7, 1.0),) * 1025), "logit_bias must have at most 1024 entries, not 1025"),
+        (SamplingParams(allowed_token_ids=(1, 50)), "allowed_token_ids: token id 50"),
+        (SamplingParams(allowed_token_ids=(1,) * 4097), "allowed_token_ids must have at most 4096 entries, not 4097"),
+        (SamplingParams(bad_words=("a",) * 129), "bad_words must have at most 128 entries, not 129"),
+        (SamplingParams(bad_words=("a", " ")), "each of bad_words must have 1 to 256 characters, and not only spaces"),
     ],
 )
 def test_sampling_out_of_range_is_refused_by_name_and_value(sampling: SamplingParams, named: str) -> None:
@@ -152,8 +162,49 @@ def test_two_requests_without_a_seed_get_different_seeds() -> None:
 def test_accepted_values_resolve_alike_at_every_router() -> None:
     """The accepted values replace the operator's defaults and the drawn seed, which would differ."""
     first = resolve(replace(REQUEST, n=3), (1, 2), MODEL)
-    accepted = first.accepted(b"")
+    accepted = first.accepted(REQUEST.sampling, b"")
     again = replace(REQUEST, n=3, sampling=accepted.sampling, stop=StopConditions(max_tokens=accepted.max_tokens))
-    other = replace(MODEL, default_sampling=Sampling(temperature=1.5), default_max_tokens=5)
+    rules = LogitRules(repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2)
+    other = replace(MODEL, default_sampling=Sampling(temperature=1.5, rules=rules), default_max_tokens=5)
     check(again, other)
     assert resolve(again, (1, 2), other) == first
+
+
+def test_the_models_logit_rules_apply_unless_the_request_sets_its_own() -> None:
+    own = LogitRules(repetition_penalty=1.2, presence_penalty=0.3, bad_words=((5, 6),))
+    model = replace(MODEL, default_sampling=Sampling(rules=own))
+    assert resolve(REQUEST, (1,), model).sampling.rules == own
+    said = replace(REQUEST, sampling=SamplingParams(presence_penalty=0.0, logit_bias=((4, 1.0),)))
+    assert resolve(said, (1,), model, [(7,), (5, 6)]).sampling.rules == LogitRules(
+        logit_bias=((4, 1.0),), repetition_penalty=1.2, bad_words=((5, 6), (7,))
+    )
+
+
+def test_rules_that_change_nothing_are_no_rules() -> None:
+    neutral = SamplingParams(presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0)
+    assert resolve(replace(REQUEST, sampling=neutral), (1,), MODEL).sampling.rules is None
+
+
+@pytest.mark.parametrize(
+    ("sampling", "stop", "bad_words"),
+    [
+        (SamplingParams(allowed_token_ids=(5, 6)), StopConditions(), [(5,), (8, 6)]),
+        (SamplingParams(allowed_token_ids=(2, 3)), StopConditions(min_tokens=1), []),
+        (SamplingParams(), StopConditions(), [(token_id,) for token_id in range(50)]),
+    ],
+)
+def test_rules_that_may_leave_no_token_are_refused(
+    sampling: SamplingParams, stop: StopConditions, bad_words: list[tuple[int, ...]]
+) -> None:
+    request = replace(REQUEST, sampling=sampling, stop=stop)
+    check(request, MODEL)
+    with pytest.raises(InvalidRequest, match="no token may be left to draw"):
+        resolve(request, (1,), MODEL, bad_words)
+
+
+def test_bad_words_need_a_tokenizer_and_are_bounded_in_tokens() -> None:
+    request = replace(REQUEST, sampling=SamplingParams(bad_words=("x",)))
+    with pytest.raises(NoTokenizer, match="logit_bias"):
+        check(request, replace(MODEL, has_tokenizer=False))
+    with pytest.raises(InvalidRequest, match="bad_words have 4097 tokens"):
+        resolve(request, (1,), MODEL, [(1,) * 4097])

@@ -9,6 +9,7 @@ from cluster.messages import (
     DecodeJob,
     FinishReason,
     LayoutFingerprint,
+    LogitRules,
     MemberId,
     PrefillJob,
     PrefixSource,
@@ -32,7 +33,17 @@ IDS = st.lists(U32, max_size=40).map(tuple)
 TOKENS = st.lists(U32, min_size=1, max_size=40).map(tuple)
 NAME = st.text(st.characters(blacklist_characters="@", blacklist_categories=["Cs"]), min_size=1, max_size=8)
 MEMBERS = st.builds(MemberId, NAME, NAME)
-SAMPLING = st.builds(Sampling, F32, U32, SHARE, SHARE, st.none() | st.integers(0, 20))
+PENALTY = st.floats(-2, 2, width=32)
+RULES = st.builds(
+    LogitRules,
+    st.lists(st.tuples(COUNT, st.floats(-100, 100, width=32)), max_size=3).map(tuple),
+    st.floats(0.0009765625, 1000, width=32),
+    PENALTY,
+    PENALTY,
+    IDS,
+    st.lists(TOKENS, max_size=3).map(tuple),
+)
+SAMPLING = st.builds(Sampling, F32, U32, SHARE, SHARE, st.none() | st.integers(0, 20), st.none() | RULES)
 STOPS = st.builds(TokenStops, st.integers(1, 2**31 - 1), COUNT, st.frozensets(U32, max_size=5))
 TIMEOUT = st.floats(0.001, 1e6)
 LOGPROBS = st.builds(

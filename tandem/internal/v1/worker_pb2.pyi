@@ -9,18 +9,44 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ResolvedSampling(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "logprobs_plus_one")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "logprobs_plus_one", "rules")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     MIN_P_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_PLUS_ONE_FIELD_NUMBER: _ClassVar[int]
+    RULES_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
     min_p: float
     logprobs_plus_one: int
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., logprobs_plus_one: _Optional[int] = ...) -> None: ...
+    rules: LogitRules
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., logprobs_plus_one: _Optional[int] = ..., rules: _Optional[_Union[LogitRules, _Mapping]] = ...) -> None: ...
+
+class LogitRules(_message.Message):
+    __slots__ = ("logit_bias", "repetition_penalty", "frequency_penalty", "presence_penalty", "allowed_token_ids", "bad_words")
+    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
+    logit_bias: _containers.RepeatedCompositeFieldContainer[TokenBias]
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    allowed_token_ids: bytes
+    bad_words: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, logit_bias: _Optional[_Iterable[_Union[TokenBias, _Mapping]]] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., allowed_token_ids: _Optional[bytes] = ..., bad_words: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class TokenBias(_message.Message):
+    __slots__ = ("token_id", "bias")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    BIAS_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    bias: float
+    def __init__(self, token_id: _Optional[int] = ..., bias: _Optional[float] = ...) -> None: ...
 
 class TokenStops(_message.Message):
     __slots__ = ("max_tokens", "min_tokens", "stop_token_ids")

@@ -99,6 +99,7 @@ def test_prompts_may_be_text_or_tokens_or_lists_of_both(shared: Endpoint) -> Non
 def test_sampling_and_stop_fields_arrive(shared: Endpoint) -> None:
     extensions = {"top_k": 5, "min_p": 0.1, "min_tokens": 2, "ignore_eos": True, "stop_token_ids": [9]}
     extensions |= {"cache_salt": "tenant", "priority": -3}
+    extensions |= {"repetition_penalty": 1.5, "allowed_token_ids": [9, 4], "bad_words": ["no"]}
     shared.client.completions.create(
         model="demo_model",
         prompt="x",
@@ -107,6 +108,9 @@ def test_sampling_and_stop_fields_arrive(shared: Endpoint) -> None:
         seed=7,
         stop=["\n"],
         max_tokens=9,
+        presence_penalty=0.5,
+        frequency_penalty=-0.25,
+        logit_bias={"12": -100, "7": 2},
         extra_body=extensions,
     )
     request = shared.pipeline.seen[-1]
@@ -118,6 +122,9 @@ def test_sampling_and_stop_fields_arrive(shared: Endpoint) -> None:
         5,
         0.1,
     )
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -0.25, 1.5)
+    assert sampling.logit_bias == ((7, 2.0), (12, -100.0))
+    assert (sampling.allowed_token_ids, sampling.bad_words) == ((9, 4), ("no",))
     assert (stop.max_tokens, stop.min_tokens, stop.ignore_eos) == (9, 2, True)
     assert (stop.stop, stop.stop_token_ids) == (("\n",), (9,))
     assert (request.cache_salt, request.priority, request.is_batch) == ("tenant", -3, False)

@@ -18,9 +18,8 @@ from tests.unit.small_tokenizers import byte_level
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", True),
-        ("logit_bias", {"5": 1}),
+        ("length_penalty", 0.5),
+        ("use_beam_search", True),
         ("response_format", {"type": "json_object"}),
         ("echo", True),
         ("best_of", 2),
@@ -100,6 +99,11 @@ def test_messages_that_cannot_be_rendered_are_refused_with_their_position(
         ("completions", {"prompt": "x", "temperature": float("nan")}, "temperature must be from 0 to 2"),
         ("completions", {"prompt": "x", "top_p": 0}, "top_p"),
         ("completions", {"prompt": "x", "min_p": 2}, "min_p"),
+        ("completions", {"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias: 'x' is no token id"),
+        ("completions", {"prompt": "x", "logit_bias": {"9": 101}}, "logit_bias of token 9 must be from -100 to 100"),
+        ("completions", {"prompt": "x", "presence_penalty": 3}, "presence_penalty must be from -2 to 2, not 3"),
+        ("completions", {"prompt": "x", "allowed_token_ids": []}, "allowed_token_ids: List should have at least 1"),
+        ("completions", {"prompt": "x", "bad_words": [""]}, "each of bad_words must have 1 to 256 characters"),
         ("completions", {"prompt": "x", "n": 0}, "n must be"),
         ("completions", {"prompt": "x", "n": True}, "n: Input should be a valid integer"),
         ("completions", {"prompt": "x", "max_tokens": 0}, "max_tokens must be at least 1"),

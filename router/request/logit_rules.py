@@ -1,0 +1,95 @@
+"""Checks the logit rules of a request and resolves them over the model's own. Pure."""
+
+from collections.abc import Sequence
+
+from cluster.errors import InvalidRequest, NoTokenizer
+from cluster.messages import LogitRules, TokenStops
+from router.requests import SamplingParams
+from router.text.model_files import PENALTY_RANGES, ModelInfo
+
+MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 4096
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARACTERS = 256
+MAX_BAD_WORD_TOKENS = 4096  # of all bad words together, those of the model included: they travel to workers
+MAX_BIAS = 100.0
+
+
+def check_logit_rules(params: SamplingParams, model: ModelInfo) -> None:
+    """Raises InvalidRequest, NoTokenizer."""
+    for name, (least, most) in PENALTY_RANGES.items():
+        value = getattr(params, name)
+        _require(value is None or least <= value <= most, f"{name} must be from {least:g} to {most:g}, not {value}")
+    _check_count("logit_bias", params.logit_bias, MAX_LOGIT_BIAS)
+    _check_count("allowed_token_ids", params.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+    _check_count("bad_words", params.bad_words, MAX_BAD_WORDS)
+    for token_id, bias in params.logit_bias:
+        _require(
+            -MAX_BIAS <= bias <= MAX_BIAS,
+            f"logit_bias of token {token_id} must be from {-MAX_BIAS:g} to {MAX_BIAS:g}, not {bias}",
+        )
+    _check_token_ids("logit_bias", [token_id for token_id, _ in params.logit_bias], model)
+    _check_token_ids("allowed_token_ids", params.allowed_token_ids, model)
+    _require(
+        all(word.strip() and len(word) <= MAX_BAD_WORD_CHARACTERS for word in params.bad_words),
+        f"each of bad_words must have 1 to {MAX_BAD_WORD_CHARACTERS} characters, and not only spaces",
+    )
+    if params.bad_words and not model.has_tokenizer:
+        raise NoTokenizer(f"the model {model.name} has no tokenizer: it takes logit_bias, no bad_words")
+
+
+def resolved_logit_rules(
+    params: SamplingParams, bad_words: Sequence[tuple[int, ...]], stops: TokenStops, model: ModelInfo
+) -> LogitRules | None:
+    """Return the rules of a request that passed the check; None if they change nothing. `bad_words`: the request's, in
+    tokens. Raises InvalidRequest if no token might be left to draw."""
+    default = model.default_sampling.rules or LogitRules()
+    rules = LogitRules(
+        logit_bias=params.logit_bias,
+        repetition_penalty=_or(params.repetition_penalty, default.repetition_penalty),
+        frequency_penalty=_or(params.frequency_penalty, default.frequency_penalty),
+        presence_penalty=_or(params.presence_penalty, default.presence_penalty),
+        allowed_token_ids=tuple(sorted(set(params.allowed_token_ids))),
+        bad_words=tuple(dict.fromkeys((*default.bad_words, *bad_words))),
+    )
+    num_tokens = sum(map(len, rules.bad_words))
+    _require(
+        num_tokens <= MAX_BAD_WORD_TOKENS,
+        f"bad_words have {num_tokens} tokens, each counted with and without a space before it; at most"
+        f" {MAX_BAD_WORD_TOKENS}",
+    )
+    _check_drawable(rules, stops, model)
+    return None if rules == LogitRules() else rules
+
+
+def _check_drawable(rules: LogitRules, stops: TokenStops, model: ModelInfo) -> None:
+    """At every position some token must be left, whatever came before it."""
+    excluded = {word[-1] for word in rules.bad_words}
+    if stops.min_tokens:
+        excluded |= stops.stop_token_ids
+    num_left = (
+        len(set(rules.allowed_token_ids) - excluded) if rules.allowed_token_ids else model.vocab_size - len(excluded)
+    )
+    _require(
+        num_left > 0,
+        "no token may be left to draw: allowed_token_ids must have one that ends no bad word and, with min_tokens, is"
+        " no stop token",
+    )
+
+
+def _check_count(name: str, values: Sequence[object], most: int) -> None:
+    _require(len(values) <= most, f"{name} must have at most {most} entries, not {len(values)}")
+
+
+def _check_token_ids(name: str, token_ids: Sequence[int], model: ModelInfo) -> None:
+    wrong = next((token_id for token_id in token_ids if not 0 <= token_id < model.vocab_size), None)
+    _require(wrong is None, f"{name}: token id {wrong} is outside the vocabulary: 0 to {model.vocab_size - 1}")
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise InvalidRequest(message)
