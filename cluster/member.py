@@ -83,6 +83,7 @@ class Member:
     role: Role
     address: str  # gRPC, host:port
     http_address: str = ""
+    metrics_address: str = ""  # host:port of GET /metrics
     model: str
     state: MemberState = MemberState.STARTING
     fingerprint: LayoutFingerprint | None = None
@@ -129,6 +130,7 @@ def from_json(text: str) -> Member:
             role=Role(values["role"]),
             address=values["address"],
             http_address=values["http_address"],
+            metrics_address=values["metrics_address"],
             model=values["model"],
             state=_state(values["state"]),
             fingerprint=LayoutFingerprint(**_known(LayoutFingerprint, fingerprint)) if fingerprint else None,
@@ -145,8 +147,9 @@ def from_json(text: str) -> Member:
 
 def _require_bounds(member: Member) -> None:
     """Check every value: all members compute with what one member registers. Raises ValueError."""
-    texts = [member.id.id, member.id.incarnation, member.address, member.model, member.http_address]
-    for value in (*texts, *member.transports, *_values_of(member.fingerprint, str)):
+    addresses = (member.address, member.http_address, member.metrics_address)
+    texts = (member.id.id, member.id.incarnation, member.model, *addresses, *member.transports)
+    for value in (*texts, *_values_of(member.fingerprint, str)):
         _require(_TEXT, value)
     for count in (member.protocol_oldest, member.protocol_newest, *_values_of(member.fingerprint, int)):
         _require(_COUNT, count)

@@ -19,6 +19,7 @@ from cluster.member import DrainOutcome, Member, MemberState
 from cluster.messages import Role
 from cluster.observe.health import HealthPort
 from cluster.observe.logs import configure_logs
+from cluster.observe.metrics_port import MetricsPort
 from cluster.observe.stand_still import StuckLimits
 from cluster.observe.telemetry import Telemetry
 from cluster.registry.registration import Registration
@@ -72,6 +73,7 @@ class Ports:
     http: HttpServer
     grpc: GrpcServer
     health: HealthPort
+    metrics: MetricsPort
     host: str  # the name under which others reach them
 
 
@@ -126,6 +128,7 @@ class Router:
         try:
             await self._ports.grpc.start()
             self._ports.health.start()
+            self._ports.metrics.start()
             await registration.join_unless(self._stop)
             num_left = await self._live(registration, announce)
             if num_left:
@@ -137,6 +140,7 @@ class Router:
             raise errors.exceptions[0] from errors
         finally:
             self._ports.health.stop()
+            self._ports.metrics.stop()
             await self._ports.grpc.stop(_STOP_GRACE_S)
             await registration.deregister()
             await self._registry.close()
@@ -184,6 +188,7 @@ class Router:
                     http=self._member.http_address,
                     grpc=self._member.address,
                     health=join_address(self._ports.host, self._ports.health.port),
+                    metrics=self._member.metrics_address,
                     member=self._member.id,
                 )
             await stopped
@@ -233,6 +238,7 @@ class Router:
             role=Role.ROUTER,
             address=join_address(self._ports.host, self._ports.grpc.bind(config.host, config.grpc_port)),
             http_address=join_address(self._ports.host, self._ports.http.port),
+            metrics_address=join_address(self._ports.host, self._ports.metrics.port),
             model=config.model_name,
         )
 
@@ -337,8 +343,10 @@ def _ports(config: RouterConfig, host: str, telemetry: Telemetry, tls: ClusterTl
         max_calls=_max_calls(config),
     )
     limits = StuckLimits(config.loop_timeout_s, config.stuck_exit_s)  # of the event loop
-    health = HealthPort(grpc.status, host=config.host, port=config.health_port, limits=limits)
-    return Ports(http, grpc, health, host)
+    on_lag = partial(telemetry.observe, "tandem_event_loop_lag_seconds")
+    health = HealthPort(grpc.status, host=config.host, port=config.health_port, limits=limits, on_lag=on_lag)
+    metrics = MetricsPort(telemetry, host=config.host, port=config.metrics_port)
+    return Ports(http, grpc, health, metrics, host)
 
 
 def _max_calls(config: RouterConfig) -> int:

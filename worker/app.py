@@ -41,6 +41,7 @@ from tandem.internal.v1 import worker_pb2_grpc
 from worker.canary import CanaryGeneration
 from worker.heartbeats import Heartbeats
 from worker.life import WorkerLife
+from worker.metrics import WorkerMetrics
 from worker.prefill_part import PrefillPart
 from worker.service import WorkerService
 from worker.transfer import WorkerTransfer
@@ -70,6 +71,8 @@ class WorkerApp:
         self._capacity = limits.capacity
         self._clock = MonotonicClock()
         self._fit = ServiceTimeFit()
+        has_vllm_names = config.metric_aliases == "vllm"
+        self._metrics = WorkerMetrics(life.telemetry, vllm_model_name=config.model_name if has_vllm_names else "")
         runner = with_swaps(engine.runner, host_blocks) if host_blocks else engine.runner
         self._time_steps = partial(time_steps, engine, runner, config.max_num_seqs)
         self._steps = self._step_loop(self._scheduler(engine, limits, host_blocks), runner)
@@ -99,6 +102,7 @@ class WorkerApp:
             num_steps=lambda: self._steps.progress.steps,
             watch=self._watch,
             service_times=self._service_times,
+            publish=self._metrics.publish,
             links=lambda: link_speeds_to_wire(self._transfer.links.speeds()),
         )
         self._add_services()
@@ -244,6 +248,7 @@ class WorkerApp:
         work = step_work(plan)
         if work is not None:
             self._fit.add(TimedStep(work, seconds))
+            self._metrics.record_step(work, seconds)
 
     def _on_events(self, events: tuple[commands.Event, ...]) -> None:
         events = self._canary.take(self._steps.settle(events))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from cluster.errors import Unavailable
 from cluster.protocol.report_wire import service_times_to_wire
 from cluster.service_times import ServiceTimes
+from engine.scheduling.commands import Inspected
 from tandem.internal.v1 import worker_pb2
 from tandem.v1 import admin_pb2
 from worker.watch import WorkerWatch
@@ -25,15 +26,17 @@ class Heartbeats:
         num_steps: Callable[[], int],
         watch: WorkerWatch,
         service_times: Callable[[], ServiceTimes | None],
+        publish: Callable[[Inspected], None] = lambda inspected: None,
         links: Callable[[], Sequence[admin_pb2.LinkSpeed]] = tuple,
     ) -> None:
-        """`num_steps`: the engine's step counter. `service_times`: how fast this worker computes. `links`: the measured
-        speeds of this worker's links."""
+        """`num_steps`: the engine's step counter. `service_times`: how fast this worker computes. `publish` gets the
+        inspection of each heartbeat. `links`: the measured speeds of this worker's links."""
         self._send = send
         self._interval_s = interval_s
         self._num_steps = num_steps
         self._watch = watch
         self._service_times = service_times
+        self._publish = publish
         self._links = links
 
     async def run(self) -> None:
@@ -47,6 +50,7 @@ class Heartbeats:
             else:
                 running, waiting = int(inspected.figures["running"]), int(inspected.figures["waiting"])
                 free_blocks = inspected.blocks["free"] + inspected.blocks["cached"]
+                self._publish(inspected)
             times = self._service_times()
             self._send(
                 worker_pb2.Heartbeat(

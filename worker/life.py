@@ -20,6 +20,7 @@ from cluster.member import Capacity, DrainOutcome, Member, MemberState
 from cluster.messages import LayoutFingerprint, Role
 from cluster.observe.health import HealthPort
 from cluster.observe.logs import configure_logs
+from cluster.observe.metrics_port import MetricsPort
 from cluster.observe.stand_still import StuckLimits
 from cluster.observe.telemetry import Telemetry
 from cluster.process import lasting
@@ -85,7 +86,14 @@ class WorkerLife:
         )
         self.address = join_address(self.host, self.server.bind(config.host, config.port))
         loop_limits = StuckLimits(config.loop_timeout_s, config.stuck_exit_s)
-        self._health = HealthPort(self.server.status, host=config.host, port=config.health_port, limits=loop_limits)
+        self._health = HealthPort(
+            self.server.status,
+            host=config.host,
+            port=config.health_port,
+            limits=loop_limits,
+            on_lag=partial(self.telemetry.observe, "tandem_event_loop_lag_seconds"),
+        )
+        self._metrics = MetricsPort(self.telemetry, host=config.host, port=config.metrics_port)
         self._registry = Registry(url=config.redis, cluster_name=config.cluster_name, ttl_s=config.registration_ttl_s)
         self._stop = stop
         self._loop = asyncio.get_running_loop()
@@ -151,6 +159,7 @@ class WorkerLife:
         registration = Registration(self._registry, self._as_member(profile))
         await self.server.start()
         self._health.start()
+        self._metrics.start()
         await registration.join_unless(self._stop)
         self._registration = registration
         keep = asyncio.create_task(registration.keep(), name="keep registration")
@@ -161,7 +170,8 @@ class WorkerLife:
             if not self._stop.is_set():
                 await registration.set_state(MemberState.READY)
                 await self.server.set_ready(True)
-                announce(grpc=self.address, health=join_address(self.host, self._health.port), member=self.member)
+                health, metrics = (join_address(self.host, each.port) for each in (self._health, self._metrics))
+                announce(grpc=self.address, health=health, metrics=metrics, member=self.member)
                 await _until(stopped, breaks)
             await self._drain(registration, drain, breaks)
         except Unhealthy:
@@ -177,6 +187,7 @@ class WorkerLife:
     async def end(self) -> None:
         """Stop the server. Calls that are left have a short grace to end."""
         self._health.stop()
+        self._metrics.stop()
         await self.server.stop(_STOP_GRACE_S)
 
     async def _drain(self, registration: Registration, drain: Drain, breaks: Ends) -> None:
@@ -204,6 +215,7 @@ class WorkerLife:
             id=self.member,
             role=self.role,
             address=self.address,
+            metrics_address=join_address(self.host, self._metrics.port),
             model=self.config.model_name,
             fingerprint=profile.fingerprint,
             transports=tuple(profile.transports),

@@ -90,7 +90,7 @@ class Layout:
     def worker(self, slot: Slot) -> ChildSpec:
         mine = self._known(WorkerConfig)
         mine.setdefault("num_threads", self.num_threads)
-        mine["port"] = mine["health_port"] = 0  # the ports given to `tandem up` are the router's
+        mine["port"] = mine["health_port"] = mine["metrics_port"] = 0  # the ports given to `tandem up` are the router's
         mine["local_rank"], mine["local_world_size"] = self.first.rank(slot), self.first.num_workers
         threads = {"OMP_NUM_THREADS": str(mine["num_threads"]), "TOKENIZERS_PARALLELISM": "false"}
         return _spec(str(slot), _MODULES[slot.role], {**mine, "member_id": self.member_id(str(slot))}, threads)

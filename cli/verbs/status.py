@@ -47,6 +47,7 @@ def status_object(address: str, status: admin_pb2.StatusResponse) -> dict[str, o
             "role": MEMBER_ROLES.label(member.role),
             "state": MEMBER_STATES.label(member.state),
             "address": member.address,
+            "metrics_address": member.metrics_address,
             "model": member.model,
             "kv_transports": list(member.kv_transports),
             "last_seen_s": member.last_seen_s,

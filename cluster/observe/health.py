@@ -53,10 +53,18 @@ class HealthStatus:
 class LoopWatch:
     """A thread that detects a blocked event loop, logs the loop's stack, and ends the process if it stays blocked."""
 
-    def __init__(self, limits: StuckLimits, *, end: Callable[[], None] | None = None) -> None:
-        """`end` ends the process; default: exit at once."""
+    def __init__(
+        self,
+        limits: StuckLimits,
+        *,
+        end: Callable[[], None] | None = None,
+        on_lag: Callable[[float], None] = lambda lag_s: None,
+    ) -> None:
+        """`end` ends the process; default: exit at once. `on_lag`: called on the loop with the seconds by which its
+        timer ran late, at every beat."""
         self._limits = limits
         self._end = end or _end
+        self._on_lag = on_lag
         self._still = StandStill(limits.look_s)
         self._beats = 0
         self._stopped = threading.Event()
@@ -68,7 +76,7 @@ class LoopWatch:
     def start(self) -> None:
         """Call it on the event loop."""
         self._loop_thread = threading.get_ident()
-        self._beat_again()
+        self._beat_at(asyncio.get_running_loop().time())
         self._thread.start()
 
     def stop(self) -> None:
@@ -77,9 +85,13 @@ class LoopWatch:
         if self._beat is not None:
             self._beat.cancel()
 
-    def _beat_again(self) -> None:
+    def _beat_at(self, due_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        now_s = loop.time()
         self._beats += 1
-        self._beat = asyncio.get_running_loop().call_later(self._limits.look_s / 2, self._beat_again)
+        self._on_lag(now_s - due_s)
+        next_s = now_s + self._limits.look_s / 2
+        self._beat = loop.call_at(next_s, self._beat_at, next_s)
 
     def _watch(self) -> None:
         while not self._stopped.wait(self._limits.look_s):
@@ -99,10 +111,19 @@ class LoopWatch:
 class HealthPort:
     """Bound when created; answers from `start` to `stop`."""
 
-    def __init__(self, status: HealthStatus, *, host: str, port: int, limits: StuckLimits) -> None:
-        """`port` 0: a free port. `limits`: of the event loop. Raises ConfigError if the port cannot be bound."""
+    def __init__(
+        self,
+        status: HealthStatus,
+        *,
+        host: str,
+        port: int,
+        limits: StuckLimits,
+        on_lag: Callable[[float], None] = lambda lag_s: None,
+    ) -> None:
+        """`port` 0: a free port. `limits`: of the event loop. `on_lag`: as LoopWatch's. Raises ConfigError if the port
+        cannot be bound."""
         self._status = status
-        self._watch = LoopWatch(limits)
+        self._watch = LoopWatch(limits, on_lag=on_lag)
         self._server = grpc.server(ThreadPoolExecutor(1, "health"), options=_OPTIONS)
         check = grpc.unary_unary_rpc_method_handler(
             self._check,

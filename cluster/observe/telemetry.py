@@ -13,7 +13,7 @@ from enum import Enum
 from threading import Lock
 from typing import Any, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -136,6 +136,23 @@ METRICS: dict[str, Metric] = {
     ),
     "tandem_unhealthy_total": _counter("times that a worker became unhealthy, by the check that found it", "finder"),
     "tandem_rpc_errors_total": _counter("gRPC calls that this process ended with an error", "reason"),
+    "tandem_event_loop_lag_seconds": _seconds("how late a timer of this process's event loop ran, about once a second"),
+    # worker
+    "tandem_kv_blocks": _gauge("blocks of the KV pool by state, about once a second", "state"),
+    "tandem_kv_cache_usage_ratio": _gauge("blocks of the KV pool in use; neither free nor cached"),
+    "tandem_sequences": _gauge(
+        "sequences of this worker: running, waiting for room, or frozen until their KV was handed over", "state"
+    ),
+    "tandem_step_seconds": _seconds("time of a step, by its work: prefill, decode, or mixed", "work"),
+    "tandem_computed_tokens_total": _counter("tokens computed in steps, those of prompts included"),
+    "tandem_preemptions_total": _counter("sequences that lost their place to others and continued later"),
+    "tandem_evicted_blocks_total": _counter("cached blocks that were given to other sequences"),
+    "tandem_swaps_total": _counter("preempted sequences by what became of their KV", "action"),
+    "tandem_draft_tokens_total": _counter("draft tokens of speculation by outcome: all, or accepted", "outcome"),
+    # Aliases for dashboards and gateways that know vLLM's names (--metric-aliases vllm).
+    "vllm:num_requests_running": _gauge("the same as tandem_sequences, running", "model_name"),
+    "vllm:num_requests_waiting": _gauge("the same as tandem_sequences, waiting", "model_name"),
+    "vllm:kv_cache_usage_perc": _gauge("the same as tandem_kv_cache_usage_ratio", "model_name"),
     # prefill worker
     "tandem_prefill_refused_total": _counter("prefills refused by the worker", "reason"),
     "tandem_prefill_failed_total": _counter("prefills that failed after they were accepted", "reason"),
@@ -209,6 +226,11 @@ class Telemetry:
         histogram = self._histograms.get(name) or self._make(name, Kind.HISTOGRAM, self._histograms, Histogram)
         values = self._label_values(name, labels)
         (histogram.labels(*values) if values else histogram).observe(value)
+
+    def add_process_metrics(self) -> None:
+        """Publish this process's CPU time, memory and descriptors too, under the names that Prometheus' own libraries
+        use: process_cpu_seconds_total, process_resident_memory_bytes, process_open_fds and others."""
+        ProcessCollector(registry=self._registry)
 
     def value(self, name: str, **labels: str) -> float:
         """The value of a counter or gauge; the number of observations of a histogram. 0 before the first use."""

@@ -33,6 +33,7 @@ class ClusterSettings:
     registration_ttl_s: float = setting(5.0, "seconds without a renewal after which a member gets no new work")
     drain_grace_s: float = setting(30.0, "seconds in which a draining process may finish its work")
     health_port: int = setting(0, "port of the health check that needs no event loop and no TLS; 0: a free port")
+    metrics_port: int = setting(0, "HTTP port of /metrics, for Prometheus; 0: a free port")
     loop_timeout_s: float = setting(30.0, "seconds until a process with a blocked event loop fails its health check")
     stuck_exit_s: float = setting(60.0, "seconds after that until a stuck process exits with status 6")
     tls_cert: str = setting(
@@ -46,7 +47,8 @@ class ClusterSettings:
     def __post_init__(self) -> None:
         require(self.registration_ttl_s > 0, f"--registration-ttl-s must be positive, not {self.registration_ttl_s}")
         require(self.drain_grace_s >= 0, f"--drain-grace-s must not be negative, not {self.drain_grace_s}")
-        require(0 <= self.health_port < 1 << 16, f"--health-port must be from 0 to 65535, not {self.health_port}")
+        _require_port("health_port", self.health_port)
+        _require_port("metrics_port", self.metrics_port)
         for name in ("loop_timeout_s", "stuck_exit_s"):
             require(getattr(self, name) > 0, f"{flag_of(name)} must be positive, not {getattr(self, name)}")
         require("@" not in self.member_id, f"--member-id must not contain '@': {self.member_id!r}")
@@ -68,6 +70,9 @@ class WorkerConfig(ClusterSettings, EngineSettings, TransferSettings):
         " times the same step without prompts",
     )
     heartbeat_s: float = setting(1.0, "seconds between two heartbeats to each router")
+    metric_aliases: str = setting(
+        "none", "publish some metrics under the names of another server too", choices=("none", "vllm")
+    )
     canary_interval_s: float = setting(0.0, "seconds until an idle worker runs a test generation; 0: never")
     stream_grace_s: float = setting(2.0, "seconds in which a router whose stream broke may reconnect")
 

@@ -270,6 +270,7 @@ def _member_status(member: Member) -> admin_pb2.MemberStatus:
         address=member.address,
         model=member.model,
         kv_transports=member.transports,
+        metrics_address=member.metrics_address,
     )
 
 

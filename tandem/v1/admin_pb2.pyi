@@ -80,7 +80,7 @@ class FollowRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class MemberStatus(_message.Message):
-    __slots__ = ("member_id", "incarnation", "role", "state", "address", "last_seen_s", "figures", "model", "kv_transports", "links")
+    __slots__ = ("member_id", "incarnation", "role", "state", "address", "last_seen_s", "figures", "model", "kv_transports", "links", "metrics_address")
     class FiguresEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +98,7 @@ class MemberStatus(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     KV_TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     member_id: str
     incarnation: str
     role: MemberRole
@@ -108,7 +109,8 @@ class MemberStatus(_message.Message):
     model: str
     kv_transports: _containers.RepeatedScalarFieldContainer[str]
     links: _containers.RepeatedCompositeFieldContainer[LinkSpeed]
-    def __init__(self, member_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[MemberRole, str]] = ..., state: _Optional[_Union[MemberState, str]] = ..., address: _Optional[str] = ..., last_seen_s: _Optional[float] = ..., figures: _Optional[_Mapping[str, float]] = ..., model: _Optional[str] = ..., kv_transports: _Optional[_Iterable[str]] = ..., links: _Optional[_Iterable[_Union[LinkSpeed, _Mapping]]] = ...) -> None: ...
+    metrics_address: str
+    def __init__(self, member_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[MemberRole, str]] = ..., state: _Optional[_Union[MemberState, str]] = ..., address: _Optional[str] = ..., last_seen_s: _Optional[float] = ..., figures: _Optional[_Mapping[str, float]] = ..., model: _Optional[str] = ..., kv_transports: _Optional[_Iterable[str]] = ..., links: _Optional[_Iterable[_Union[LinkSpeed, _Mapping]]] = ..., metrics_address: _Optional[str] = ...) -> None: ...
 
 class LinkSpeed(_message.Message):
     __slots__ = ("exporter", "transport", "bytes_per_s", "latency_s")

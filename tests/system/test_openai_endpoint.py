@@ -174,3 +174,17 @@ async def test_metrics_and_health_show_the_requests(cluster: LocalCluster, clien
         figures = (await http.get("/metrics")).text
     lines = [line for line in figures.splitlines() if line.startswith('tandem_requests_total{outcome="ok"}')]
     assert float(lines[0].split()[-1]) >= 1
+
+
+async def test_every_member_serves_its_metrics_on_a_port_of_its_own(
+    cluster: LocalCluster, client: openai.AsyncOpenAI
+) -> None:
+    await client.completions.create(model="", prompt=_PROMPT, max_tokens=4)
+    texts = {}
+    async with httpx.AsyncClient() as http:
+        for name, member in cluster.members.items():
+            texts[name] = (await http.get(f"http://{member.ready['metrics']}/metrics")).text
+    assert 'tandem_requests_total{outcome="ok"}' in texts["router0"]
+    for name in cluster.workers():
+        for metric in ("tandem_step_seconds_count", "tandem_handoffs_total{", "process_cpu_seconds_total"):
+            assert f"\n{metric}" in texts[name], f"{name} has no {metric}"

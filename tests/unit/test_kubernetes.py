@@ -62,6 +62,14 @@ def test_each_pool_is_one_scalable_object() -> None:
     assert all(modules.count(module) == 1 for module in _CONFIGS)
 
 
+def container_port_of_scrapes(module: str) -> int:
+    """Return the port that the pod's annotations name to Prometheus."""
+    templates = [item["spec"]["template"] for item in _deployments().values()]
+    pod = next(each for each in templates if each["spec"]["containers"][0].get("args", ["", ""])[1] == module)
+    assert pod["metadata"]["annotations"]["prometheus.io/scrape"] == "true"
+    return int(pod["metadata"]["annotations"]["prometheus.io/port"])
+
+
 @pytest.mark.parametrize("module", sorted(_CONFIGS))
 def test_every_flag_and_variable_parses_with_the_real_configuration(module: str) -> None:
     import argparse
@@ -82,7 +90,8 @@ def test_every_flag_and_variable_parses_with_the_real_configuration(module: str)
     assert set(environment) <= known, "a variable that no setting reads"
     assert config.redis.startswith("redis://")
     ports = {item["containerPort"] for item in container["ports"]}
-    assert config.port in ports
+    assert {config.port, config.health_port, config.metrics_port} <= ports
+    assert container_port_of_scrapes(module) == config.metrics_port
 
 
 def test_pods_have_longer_to_end_than_a_drain_takes() -> None:

@@ -61,7 +61,7 @@ def test_labels_are_bounded_whatever_is_counted() -> None:
 
 def test_names_follow_the_conventions_of_prometheus() -> None:
     for name, metric in METRICS.items():
-        assert name.startswith("tandem_")
+        assert name.startswith(("tandem_", "vllm:"))
         assert name.endswith("_total") == (metric.kind is Kind.COUNTER), name
         assert bool(metric.buckets) == (metric.kind is Kind.HISTOGRAM), name
         assert list(metric.buckets) == sorted(set(metric.buckets)), name

@@ -63,8 +63,8 @@ class _HttpServer:
         await stop.wait()
 
 
-class _HealthPort:
-    """A health port that receives no requests."""
+class _SilentPort:
+    """A port for health checks or scrapes that receives none."""
 
     port = 1
 
@@ -196,7 +196,8 @@ def simulated_machine() -> Iterator[None]:
         "cluster.registry.registry.from_json": lru_cache(256)(from_json),
         "cluster.registry.registry.MonotonicClock": SimulatedClock,
         "worker.life.configure_logs": lambda *_: None,
-        "worker.life.HealthPort": _HealthPort,
+        "worker.life.HealthPort": _SilentPort,
+        "worker.life.MetricsPort": _SilentPort,
         "worker.life.cluster_key": lambda _: b"k" * 32,
         "kvtransfer.importer.importer.ThreadPoolExecutor": Threads,
         "kvtransfer.exporter.exporter.ThreadPoolExecutor": Threads,
@@ -213,7 +214,8 @@ def simulated_machine() -> Iterator[None]:
         "router.app.cluster_key": lambda _: b"k" * 32,
         "router.app.HttpServer": _HttpServer,
         "router.app.random": dice,
-        "router.app.HealthPort": _HealthPort,
+        "router.app.HealthPort": _SilentPort,
+        "router.app.MetricsPort": _SilentPort,
         "router.app.build_app": lambda **_: None,
         "router.app.MonotonicClock": SimulatedClock,
         "router.app.Tokenization": SimpleNamespace(load=_tokenization),
