@@ -1,27 +1,16 @@
-"""Builds the C kernels of this folder once per machine and loads them.
+"""Loads the C kernels of this folder, which `cluster.compiled_library` builds once per machine.
 
-Owns the compiler's command, the cache of built libraries, and the declaration of every function and struct of
-kernels.h; independent of models. `python -m engine.cpu.library FOLDER` builds the library into a folder instead; an
-image without a compiler finds it beside the sources.
+Owns the declaration of every function and struct of kernels.h; independent of models. `python -m engine.cpu.library
+FOLDER` builds the library into a folder instead; an image without a compiler finds it beside the sources.
 """
 
 import ctypes
-import hashlib
-import os
-import shutil
-import stat
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-from engine.decoders.traced_calls import NotCompiled
+from cluster.compiled_library import CompiledLibrary, NotCompiled
 
 VERSION = 1  # of the contract in kernels.h
-_FLAGS = ("-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
-_COMPILERS = ("cc", "gcc", "clang")
-_COMPILE_TIMEOUT_S = 120.0
-_SOURCES = Path(__file__).parent
 _pointer, _integer, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _floats, _bf16s, _address = _pointer, _pointer, _pointer
 
@@ -92,7 +81,6 @@ class Step(ctypes.Structure):
 
 
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
-    "td_version": (_integer, ()),
     "td_supported": (_integer, ()),
     "td_packed_elems": (_integer, (_integer, _integer)),
     "td_pack": (None, (_bf16s, _integer, _integer, _integer, _bf16s)),
@@ -104,6 +92,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "td_draw": (None, (_address, _integer)),
     "td_linear": (None, (_bf16s, _integer, ctypes.POINTER(Product), _floats, _address)),
 }
+_LIBRARY = CompiledLibrary("kernels", sources=Path(__file__).parent, signatures=_SIGNATURES, version=VERSION)
 
 
 def load_kernels() -> ctypes.CDLL:
@@ -115,123 +104,14 @@ def load_kernels() -> ctypes.CDLL:
 
 
 def load_library() -> ctypes.CDLL:
-    """Load the library beside the sources, else the cached one, else build it. Its drawing functions run on any
-    processor. Raises NotCompiled."""
-    sources = _sources()
-    beside = _SOURCES / _name(sources)
-    if beside.is_file():
-        return _loaded(beside)
-    compiler = _compiler()
-    folder = _cache_folder()
-    cached = folder / _name(sources, _version_of(compiler))
-    if not cached.exists():
-        build(compiler, sources, cached)
-    _require_ours(cached)
-    return _loaded(cached)
-
-
-def build(compiler: str, sources: list[Path], target: Path) -> None:
-    """Build the library and put it in place atomically; if several workers build at the same time, the file of the last
-    one remains. Raises NotCompiled."""
-    descriptor, unfinished = tempfile.mkstemp(dir=target.parent, suffix=".so")
-    os.close(descriptor)
-    try:
-        c_files = [str(path) for path in sources if path.suffix == ".c"]
-        command = [compiler, *_FLAGS, "-o", unfinished, *c_files, "-lm"]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False)
-        if ended.returncode:
-            raise NotCompiled(f"{Path(compiler).name} failed: {_first_error(ended.stderr)}")
-        os.chmod(unfinished, 0o755)
-        os.replace(unfinished, target)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NotCompiled(f"{Path(compiler).name} could not be run: {error}") from error
-    finally:
-        Path(unfinished).unlink(missing_ok=True)
-
-
-def _sources() -> list[Path]:
-    sources = sorted([*_SOURCES.glob("*.c"), *_SOURCES.glob("*.h")])
-    if not any(path.suffix == ".c" for path in sources):
-        raise NotCompiled("the kernels' sources are not installed")
-    return sources
-
-
-def _name(sources: list[Path], compiler_version: str = "") -> str:
-    digest = hashlib.blake2b(repr((_FLAGS, compiler_version)).encode(), digest_size=12)
-    for path in sources:
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return f"kernels-{digest.hexdigest()}.so"
-
-
-def _compiler() -> str:
-    wanted = os.environ.get("CC")
-    for name in (wanted,) if wanted else _COMPILERS:
-        found = shutil.which(name)
-        if found:
-            return found
-    raise NotCompiled(f"no compiler found: $CC is {wanted}" if wanted else "no compiler found")
-
-
-def _version_of(compiler: str) -> str:
-    try:
-        ended = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NotCompiled(f"{Path(compiler).name} could not be run: {error}") from error
-    return compiler + ended.stdout
-
-
-def _cache_folder() -> Path:
-    """Return the folder of built libraries. A user who can write there can run code as this user, so it must be
-    writable for this user alone. Raises NotCompiled."""
-    try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        base.mkdir(parents=True, exist_ok=True)
-        folder = base / "tandem" / "kernels"
-        for part in (folder.parent, folder):
-            part.mkdir(mode=0o700, exist_ok=True)
-            _require_ours(part)
-    except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
-        raise NotCompiled(f"no folder for built libraries: {error}") from error
-    return folder
-
-
-def _require_ours(path: Path) -> None:
-    try:
-        found = path.lstat()
-    except OSError as error:
-        raise NotCompiled(f"{path} cannot be read: {error.strerror}") from error
-    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or stat.S_ISLNK(found.st_mode):
-        raise NotCompiled(f"{path} must belong to this user and be writable by no other user")
-
-
-def _loaded(path: Path) -> ctypes.CDLL:
-    try:
-        library = ctypes.CDLL(str(path))
-        for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.restype, function.argtypes = result, arguments
-    except (OSError, AttributeError) as error:
-        raise NotCompiled(f"{path.name} cannot be loaded: {error}") from error
-    if library.td_version() != VERSION:
-        raise NotCompiled(f"{path.name} is of another version")
-    return library
-
-
-def _first_error(output: str) -> str:
-    lines = [line for line in output.splitlines() if line.strip()]
-    return next((line for line in lines if "error" in line), lines[0] if lines else "it gave no reason")
+    """Load the library. Its drawing functions run on any processor. Raises NotCompiled."""
+    return _LIBRARY.load()
 
 
 def main(folder: str) -> int:
     """Build a library that detects the processor when it runs. Returns the exit status."""
-    try:
-        sources = _sources()
-        build(_compiler(), sources, Path(folder) / _name(sources))
-    except NotCompiled as why:
-        print(f"no kernels: {why}", file=sys.stderr)  # noqa: T201 - run as a program
-        return 1
-    return 0
+    return _LIBRARY.build_in(Path(folder))
 
 
 if __name__ == "__main__":
-    sys.exit(main(*(sys.argv[1:] or [str(_SOURCES)])))
+    sys.exit(main(*(sys.argv[1:] or [str(_LIBRARY.sources)])))

@@ -1,7 +1,7 @@
 """Records the calls of a model's modules in one forward pass over a few tokens, with arguments and results. Does not
 change the model.
 
-NotCompiled is the error of every step of recognising and compiling a model."""
+NotCompiled is also the error of every step of recognising and compiling a model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,14 +10,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from cluster.compiled_library import NotCompiled as NotCompiled
 from engine.attention.interface import KV_KEYWORD, AttentionOptions
 
 _TOKEN_IDS = (1, 2, 3)
-
-
-class NotCompiled(Exception):
-    """There is no faster forward for this processor, device or model. The message is a few words that end in a worker's
-    report."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

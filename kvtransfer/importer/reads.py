@@ -1,7 +1,8 @@
 """The reads of one hand-off: the choice of the transport, and reading and verifying blocks piece by piece.
 
 While the transport reads the next piece, a helper thread computes the digests of the last one and decodes it into the
-pool. A read has ended only when neither the transport nor the helper thread works on it any more.
+pool. A transport that digests while it copies leaves nothing to do for native KV. A read has ended only when neither
+the transport nor the helper thread works on it any more.
 """
 
 import asyncio
@@ -18,11 +19,12 @@ from kvtransfer.counters import TransferCounters
 from kvtransfer.digests import digest_blocks
 from kvtransfer.importer.links import LinkTable
 from kvtransfer.protocol.import_state import FallBackReason
-from kvtransfer.transports.base import Channel, ImporterTransport, TransportError
+from kvtransfer.transports.base import Channel, DigestingChannel, ImporterTransport, TransportError
 from kvtransfer.wire.wire_format import WireFormat
 
 _LOG = logging.getLogger(__name__)
 PIECE_BYTES = 4 << 20  # long enough to hide a round trip; measured best with shm and tcp
+DIGESTED_PIECE_BYTES = 32 << 20  # of a channel that digests: nothing is left to do while the next piece is read
 GPU_PIECE_BYTES = 512 << 20  # at most, into GPU memory: its digests need 4 MiB there
 _PIECE_S = 0.004  # requesting a piece and waiting for it takes a thirtieth of that
 
@@ -133,6 +135,8 @@ class BlockReader:
         """Read blocks and return the digests of the local copies in order, empty for blocks in `unverified`.
 
         Raises TransportError, OSError, RuntimeError; after that only `destroy` may be called."""
+        if not unverified and self._wire.is_pool and isinstance(self._channel, DigestingChannel):
+            return await self._read_digested(self._channel, remote_block_ids, local_block_ids)
         if len(local_block_ids) * self._wire.memory.block_bytes <= self._wire.short_bytes:
             await self._read_piece(remote_block_ids, local_block_ids)
             return self._verify_and_decode(tuple(local_block_ids), unverified)
@@ -159,14 +163,30 @@ class BlockReader:
     async def finish(self) -> None:
         await self._channel.finish()
 
+    async def _read_digested(
+        self, channel: DigestingChannel, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]
+    ) -> tuple[bytes, ...]:
+        digests: list[bytes] = []
+        num_blocks = max(1, DIGESTED_PIECE_BYTES // self._wire.memory.block_bytes)
+        for start in range(0, len(remote_block_ids), num_blocks):
+            piece = slice(start, start + num_blocks)
+            began_s = time.perf_counter()
+            digests += await channel.read_digested(remote_block_ids[piece], local_block_ids[piece])
+            self._piece_ended(len(local_block_ids[piece]), began_s)
+        return tuple(digests)
+
     async def _read_piece(self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> None:
         began_s = time.perf_counter()
         await self._channel.read(remote_block_ids, local_block_ids)
+        self._size.record(len(local_block_ids), self._piece_ended(len(local_block_ids), began_s))
+
+    def _piece_ended(self, num_blocks: int, began_s: float) -> float:
+        """Record a piece and return its seconds. Raises TransportError if the channel was destroyed meanwhile."""
         if self._is_destroyed:
             raise TransportError("the channel was destroyed")
         seconds = time.perf_counter() - began_s
-        self._was_read(len(local_block_ids) * self._wire.memory.block_bytes, seconds)
-        self._size.record(len(local_block_ids), seconds)
+        self._was_read(num_blocks * self._wire.memory.block_bytes, seconds)
+        return seconds
 
     def _verify_and_decode(self, block_ids: tuple[int, ...], unverified: frozenset[int]) -> tuple[bytes, ...]:
         """Compute digests and decode. A block with a wrong digest is read again later, or dropped with the hand-off."""

@@ -7,7 +7,7 @@ side it opens a channel, which belongs to one hand-off until it is finished or d
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from cluster.messages import Epoch, MemberId
 from cluster.settings.transfer_settings import READ_STALL_TIMEOUT_S
@@ -74,6 +74,15 @@ class Channel(Protocol):
 
     async def finish(self) -> None:
         """Release the channel after its last read completed. It may serve the next hand-off."""
+        ...
+
+
+@runtime_checkable
+class DigestingChannel(Channel, Protocol):
+    """A channel that digests blocks while it copies them, for less than a copy and a digest cost."""
+
+    async def read_digested(self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> tuple[bytes, ...]:
+        """As `read`; return the digests of the bytes that were written."""
         ...
 
 

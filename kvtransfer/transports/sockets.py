@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 _MAX_VIEWS = 1024  # per system call: the kernel's limit
 _CONNECT_TIMEOUT_S = 5.0
@@ -134,7 +135,7 @@ def advanced(views: list[memoryview], num_bytes: int) -> list[memoryview]:
     return []
 
 
-async def joined(future: "Future[None]") -> None:
+async def joined(future: "Future[Any]") -> None:
     """Wait until the work has ended, successfully or not. Its error was raised to the caller that started it."""
     waiter = asyncio.wrap_future(future)
     await asyncio.wait([waiter])

@@ -265,6 +265,7 @@ class QuantisedBlocks:
 class QuantisedFormat:
     """The WireFormat of quantised KV. One thread may encode while another decodes, but never the same block."""
 
+    is_pool = False
     short_bytes = 0  # a block takes half a millisecond, and no two threads may do the same
 
     def __init__(self, pool: PoolMemory, table: BlockTable, codec: Codec) -> None:

@@ -29,6 +29,11 @@ class WireFormat(Protocol):
         """
         ...
 
+    @property
+    def is_pool(self) -> bool:
+        """Return whether `memory` is the pool, so that `encode` and `decode` have nothing to do."""
+        ...
+
     def encode(self, block_ids: Sequence[int]) -> None:
         """Write the wire's bytes of sealed blocks, before their digests. Beyond `short_bytes` it runs on a helper
         thread."""
@@ -43,6 +48,8 @@ class WireFormat(Protocol):
 
 class NativeFormat:
     """The native format, which transfers the pool's bytes unchanged."""
+
+    is_pool = True
 
     def __init__(self, pool: PoolMemory) -> None:
         self.memory = pool

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from cluster.errors import ConfigError
-from kvtransfer.transports.base import TransportError
+from kvtransfer.digests import compiled_digests, digest_blocks
+from kvtransfer.memory import SHORT_BYTES
+from kvtransfer.transports.base import DigestingChannel, TransportError
 from kvtransfer.transports.shm import transport as shm
 from kvtransfer.transports.shm.transport import ShmExporter, ShmImporter
 from tests.contract.kv_pools import random_pool
@@ -23,6 +25,40 @@ async def test_the_importer_maps_the_pool_for_reading_only() -> None:
     assert channel._pool is not None
     with pytest.raises(ValueError, match="read-only"):
         channel._pool.memory[0, 0] = 1
+    await importer.close()
+    await exporter.close()
+
+
+@pytest.mark.parametrize("short_bytes", [0, SHORT_BYTES], ids=["on a thread", "on the event loop"])
+async def test_a_digested_read_returns_the_digests_of_what_arrived(
+    short_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if compiled_digests() is None:
+        pytest.skip("this machine has no compiler or no AVX-512 VNNI")
+    monkeypatch.setattr(shm, "SHORT_BYTES", short_bytes)
+    source, target = random_pool(6, seed=1), random_pool(6, seed=2)
+    exporter, importer = ShmExporter(memory=source), ShmImporter(memory=target)
+    await exporter.start()
+    channel = await importer.open_channel(EPOCH, exporter.grant(EPOCH))
+    assert isinstance(channel, DigestingChannel)
+    assert await channel.read_digested((5, 0, 1), (2, 4, 5)) == digest_blocks(source, (5, 0, 1))
+    assert torch.equal(target.raw[[2, 4, 5]], source.raw[[5, 0, 1]])
+    with pytest.raises(TransportError, match="past the 6"):
+        await channel.read_digested((6,), (0,))
+    await channel.destroy()
+    with pytest.raises(TransportError, match="closed"):
+        await channel.read_digested((0,), (0,))
+    await importer.close()
+    await exporter.close()
+
+
+async def test_without_compiled_digests_the_channel_only_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm, "compiled_digests", lambda: None)
+    source, target = random_pool(2, seed=1), random_pool(2, seed=2)
+    exporter, importer = ShmExporter(memory=source), ShmImporter(memory=target)
+    await exporter.start()
+    channel = await importer.open_channel(EPOCH, exporter.grant(EPOCH))
+    assert not isinstance(channel, DigestingChannel)
     await importer.close()
     await exporter.close()
 

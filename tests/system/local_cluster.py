@@ -70,7 +70,7 @@ class Member:
 
 async def forked(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Process:
     """Start a member by forking a process that has imported its code."""
-    server = router_forks() if module == "router" else worker_forks()
+    server = router_forks() if module.endswith("router") else worker_forks()
     return await server.spawn(module, arguments, environment)
 
 

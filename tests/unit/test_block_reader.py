@@ -118,6 +118,41 @@ async def test_a_short_read_needs_no_other_thread(pools: tuple[KvPool, KvPool]) 
     assert digests == digest_blocks(source, (4,))
 
 
+class _Digesting(_Channel):
+    """A channel that digests as it copies."""
+
+    async def read_digested(self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> tuple[bytes, ...]:
+        await self.read(remote_block_ids, local_block_ids)
+        return tuple(b"%d" % block_id for block_id in remote_block_ids)
+
+
+async def test_digests_of_a_channel_that_computes_them_are_used(
+    pools: tuple[KvPool, KvPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = pools
+    monkeypatch.setattr(reads, "DIGESTED_PIECE_BYTES", 4 * source.block_bytes + 1)
+    channel, verifier = _Digesting(source, target), ThreadPoolExecutor(1)
+    verifier.shutdown()
+    reader = BlockReader(channel, NativeFormat(target), verifier, _unmeasured)
+
+    assert await reader.read(range(5, 10), range(5)) == (b"5", b"6", b"7", b"8", b"9")
+    assert channel.pieces == [(5, 6, 7, 8), (9,)]
+    await reader.destroy()
+    with pytest.raises(TransportError, match="destroyed"):
+        await reader.read((1,), (1,))
+
+
+async def test_a_sample_and_quantised_blocks_are_digested_after_the_read(pools: tuple[KvPool, KvPool]) -> None:
+    source, target = pools
+    quantised = NativeFormat(target)
+    quantised.is_pool = False
+    for wire, unverified in ((NativeFormat(target), frozenset({1})), (quantised, frozenset[int]())):
+        with ThreadPoolExecutor(1) as verifier:
+            reader = BlockReader(_Digesting(source, target), wire, verifier, _unmeasured)
+            digests = await reader.read((4, 5), (0, 1), unverified)
+        assert digests == (digest_blocks(source, (4,))[0], b"" if unverified else digest_blocks(source, (5,))[0])
+
+
 async def test_a_piece_is_decoded_while_the_next_one_is_read(pools: tuple[KvPool, KvPool]) -> None:
     source, target = pools
     channel, wire = _Channel(source, target), _Gated(target)

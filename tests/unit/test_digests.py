@@ -1,6 +1,8 @@
-"""The digest of a block is the same on every machine and finds damage to a single byte."""
+"""The digest of a block is the same on every machine and finds damage to a single byte. Every test runs twice: with the
+compiled digests, and with the reference."""
 
 import hashlib
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -22,6 +24,16 @@ FORGED_CHANGE = (
 )
 # fmt: on
 LLAMA_BLOCK = bytes(range(256)) * 8192  # 2 MiB, as of an 8B Llama: folded once, to the sums of two pieces
+
+
+@pytest.fixture(params=["compiled", "reference"], autouse=True, scope="module")
+def form(request: pytest.FixtureRequest) -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "reference":
+            patch.setattr(digests, "compiled_digests", lambda: None)
+        elif digests.compiled_digests() is None:
+            pytest.skip("this machine has no compiler or no AVX-512 VNNI")
+        yield request.param
 
 
 @pytest.mark.parametrize(
@@ -99,6 +111,7 @@ def test_a_processor_without_exact_int8_products_gives_the_same_digests(num_byte
 def test_the_wide_product_folds_to_the_same_digests(monkeypatch: pytest.MonkeyPatch) -> None:
     block = np.random.default_rng(6).bytes(100_003)
     monkeypatch.setattr(digests, "exact_product", lambda: digests.wide_product)
+    monkeypatch.setattr(digests, "compiled_digests", lambda: None)
     assert digest_bytes(block) == written_out(block)
 
 

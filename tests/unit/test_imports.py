@@ -22,6 +22,7 @@ ALLOWED: dict[str, set[str]] = {
         "cluster.service_times",
         "cluster.settings.engine_settings",
         "cluster.clock",
+        "cluster.compiled_library",
         "cluster.holders",
         "cluster.member",
         "cluster.observe.service_rate",

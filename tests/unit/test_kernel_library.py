@@ -5,13 +5,14 @@ import os
 import stat
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from cluster.compiled_library import NotCompiled
 from engine.cpu import library
 from engine.cpu.library import load_kernels, main
-from engine.decoders.traced_calls import NotCompiled
 
 SOURCE = """
 long td_version(void) {{ return {version}; }}
@@ -25,18 +26,16 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder, with sources for this test alone."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(library, "_SOURCES", tmp_path / "sources")
+    monkeypatch.setattr(library, "_LIBRARY", replace(library._LIBRARY, sources=tmp_path / "sources"))
     (tmp_path / "sources").mkdir()
     write_source()
     return tmp_path / "cache" / "tandem" / "kernels"
 
 
 def write_source(version: int = library.VERSION, supported: int = 1) -> None:
-    others = "\n".join(
-        f"void {name}(void) {{}}" for name in library._SIGNATURES if name[3:] not in ("version", "supported")
-    )
+    others = "\n".join(f"void {name}(void) {{}}" for name in library._SIGNATURES if name != "td_supported")
     text = SOURCE.format(version=version, supported=supported, others=others)
-    (library._SOURCES / "kernels.c").write_text(text)
+    (library._LIBRARY.sources / "kernels.c").write_text(text)
 
 
 def compiler(folder: Path, script: str) -> str:
@@ -64,7 +63,7 @@ def test_the_library_is_built_once_and_reused(cache: Path) -> None:
 @needs_compiler
 def test_changed_sources_build_another_library(cache: Path) -> None:
     load_kernels()
-    (library._SOURCES / "more.h").write_text("/* nothing */")
+    (library._LIBRARY.sources / "more.h").write_text("/* nothing */")
     load_kernels()
     assert len(list(cache.iterdir())) == 2
 
@@ -81,7 +80,7 @@ def test_workers_that_start_at_once_leave_one_library(cache: Path) -> None:
 def test_without_a_compiler_the_library_beside_the_sources_is_loaded(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(str(library._SOURCES)) == 0
+    assert main(str(library._LIBRARY.sources)) == 0
     monkeypatch.setenv("PATH", str(cache))
     assert load_kernels().td_supported() == 1
     assert not cache.exists()
@@ -107,7 +106,7 @@ def test_a_failed_compilation_is_quoted_and_leaves_no_file(
 
 
 def test_missing_sources_are_named(cache: Path) -> None:
-    (library._SOURCES / "kernels.c").unlink()
+    (library._LIBRARY.sources / "kernels.c").unlink()
     with pytest.raises(NotCompiled, match="sources are not installed"):
         load_kernels()
 
@@ -147,9 +146,10 @@ def test_a_missing_folder_for_the_cache_is_named(cache: Path, tmp_path: Path, mo
         load_kernels()
 
 
-def test_the_kernels_sources_are_installed() -> None:
+@pytest.mark.parametrize("package", ["engine.cpu", "kvtransfer"])
+def test_the_kernels_sources_are_installed(package: str) -> None:
     root = Path(__file__).parents[2]
-    patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["engine.cpu"]
-    sources = [path for path in (root / "engine" / "cpu").iterdir() if path.suffix in (".c", ".h")]
+    patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][package]
+    sources = [path for path in (root / package.replace(".", "/")).iterdir() if path.suffix in (".c", ".h")]
     assert sources
     assert [path.name for path in sources if not any(path.match(pattern) for pattern in patterns)] == []

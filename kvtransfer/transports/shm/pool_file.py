@@ -24,7 +24,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from cluster.messages import Epoch
 from kvtransfer.memory import PoolMemory
@@ -41,6 +41,7 @@ _ACCEPT_PAUSE_S = 0.1  # without descriptors, accepting again at once would only
 _MAX_GEOMETRY_BYTES = 4096
 GEOMETRY = struct.Struct("<QQQ")  # number of blocks, bytes per block, bytes of the file
 
+Result = TypeVar("Result")
 Mapped = TypeVar("Mapped")  # a pool in the address space of this process, unmapped with the last reference to it
 
 
@@ -182,9 +183,13 @@ class PoolFileImporter(ABC, Generic[Mapped]):
         if pool is None or not is_open(pool.connection):
             self._unmap(path)
             pool = await self._receive(path, epoch, token)
-        channel = PoolFileChannel(pool, self.start_copy, self._channels.discard)
+        channel = self.new_channel(pool)
         self._channels.add(channel)
         return channel
+
+    def new_channel(self, pool: RemotePool[Mapped]) -> "PoolFileChannel[Mapped]":
+        """Return a channel to a mapped pool."""
+        return PoolFileChannel(pool, self.start_copy, self._channels.discard)
 
     async def close(self) -> None:
         for channel in tuple(self._channels):
@@ -242,18 +247,30 @@ class PoolFileChannel(Generic[Mapped]):
     ) -> None:
         self._pool: RemotePool[Mapped] | None = pool  # None: destroyed
         self._start_copy, self._ended = start_copy, ended
-        self._read: Future[None] | None = None  # in flight, or ended by anything but success
+        self._read: Future[Any] | None = None  # in flight, or ended by anything but success
 
     async def read(self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> None:
+        await self._copied(self._start_copy, remote_block_ids, local_block_ids)
+
+    async def _copied(
+        self,
+        start_copy: Callable[[Mapped, Sequence[int], Sequence[int]], Future[Result] | Result],
+        remote_block_ids: Sequence[int],
+        local_block_ids: Sequence[int],
+    ) -> Result:
+        """Return the result of a copy. Raises TransportError."""
         assert len(remote_block_ids) == len(local_block_ids)
         if self._pool is None or self._read is not None:
             raise TransportError("the channel is closed or poisoned")
         if remote_block_ids and not 0 <= min(remote_block_ids) <= max(remote_block_ids) < self._pool.num_blocks:
             raise TransportError(f"a block past the {self._pool.num_blocks} of the exporter's pool")
-        self._read = self._start_copy(self._pool.memory, remote_block_ids, local_block_ids)
-        if self._read is not None:
-            await asyncio.wrap_future(self._read)
+        started = start_copy(self._pool.memory, remote_block_ids, local_block_ids)
+        if not isinstance(started, Future):
+            return started
+        self._read = started
+        result: Result = await asyncio.wrap_future(started)
         self._read = None
+        return result
 
     async def destroy(self) -> None:
         self._pool = None  # otherwise the traceback of a failed read keeps a dead exporter's memory mapped

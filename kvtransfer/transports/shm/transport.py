@@ -1,12 +1,12 @@
 """The transport `shm`: the exporter's pool is a sealed memfd, passed over a Unix socket and mapped read-only by the
 importer.
 
-The importer copies out of the mapping.
+The importer copies out of the mapping, and digests what it copies in the same pass where that can be compiled.
 """
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -14,11 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.shared_memory import has_fixed_size
+from kvtransfer.digests import compiled_digests
 from kvtransfer.memory import SHORT_BYTES, HostMemory, PoolMemory, runs
 from kvtransfer.transports.base import TransportError, TransportSetup
-from kvtransfer.transports.shm.pool_file import PoolFileExporter, PoolFileImporter
+from kvtransfer.transports.shm.pool_file import PoolFileChannel, PoolFileExporter, PoolFileImporter, RemotePool
 
 NAME = "shm"
+_Pool = npt.NDArray[np.uint8]  # [num_blocks, block_bytes]
+_Digests = tuple[bytes, ...]
 
 
 def unavailable(setup: TransportSetup) -> str:
@@ -61,8 +64,25 @@ class ShmExporter(PoolFileExporter):
             self._read_only = -1
 
 
-class ShmImporter(PoolFileImporter[npt.NDArray[np.uint8]]):
-    """Maps pools as read-only arrays, [num_blocks, block_bytes]."""
+class DigestingShmChannel(PoolFileChannel[_Pool]):
+    """The DigestingChannel of `shm`."""
+
+    def __init__(
+        self,
+        pool: RemotePool[_Pool],
+        start_copy: Callable[[_Pool, Sequence[int], Sequence[int]], Future[None] | None],
+        start_digested_copy: Callable[[_Pool, Sequence[int], Sequence[int]], Future[_Digests] | _Digests],
+        ended: Callable[[PoolFileChannel[_Pool]], None],
+    ) -> None:
+        super().__init__(pool, start_copy, ended)
+        self._start_digested_copy = start_digested_copy
+
+    async def read_digested(self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> _Digests:
+        return await self._copied(self._start_digested_copy, remote_block_ids, local_block_ids)
+
+
+class ShmImporter(PoolFileImporter[_Pool]):
+    """Maps pools as read-only arrays."""
 
     name = NAME
 
@@ -74,7 +94,22 @@ class ShmImporter(PoolFileImporter[npt.NDArray[np.uint8]]):
     def endpoint(self) -> bytes:
         return self._identity
 
-    async def map(self, file: int, num_blocks: int, num_bytes: int) -> npt.NDArray[np.uint8]:
+    def new_channel(self, pool: RemotePool[_Pool]) -> PoolFileChannel[_Pool]:
+        compiled = compiled_digests() if self._memory.is_pool else None
+        if compiled is None:
+            return super().new_channel(pool)
+        target, digesting = self._memory.incoming(()).array, compiled
+
+        def start_digested_copy(
+            source: _Pool, source_ids: Sequence[int], target_ids: Sequence[int]
+        ) -> Future[_Digests] | _Digests:
+            if len(target_ids) * self._block_bytes <= SHORT_BYTES:
+                return digesting.copy(source, source_ids, target, target_ids)
+            return self._threads.submit(digesting.copy, source, tuple(source_ids), target, tuple(target_ids))
+
+        return DigestingShmChannel(pool, self.start_copy, start_digested_copy, self._channels.discard)
+
+    async def map(self, file: int, num_blocks: int, num_bytes: int) -> _Pool:
         try:
             if not 0 < num_bytes <= os.fstat(file).st_size:
                 raise OSError(f"the file does not hold {num_blocks} blocks of {self._block_bytes} bytes")
@@ -88,15 +123,13 @@ class ShmImporter(PoolFileImporter[npt.NDArray[np.uint8]]):
         count = num_blocks * self._block_bytes
         return np.frombuffer(memory, dtype=np.uint8, count=count).reshape(num_blocks, self._block_bytes)
 
-    def start_copy(
-        self, source: npt.NDArray[np.uint8], source_ids: Sequence[int], target_ids: Sequence[int]
-    ) -> Future[None] | None:
+    def start_copy(self, source: _Pool, source_ids: Sequence[int], target_ids: Sequence[int]) -> Future[None] | None:
         if self._memory.is_pool and len(target_ids) * self._block_bytes <= SHORT_BYTES:
             self._copy(source, source_ids, target_ids)
             return None
         return self._threads.submit(self._copy, source, tuple(source_ids), tuple(target_ids))
 
-    def _copy(self, source: npt.NDArray[np.uint8], source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+    def _copy(self, source: _Pool, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
         rows = self._memory.incoming(target_ids)
         for first, target, length in runs(source_ids, rows.indices):
             if length == 1:
