@@ -19,6 +19,7 @@ from cluster.messages import LinkSpeed, MemberId, Role
 from cluster.observe.telemetry import Telemetry
 from cluster.registry.scale_target import ScaleTarget
 from cluster.service_times import StepLimit
+from router.change_signal import ChangeSignal
 from router.fleet.membership import DeregisteredWorkers
 from router.fleet.peer import Peer
 from router.fleet.supervision import Supervisors, WorkerTimeouts
@@ -63,7 +64,7 @@ class Fleet:
         self._supervisors = Supervisors(connect=connect, is_wanted=self._registered_now)
         self._peers: dict[MemberId, Peer] = {}  # the connected workers
         self._side = RouterSide(router.id, timeouts, itertools.count(1), self._notify, telemetry)
-        self._changed = asyncio.Event()
+        self._changed = ChangeSignal()
         self._has_read_long_enough = False  # for `absence_s`
         self._scale_target: ScaleTarget | None = None
         self.has_prefill_pool = False  # there was a prefill worker once: without one, prefill on decode is a fallback
@@ -111,6 +112,10 @@ class Fleet:
     async def changed(self) -> None:
         """Wait until a worker came, left, became suspect or answered again."""
         await self._changed.wait()
+
+    def next_change(self) -> "asyncio.Future[None]":
+        """Return the future for which `changed` waits, to give it to asyncio.wait."""
+        return self._changed.next()
 
     def prefill_loads(self) -> list[WorkerLoad]:
         """Return the loads of the workers whose role computes prompts."""
@@ -294,7 +299,6 @@ class Fleet:
 
     def _notify(self) -> None:
         self._changed.set()
-        self._changed = asyncio.Event()
 
 
 def _known_capacities(members: Iterable[Member]) -> list[Capacity]:

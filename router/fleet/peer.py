@@ -173,7 +173,7 @@ class Peer(WorkerHealth):
     @property
     def _decode_calls(self) -> worker_pb2_grpc.DecodeWorkerStub:
         """The stub. Raises the error of its loss if the channel is closed, for callers that still hold this peer."""
-        if self._lost.is_set():
+        if self._lost.done():
             raise self._gone()
         return self._decodes
 

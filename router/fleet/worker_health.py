@@ -65,7 +65,9 @@ class WorkerHealth(ABC):
         self._telemetry = side.telemetry
         self._registered = True
         self._suspected = asyncio.Event()
-        self._lost = asyncio.Event()
+        self._lost: asyncio.Future[None] = (
+            asyncio.get_running_loop().create_future()
+        )  # never awaited directly: all calls share it
         self._silence = Silence()
         self._lost_detail = ""
         self._answered_s = asyncio.get_running_loop().time()
@@ -112,7 +114,8 @@ class WorkerHealth(ABC):
     def fail_calls(self, detail: str) -> None:
         """End every call in progress with the error of `loss`."""
         self._lost_detail = detail
-        self._lost.set()
+        if not self._lost.done():
+            self._lost.set_result(None)
 
     async def run(self) -> str:
         """Check the worker's health until it is lost, or has left and has no work of this router. Returns the
@@ -219,10 +222,9 @@ class WorkerHealth(ABC):
         """Await an answer of the worker. Raises the error of `loss` when the worker is lost first, and the error
         of a failed call."""
         work = asyncio.ensure_future(answer)
-        lost = asyncio.ensure_future(self._lost.wait())
         try:
-            await asyncio.wait((work, lost), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done() or (work.cancelled() and self._lost.is_set()):  # the channel closes with the peer
+            await asyncio.wait((work, self._lost), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done() or (work.cancelled() and self._lost.done()):  # the channel closes with the peer
                 raise self._gone()
             result = work.result()
             self._answered_s = asyncio.get_running_loop().time()
@@ -231,7 +233,6 @@ class WorkerHealth(ABC):
             raise self._judged(error_from_rpc(rpc_error)) from rpc_error
         finally:
             work.cancel()
-            lost.cancel()
 
     def _gone(self) -> TandemError:
         return self.loss(f"is lost: {self._lost_detail}")

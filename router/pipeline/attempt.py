@@ -140,8 +140,7 @@ class TicketImport:
                 others = {load.member for load in fleet.decode_loads()} - {decode.member.id}
                 if decode.num_missed and others - (self._tried if decode.num_missed == 1 else set()):
                     raise decode.loss("does not answer, and another one does")
-                async with running(fleet.changed()) as changed:
-                    await asyncio.wait((working, changed), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((working, fleet.next_change()), return_when=asyncio.FIRST_COMPLETED)
             working.result()
 
     async def _go_elsewhere(self, failure: AttemptFailed, ticket: bytes, prefill: Peer) -> tuple[bytes, int]:
@@ -177,11 +176,7 @@ class TicketImport:
             )
             if decode is not None or self._first_tokens.done():
                 return decode
-            changed = asyncio.ensure_future(fleet.changed())
-            try:
-                await asyncio.wait((changed, self._first_tokens), return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                changed.cancel()
+            await asyncio.wait((fleet.next_change(), self._first_tokens), return_when=asyncio.FIRST_COMPLETED)
         return None
 
     def _leg_at(self, decode: Peer) -> DecodeLeg:

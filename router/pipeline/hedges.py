@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from cluster.observe.telemetry import Telemetry
+from router.change_signal import ChangeSignal
 from router.fleet.fleet import Fleet
 from router.fleet.peer import Peer
 from router.pipeline.failures import AttemptFailed
@@ -62,7 +63,7 @@ class Hedging:
         self._num_running = num_running
         self._telemetry = telemetry
         self._budget = HedgeBudget()
-        self._changed = asyncio.Event()
+        self._ended = ChangeSignal()  # of any hedge
 
     @asynccontextmanager
     async def of_request(self, go_on: GoOn) -> AsyncIterator["Hedges"]:
@@ -91,17 +92,11 @@ class Hedging:
         """A hedge is decided; another one may start."""
         self._budget.end()
         self._telemetry.count("tandem_hedges_total", leg=leg, outcome=outcome)
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._ended.set()
 
-    async def changed(self) -> None:
-        """Wait until a worker becomes suspect or answers again, or a hedge has ended."""
-        waits = [asyncio.ensure_future(wait) for wait in (self._fleet.changed(), self._changed.wait())]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
+    def next_changes(self) -> "tuple[asyncio.Future[None], asyncio.Future[None]]":
+        """Return what to wait for: a worker becomes suspect or answers again; a hedge ends."""
+        return self._fleet.next_change(), self._ended.next()
 
 
 class _Hedge:
@@ -239,12 +234,9 @@ class _Watch:
 
     async def until_changed(self, working: "asyncio.Future[Any]") -> None:
         """Wait until the worker, a hedge or the work may have changed."""
-        changed = asyncio.ensure_future(self._hedging.changed())
-        try:
-            waits = {working, changed} if self._hedge is None else {working, changed, self._hedge.decided}
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            changed.cancel()
+        decided = () if self._hedge is None else (self._hedge.decided,)
+        waits = {working, *self._hedging.next_changes(), *decided}
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
 
     def is_overtaken_after(self, working: "asyncio.Future[Any]") -> bool:
         """Return whether the hedge is current: it has a token, or `working` failed before it had one."""

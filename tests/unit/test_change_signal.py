@@ -1,0 +1,35 @@
+"""Waits for a change share one future, and one that is cancelled does not disturb the others."""
+
+import asyncio
+
+import pytest
+
+from router.change_signal import ChangeSignal
+
+
+async def test_a_change_wakes_all_that_wait_and_none_that_come_later() -> None:
+    signal = ChangeSignal()
+    waits = [asyncio.create_task(signal.wait()) for _ in range(3)]
+    await asyncio.sleep(0)
+    signal.set()
+    later = signal.next()
+    await asyncio.gather(*waits)
+    assert not later.done()
+
+
+async def test_a_cancelled_wait_leaves_the_others_waiting() -> None:
+    signal = ChangeSignal()
+    leaving, staying = asyncio.create_task(signal.wait()), asyncio.create_task(signal.wait())
+    await asyncio.sleep(0)
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    assert not signal.next().cancelled()
+    signal.set()
+    await staying
+
+
+async def test_a_change_without_a_wait_is_not_kept() -> None:
+    signal = ChangeSignal()
+    signal.set()
+    assert not signal.next().done()
