@@ -4,6 +4,7 @@ Owns the order of these steps and the tasks that run beside the requests. The pi
 """
 
 import asyncio
+import gc
 import logging
 import random
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from cluster.observe.logs import configure_logs
 from cluster.observe.metrics_port import MetricsPort
 from cluster.observe.stand_still import StuckLimits
 from cluster.observe.telemetry import Telemetry
+from cluster.process import lasting
 from cluster.registry.registration import Registration
 from cluster.registry.registry import Registry
 from cluster.registry.scale_registry import ScaleTargets
@@ -53,6 +55,9 @@ from tandem.v1 import admin_pb2_grpc, inference_pb2_grpc
 
 _LOG = logging.getLogger("tandem.router")
 _STOP_GRACE_S = 1.0
+# A request makes thousands of objects that live as long as it does, and few cycles. With Python's own thresholds the
+# collector takes a tenth of the router's time, to traverse what is still in use.
+_GC_THRESHOLDS = (20_000, 20, 50)
 _SETTLE_S = 3.0
 _PUBLISH_PERIOD_S = 1.0
 _EFFECT_PERIOD_S = 15.0
@@ -63,7 +68,10 @@ _SERVICES = ("tandem.v1.Inference", "tandem.v1.Admin")
 async def run(config: RouterConfig, *, stop: asyncio.Event, announce: Callable[..., None]) -> None:
     """Serve until `stop` is set, then drain. Raises ConfigError, RegistryUnavailable, Fenced, DrainIncomplete."""
     configure_logs(config.log_level, config.log_format)
-    await Router(config, stop).serve(announce)
+    with lasting():
+        router = Router(config, stop)
+    gc.set_threshold(*_GC_THRESHOLDS)
+    await router.serve(announce)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,6 @@
 This module checks shapes only: the checks of values are in router/request/validation.py.
 """
 
-from collections.abc import Sequence
-
 from cluster.errors import InvalidRequest
 from cluster.protocol import wire
 from router.requests import (
@@ -64,6 +62,8 @@ def chat_from_wire(chat: inference_pb2.ChatPrompt) -> tuple[ChatMessage, ...]:
 
 
 def output_to_wire(output: Output) -> inference_pb2.GenerateResponse:
+    if output.summary is None and output.accepted is None:
+        return inference_pb2.GenerateResponse(request_id=output.request_id, deltas=map(_delta, output.deltas))
     summary = None
     if output.summary is not None:
         usage = output.summary.usage
@@ -77,7 +77,7 @@ def output_to_wire(output: Output) -> inference_pb2.GenerateResponse:
         )
     return inference_pb2.GenerateResponse(
         request_id=output.request_id,
-        deltas=_deltas(output.deltas),
+        deltas=map(_delta, output.deltas),
         summary=summary,
         accepted=_accepted(output.accepted) if output.accepted is not None else None,
     )
@@ -175,19 +175,20 @@ def _accepted(accepted: Accepted) -> inference_pb2.AcceptedRequest:
     )
 
 
-def _deltas(deltas: Sequence[ChoiceDelta]) -> list[inference_pb2.ChoiceDelta]:
-    return [
-        inference_pb2.ChoiceDelta(
-            choice=delta.choice,
-            first_index=delta.first_index,
-            token_ids=delta.token_ids,
-            text=delta.text,
-            logprobs=[wire.logprobs_to_wire(logprobs) for logprobs in delta.logprobs],
-            finish_reason=FINISH_REASONS.number(delta.finish_reason or ""),
-            stop_cause=delta.stop_cause or "",
+def _delta(delta: ChoiceDelta) -> inference_pb2.ChoiceDelta:
+    if delta.finish_reason is None and not delta.logprobs:  # most deltas; every field takes time
+        return inference_pb2.ChoiceDelta(
+            choice=delta.choice, first_index=delta.first_index, token_ids=delta.token_ids, text=delta.text
         )
-        for delta in deltas
-    ]
+    return inference_pb2.ChoiceDelta(
+        choice=delta.choice,
+        first_index=delta.first_index,
+        token_ids=delta.token_ids,
+        text=delta.text,
+        logprobs=[wire.logprobs_to_wire(logprobs) for logprobs in delta.logprobs],
+        finish_reason=FINISH_REASONS.number(delta.finish_reason or ""),
+        stop_cause=delta.stop_cause or "",
+    )
 
 
 def _ledger(ledger: Ledger) -> inference_pb2.Ledger:

@@ -4,8 +4,8 @@ import asyncio
 import hmac
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing, closing
 from functools import partial
 from typing import Any
 
@@ -42,21 +42,48 @@ class WriteTimeout:
         self._stall_s = stall_s
         self._telemetry = telemetry
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Wrap the `yield` of a response: gRPC writes it in the task of the call, which is cancelled when the write
-        times out."""
+    def of_call(self) -> "CallWriting":
+        """Return the timeout of the call that the present task serves."""
         task = asyncio.current_task()
         assert task is not None
-        timer = asyncio.get_running_loop().call_later(self._stall_s, self._give_up, task)
-        try:
-            yield
-        finally:
-            timer.cancel()
+        return CallWriting(self._stall_s, partial(self._give_up, task))
 
     def _give_up(self, call: "asyncio.Task[object]") -> None:
         self._telemetry.count("tandem_stalled_clients_total", surface="grpc")
         call.cancel()
+
+
+class CallWriting:
+    """Wrap every `yield` of a response in `with`: gRPC writes it in the task of the call, which is cancelled when the
+    write times out. One timer serves all writes of a call, because a write takes less time than to start a timer."""
+
+    def __init__(self, stall_s: float, give_up: Callable[[], None]) -> None:
+        self._stall_s, self._give_up = stall_s, give_up
+        self._loop = asyncio.get_running_loop()
+        self._began_s: float | None = None  # the present write
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> None:
+        self._began_s = self._loop.time()
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._stall_s, self._look)
+
+    def __exit__(self, *_: object) -> None:
+        self._began_s = None
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._began_s is None:
+            return
+        left_s = self._began_s + self._stall_s - self._loop.time()
+        if left_s <= 0:
+            self._give_up()
+        else:
+            self._timer = self._loop.call_later(left_s, self._look)
 
 
 _EARLY_SHARE, _EARLY_MAX_S = 0.1, 0.25
@@ -95,10 +122,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         timeout_s = _timeout_s(context.time_remaining())
         client = client_of(_authorization(context)) if self._asks_for_keys else b""
         asked = generate_request_from_wire(request, timeout_s, keepalive_interval_s, client)
-        async with aclosing(self._pipeline.generate(asked)) as outputs:
-            async for output in outputs:
-                with self._stalls.writing():
-                    yield output_to_wire(output)
+        with closing(self._stalls.of_call()) as writing:
+            async with aclosing(self._pipeline.generate(asked)) as outputs:
+                async for output in outputs:
+                    with writing:
+                        yield output_to_wire(output)
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: _Context

@@ -24,6 +24,7 @@ class PhaseName(StrEnum):
     RETRY = "retry"  # from a failure until the next token
 
 
+_COUNTED_TOGETHER = 32  # tokens: counting each of them alone would take longer than the rest of this account
 _LEAST_TOKENS_COMPARED = 8  # of a choice: fewer say little about the time between tokens
 
 
@@ -46,6 +47,7 @@ class RequestAccount:
         self._received_s: tuple[float, float] | None = None  # when the first and the last token came
         self._num_received = 0  # tokens
         self._last_delivery_s: dict[int, float] = {}  # by choice
+        self._num_uncounted = 0  # tokens that the metrics do not have yet
         self._num_tokens: dict[int, int] = {}  # by choice: tokens that the client was given
         self.placements = PlacementLog()
         self.num_prompt_tokens = 0  # once it is admitted
@@ -129,7 +131,13 @@ class RequestAccount:
                 self._telemetry.observe("tandem_inter_token_seconds", (now_s - last_s) / num_tokens)
             self._last_delivery_s[delta.choice] = now_s
             self._num_tokens[delta.choice] = self._num_tokens.get(delta.choice, 0) + num_tokens
-            self._telemetry.count("tandem_generated_tokens_total", num_tokens)
+            self._num_uncounted += num_tokens
+            if self._num_uncounted >= _COUNTED_TOGETHER:
+                self._count_tokens()
+
+    def _count_tokens(self) -> None:
+        self._telemetry.count("tandem_generated_tokens_total", self._num_uncounted)
+        self._num_uncounted = 0
 
     def end(self, now_s: float) -> None:
         """End the last phase: the last token has been generated, or the request has failed."""
@@ -173,6 +181,7 @@ class RequestAccount:
     def publish(self, outcome: str, now_s: float) -> None:
         """Add the ended request to the metrics. `outcome`: ok, or the reason of an error."""
         self._telemetry.count("tandem_requests_total", outcome=outcome)
+        self._count_tokens()
         if not self._is_admitted:
             self._telemetry.count("tandem_requests_refused_total", reason=outcome)
             return
