@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cli.local.supervisor import ChildSpec
+from cli.local.child import ChildSpec
 from cluster.errors import ConfigError
 from cluster.messages import Role
 from cluster.registry.scale_target import POOLS, ScaleTarget, pool_name
@@ -72,6 +72,16 @@ def threads_per_worker(num_cores: int, num_workers: int) -> int:
     return max(1, num_cores // num_workers)
 
 
+def thread_environment(num_threads: int) -> dict[str, str]:
+    """Return what a worker's libraries read when they are loaded. NumPy's BLAS, which no worker uses, would start its
+    threads at once, and a process with threads cannot be forked."""
+    return {
+        "OMP_NUM_THREADS": str(num_threads),
+        "OPENBLAS_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """`flags` by field name, as given to `tandem up`; each process gets those that it supports. `suffix` is added to
@@ -89,11 +99,11 @@ class Layout:
 
     def worker(self, slot: Slot) -> ChildSpec:
         mine = self._known(WorkerConfig)
-        mine.setdefault("num_threads", self.num_threads)
+        mine["num_threads"] = self.num_threads
         mine["port"] = mine["health_port"] = mine["metrics_port"] = 0  # the ports given to `tandem up` are the router's
         mine["local_rank"], mine["local_world_size"] = self.first.rank(slot), self.first.num_workers
-        threads = {"OMP_NUM_THREADS": str(mine["num_threads"]), "TOKENIZERS_PARALLELISM": "false"}
-        return _spec(str(slot), _MODULES[slot.role], {**mine, "member_id": self.member_id(str(slot))}, threads)
+        mine["member_id"] = self.member_id(str(slot))
+        return _spec(str(slot), _MODULES[slot.role], mine, thread_environment(self.num_threads))
 
     def member_id(self, name: str) -> str:
         return name + self.suffix

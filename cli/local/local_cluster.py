@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cli.local.layout import Layout, Pools, Ports, new_suffix
+from cli.local.forks import Forks
+from cli.local.layout import Layout, Pools, Ports, new_suffix, thread_environment
 from cli.local.pool_follower import PoolFollower
 from cli.local.supervisor import Supervisor
 from cluster.errors import RegistryUnavailable, Unavailable
@@ -51,7 +52,10 @@ class LocalCluster:
     def __init__(self, plan: Plan, *, say: Callable[[str], None], echo: Callable[[str, str], None]) -> None:
         self._plan = plan
         self._say = say
-        self._supervisor = Supervisor(say=say, echo=echo)
+        self._forks = Forks(
+            thread_environment(plan.num_threads)
+        )  # their imports take longer than all that comes before a worker
+        self._supervisor = Supervisor(say=say, echo=echo, launch=self._forks.launch)
         self._redis: RedisServer | None = None
         self._began_s = asyncio.get_running_loop().time()
         self._redis_url = ""
@@ -116,6 +120,7 @@ class LocalCluster:
     async def close(self) -> None:
         """Stop everything. No process is left when this returns."""
         await self._supervisor.close()
+        self._forks.close()
         if self._redis is not None:
             await self._redis.stop()
 

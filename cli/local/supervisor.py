@@ -2,132 +2,19 @@
 
 The supervisor restarts a child that dies, after a growing backoff, and reports its last log lines. It replaces a
 drained child at once and does not replace a retired one. A child of the first start that has wrong settings or never
-becomes ready ends all; a child that was added later is retried without limit. Owns the children, and the tasks that
-read their output, and does not depend on what they do.
-
-A child prints `ready name=value ...` on stdout when it is ready; every other line is log. It cannot outlive its parent,
-and a Ctrl-C in the terminal does not reach it: the parent ends its children in order.
+becomes ready ends all; a child that was added later is retried without limit. Owns the children and does not depend on
+what they do. A Ctrl-C in the terminal does not reach them: the supervisor ends them in order.
 """
 
 import asyncio
-import os
-import signal
 import time
-from asyncio.subprocess import PIPE, Process
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from cli.local.child import Child, ChildEnd, ChildSpec, Launch, executed
 from cluster.errors import ConfigError, TandemError, Unavailable
-from cluster.process import ExitStatus, die_with_parent
-
-_KEPT_LINES = 20
-_MAX_LINE_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class ChildSpec:
-    """The command of a child. `environment` is added to the parent's."""
-
-    name: str
-    arguments: tuple[str, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-    def with_arguments(self, arguments: Sequence[str]) -> "ChildSpec":
-        return ChildSpec(self.name, (*self.arguments, *arguments), self.environment)
-
-
-@dataclass(frozen=True, slots=True)
-class ChildEnd:
-    """`status` is negative for a signal, as in subprocess."""
-
-    status: int
-    last_lines: tuple[str, ...]
-
-
-class Child:
-    """Created by `start`. `echo` receives each line of its log."""
-
-    def __init__(self, process: Process, echo: Callable[[str], None]) -> None:
-        self._process = process
-        self._echo = echo
-        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._ready: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
-        assert process.stdout is not None and process.stderr is not None
-        self._readers = [
-            asyncio.create_task(self._read(process.stdout, self._take_output)),
-            asyncio.create_task(self._read(process.stderr, self._take_log)),
-        ]
-
-    @staticmethod
-    async def start(spec: ChildSpec, echo: Callable[[str], None]) -> "Child":
-        process = await asyncio.create_subprocess_exec(
-            *spec.arguments,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=PIPE,
-            stderr=PIPE,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **spec.environment},
-            limit=_MAX_LINE_BYTES,
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
-        return Child(process, echo)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    async def ready(self) -> dict[str, str] | None:
-        """Wait for the ready line and return its fields; None if the child ended without one."""
-        ended = asyncio.ensure_future(self.wait())
-        events: list[asyncio.Future[Any]] = [self._ready, ended]
-        await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
-        ended.cancel()
-        return self._ready.result() if self._ready.done() else None
-
-    async def wait(self) -> ChildEnd:
-        """Wait until it has ended and its output is read."""
-        status = await self._process.wait()
-        await asyncio.wait(self._readers, timeout=1.0)  # a grandchild may hold the pipe open
-        return ChildEnd(status, tuple(self._lines))
-
-    def terminate(self) -> None:
-        """Ask it to finish its work and exit."""
-        self._signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self._signal(signal.SIGKILL)
-
-    async def close(self) -> None:
-        """Stop reading its output, after its end: a grandchild may still hold the pipe."""
-        for reader in self._readers:
-            reader.cancel()
-        await asyncio.gather(*self._readers, return_exceptions=True)
-
-    def _signal(self, number: signal.Signals) -> None:
-        if self._process.returncode is None:
-            self._process.send_signal(number)
-
-    async def _read(self, stream: asyncio.StreamReader, take: Callable[[str], None]) -> None:
-        while True:
-            try:
-                line = await stream.readline()
-            except ValueError:  # a line longer than the limit; the stream continues after it
-                continue
-            if not line:
-                return
-            take(line.decode(errors="replace").rstrip("\n"))
-
-    def _take_output(self, line: str) -> None:
-        if line.split(" ", 1)[0] == "ready" and not self._ready.done():
-            self._ready.set_result(dict(word.split("=", 1) for word in line.split()[1:] if "=" in word))
-        else:
-            self._take_log(line)
-
-    def _take_log(self, line: str) -> None:
-        self._lines.append(line)
-        self._echo(line)
+from cluster.process import ExitStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +50,21 @@ _LEFT = {
 
 
 class Supervisor:
-    """`say` receives messages for the user, `echo(name, line)` the log lines of the children."""
+    """`say` receives messages for the user, `echo(name, line)` the log lines of the children. `launch` starts the
+    process of a child."""
 
     def __init__(
-        self, *, say: Callable[[str], None], echo: Callable[[str, str], None], limits: RestartLimits | None = None
+        self,
+        *,
+        say: Callable[[str], None],
+        echo: Callable[[str, str], None],
+        limits: RestartLimits | None = None,
+        launch: Launch = executed,
     ) -> None:
         self._say = say
         self._echo = echo
         self._limits = limits or RestartLimits()
+        self._launch = launch
         self._kept: dict[str, _Kept] = {}
         self._stopping = False
         self._changed = asyncio.Event()
@@ -295,7 +189,7 @@ class Supervisor:
 
     async def _live(self, kept: _Kept) -> tuple[bool, ChildEnd]:
         """Run the child once. Return whether it became ready, and how it ended."""
-        child = await Child.start(kept.spec, lambda line: self._echo(kept.spec.name, line))
+        child = Child(await self._launch(kept.spec), lambda line: self._echo(kept.spec.name, line))
         kept.child = child
         try:
             fields = await child.ready()

@@ -14,7 +14,6 @@ import asyncio
 import gc
 import json
 import os
-import runpy
 import select
 import signal
 import socket
@@ -26,14 +25,10 @@ from functools import cache
 from importlib import import_module
 from typing import NoReturn
 
+from cli.local.fork_server import run_as_program
+from cli.local.forks import ROUTER_MODULES, WORKER_MODULES
 from cluster.process import die_with_parent
 
-# A role's own modules, and what they import only while they start. A router never has torch.
-_ROUTER_MODULES = ("router.app", "pydantic.v1")
-_WORKER_MODULES = (
-    *("worker.app", "torch.nn.attention.varlen"),
-    *("transformers.modeling_layers", "transformers.processing_utils"),
-)
 _MESSAGE_BYTES = 1 << 16
 _PID_BYTES = 8
 
@@ -118,13 +113,13 @@ class ForkServer:
 @cache
 def router_forks() -> ForkServer:
     """The fork server of routers: one per test process, from its first use to the end of that process."""
-    return ForkServer(_ROUTER_MODULES)
+    return ForkServer(ROUTER_MODULES)
 
 
 @cache
 def worker_forks() -> ForkServer:
     """The fork server of workers: one per test process, from its first use to the end of that process."""
-    return ForkServer(_WORKER_MODULES)
+    return ForkServer(WORKER_MODULES)
 
 
 async def _until_readable(side: socket.socket) -> None:
@@ -201,20 +196,7 @@ def _become(order: dict[str, object], output: int) -> NoReturn:
     os.environ.clear()
     os.environ.update(environment)
     sys.argv[1:] = arguments
-    status = 1
-    try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-        status = 0
-    except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else int(error.code is not None)
-        if isinstance(error.code, str):
-            sys.stderr.write(error.code + "\n")
-    except BaseException:  # noqa: BLE001 -- the interpreter would print it and end likewise
-        sys.excepthook(*sys.exc_info())
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    run_as_program(module)
 
 
 def _serve(control: int, parent: int, modules: Sequence[str]) -> None:

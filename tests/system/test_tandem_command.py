@@ -187,14 +187,16 @@ def test_a_dead_worker_is_replaced_and_ctrl_c_leaves_nothing(tmp_path: Path) -> 
     try:
         address = up.until("ready http=").split("grpc=")[1].strip()
         children = up.children()
-        assert sorted(children) == ["redis-server", "router", "worker"]
+        assert sorted(children) == ["cli.local.fork_server", "redis-server", "router", "worker"]
+        for forked in ("worker", "router"):  # the environment of a program would show where Redis is
+            assert b"TANDEM_REDIS" not in Path(f"/proc/{children[forked]}/environ").read_bytes()
         os.kill(children["worker"], signal.SIGKILL)
         assert "killed by signal 9; starting it again" in up.until("colocated-0 was killed")
         up.until("colocated-0 is back")
         with Client(address) as client:
             assert len(answered(client)) == 4
-        handles = [os.pidfd_open(pid) for pid in up.children().values()]
-        assert len(handles) == 3
+        handles = [os.pidfd_open(pid) for pid in up.pids()]
+        assert len(handles) == 5  # with two fork servers
         assert up.end() == 0
         for handle in handles:
             ends = select.poll()

@@ -54,6 +54,10 @@ class Up:
         """Return process ids by module or program name."""
         return {name: pid for name, _, pid in self._children()}
 
+    def pids(self) -> list[int]:
+        """Return the process ids of all children."""
+        return [pid for _, _, pid in self._children()]
+
     def members(self) -> dict[str, int]:
         """Return process ids by the name under which each was started."""
         return {member: pid for _, member, pid in self._children() if member}

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cli.local.supervisor import ChildSpec, RestartLimits, Supervisor
+from cli.local.child import ChildSpec
+from cli.local.supervisor import RestartLimits, Supervisor
 from cluster.errors import ConfigError, Unavailable
 
 DEADLINE_S = 30.0
@@ -253,7 +254,7 @@ async def test_a_ctrl_c_in_the_terminal_does_not_reach_the_children(watched: Wat
 def test_children_die_with_a_killed_parent() -> None:
     parent_program = (
         "import asyncio, sys\n"
-        "from cli.local.supervisor import ChildSpec\n"
+        "from cli.local.child import ChildSpec\n"
         "from cli.local.supervisor import Supervisor\n"
         "async def main():\n"
         "    supervisor = Supervisor(say=print, echo=print)\n"

@@ -1,0 +1,151 @@
+"""Forks members from a process that has imported their code, so that a start does not import torch again.
+
+    python -m cli.local.fork_server CONTROL PARENT MODULE...
+
+`PARENT` is the process that started it, and `CONTROL` a socket from it. A member is a process as `python -m` starts
+one: it runs its module as `__main__` with its own arguments, environment and output, in a session of its own. It is a
+child of PARENT, a subreaper, not of this process: it is stopped, waited for and killed with its parent like any other
+child, and outlives this process.
+
+The server has one thread and uses nothing of what it imports. If an import has started a thread or opened a device, it
+ends instead of forking, and its parent starts members as new programs.
+"""
+
+import ctypes
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn
+
+from cluster.process import die_with_parent, lasting
+
+MESSAGE_BYTES = 1 << 16
+PID_BYTES = 8
+# What `ps` shows of a member is written over the arguments of this process, which end with room for that.
+ROOM = " " * 8192
+_DESCRIPTORS = 4  # of an order: stdout, stderr, the permission to go on, and the reply
+_HARMLESS_FILES = ("/dev/null", "/dev/urandom")
+
+
+def serve(control: socket.socket, parent: int) -> None:
+    """Fork a member per order until the parent ends."""
+    while True:
+        order, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES, _DESCRIPTORS)
+        if not order:
+            return
+        pid = _fork_twice(json.loads(order), descriptors, parent)
+        with socket.socket(fileno=descriptors[-1]) as reply, suppress(BrokenPipeError):  # then it does not go on
+            reply.send(pid.to_bytes(PID_BYTES))
+        for descriptor in descriptors[:-1]:
+            os.close(descriptor)
+
+
+def _fork_twice(order: dict[str, object], descriptors: Sequence[int], parent: int) -> int:
+    """Fork a process that forks the member and ends, and return the member's process id, or 0 if there is none. When
+    this returns, the member is a child of the parent."""
+    output, log, permission, _ = descriptors
+    read_end, write_end = os.pipe()
+    between = os.fork()
+    if between == 0:
+        try:
+            member = os.fork()
+            if member == 0:
+                _become(order, output, log, permission, parent)
+            os.write(write_end, member.to_bytes(PID_BYTES))
+        finally:
+            os._exit(0)
+    os.close(write_end)
+    os.waitpid(between, 0)
+    pid = int.from_bytes(os.read(read_end, PID_BYTES))
+    os.close(read_end)
+    return pid
+
+
+def _become(order: dict[str, object], output: int, log: int, permission: int, parent: int) -> NoReturn:
+    """Turn the forked process into the member, once the parent has its process id."""
+    _close_all_but({0, 1, 2, output, log, permission})  # the parent would not see that the server has ended
+    if not os.read(permission, 1):  # the parent no longer wants it
+        os._exit(0)
+    die_with_parent()
+    if os.getppid() != parent:  # it ended before
+        os._exit(0)
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (output, 1), (log, 2)):
+        os.dup2(source, target)
+    _close_all_but({0, 1, 2})
+    module, arguments, environment = order["module"], order["arguments"], order["environment"]
+    assert isinstance(module, str) and isinstance(arguments, list) and isinstance(environment, dict)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv[1:] = arguments
+    show_arguments((sys.executable, "-m", module, *arguments))
+    run_as_program(module)
+
+
+def _close_all_but(kept: set[int]) -> None:
+    for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - kept:
+        with suppress(OSError):  # the listing's own
+            os.close(descriptor)
+
+
+def run_as_program(module: str) -> NoReturn:
+    """Run a module as `python -m` does, and end this process with its status."""
+    status = 1
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        status = 0
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            sys.stderr.write(error.code + "\n")
+    except BaseException:  # noqa: BLE001 -- the interpreter would print it and end likewise
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def show_arguments(arguments: Sequence[str]) -> None:
+    """Write over the arguments that the kernel shows for this process; what does not fit is left out."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc_pid_stat(5); the third is first here
+    text = b"".join(argument.encode() + b"\0" for argument in arguments)[: end - begin - 1]
+    ctypes.memset(begin, 0, end - begin)
+    ctypes.memmove(begin, text, len(text))
+
+
+def why_not_forked() -> str:
+    """Return why a child of this process would lack something that its modules have begun, or an empty string."""
+    if len(os.listdir("/proc/self/task")) > 1:
+        return "an import has started a thread"
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the listing's own
+            file = os.readlink(f"/proc/self/fd/{descriptor}")
+            if file.startswith("/dev/") and file not in _HARMLESS_FILES:
+                return f"an import has opened {file}"
+    return ""
+
+
+def main(control: int, parent: int, modules: Sequence[str]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with lasting():  # no collection in a member writes to the pages that they share
+        for module in modules:
+            import_module(module)
+    show_arguments((sys.executable, "-m", "cli.local.fork_server", *modules))
+    if why := why_not_forked():
+        sys.exit(f"fork server: {why}")
+    serve(socket.socket(fileno=control), parent)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:-1])
