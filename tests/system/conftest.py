@@ -3,8 +3,9 @@ share one does, on the event loop of the session. The fixture restarts members t
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator
 from contextlib import asynccontextmanager
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,26 @@ import pytest_asyncio
 
 from cluster.registry.redis_server import RedisServer
 from tests.system.local_cluster import LocalCluster
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Function, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show the last output of every member of a failed test's clusters."""
+    report = yield
+    if report.failed and call.excinfo is not None:
+        frames = (entry.frame.f_locals.values() for entry in call.excinfo.traceback)
+        for cluster in _clusters(chain(item.funcargs.values(), *frames)):
+            report.sections.append((f"Members of {cluster.name}", cluster.last_words()))
+    return report
+
+
+def _clusters(found: Iterable[object]) -> list[LocalCluster]:
+    """Return the clusters among these objects and their attributes, each once."""
+    objects = list(found)
+    parts = (getattr(thing, "__dict__", {}).values() for thing in objects)
+    return list(dict.fromkeys(thing for thing in chain(objects, *parts) if isinstance(thing, LocalCluster)))
 
 
 @pytest.fixture(scope="session")

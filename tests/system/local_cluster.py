@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -21,10 +22,12 @@ from cluster.process import die_with_parent
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from tests.system.fork_server import ForkedProcess, router_forks, worker_forks
+from tests.system.polling import until
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
 _START_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 30.0
+_LAST_LINES = 30
 
 Process = asyncio.subprocess.Process | ForkedProcess
 # From a module, its arguments and its environment to the process that runs it.
@@ -157,13 +160,19 @@ class LocalCluster:
             if member.reader is not None:
                 await member.reader
         await asyncio.gather(*(self.start_member(m.name, m.module, m.flags) for m in dead))
-        async with asyncio.timeout(_START_TIMEOUT_S):
-            while not await self._all_connected():
-                pass
+        await self.until_connected()
 
-    async def _all_connected(self) -> bool:
-        connected = {m.member_id: m.incarnation for m in (await self.status()).members if m.figures}
-        return all(connected.get(name) == self.members[name].incarnation for name in self.workers())
+    async def until_connected(self) -> None:
+        """Wait until the router is connected to all running workers."""
+        running = {name: self.members[name].incarnation for name in self.workers()}
+        what = f"the router is connected to {running}"
+        await until(
+            self._connected, lambda seen: running.items() <= seen.items(), what=what, deadline_s=_START_TIMEOUT_S
+        )
+
+    async def _connected(self) -> dict[str, str]:
+        """Return the incarnations of the workers that the router reaches, by name."""
+        return {m.member_id: m.incarnation for m in (await self.status()).members if m.figures}
 
     async def stop(self) -> dict[str, int]:
         """Send SIGTERM to all members, and SIGKILL to those that do not end in time. Returns the exit codes."""
@@ -188,6 +197,13 @@ class LocalCluster:
 
     def output(self) -> str:
         return "".join(f"--- {m.name}\n{''.join(m.output)}" for m in self.members.values())
+
+    def last_words(self) -> str:
+        """Return each member's state and its last lines of output, for the report of a failed test."""
+        return "".join(
+            f"--- {m.name}, exit status {m.process.returncode}\n{''.join(m.output[-_LAST_LINES:])}"
+            for m in self.members.values()
+        )
 
     def channel(self, name: str = "router0") -> grpc.aio.Channel:
         address = self.members[name].grpc_address
@@ -240,15 +256,9 @@ class LocalCluster:
     async def until_free(self) -> None:
         """Wait until no worker holds a block for any request. Fails at the deadline with the blocks that are still
         held."""
-        in_use: dict[str, int] = {}
-        name = ""
-        try:
-            async with asyncio.timeout(_STOP_TIMEOUT_S):
-                for name in self.workers():
-                    while in_use := await self.blocks_in_use(name):
-                        pass
-        except TimeoutError:
-            raise AssertionError(f"{name} still has {in_use}") from None
+        for name in self.workers():
+            look = partial(self.blocks_in_use, name)
+            await until(look, lambda seen: not seen, what=f"{name} has no block in use", deadline_s=_STOP_TIMEOUT_S)
 
     def _cluster_flags(self) -> tuple[str, ...]:
         return ("--redis", self.redis_url, "--cluster-name", self.name, "--cluster-key-file", str(self.key_file))

@@ -158,9 +158,7 @@ class RouterUnderTest:
             await self.connected_to(worker)
 
     async def connected_to(self, worker: ScriptedWorker) -> None:
-        async with asyncio.timeout(10):
-            while worker.id not in self._connected():
-                await self.fleet.changed()
+        await self._until(lambda: worker.id in self._connected(), f"connected to {worker.id}")
 
     async def knows_speeds(self) -> None:
         """Wait until the router has the service times that the registered workers send now."""
@@ -172,9 +170,17 @@ class RouterUnderTest:
                     await peer.inspect()  # heartbeats arrive in this time
 
     async def until_gone(self, worker: ScriptedWorker) -> None:
-        async with asyncio.timeout(10):
-            while worker.id in self._connected():
-                await self.fleet.changed()
+        await self._until(lambda: worker.id not in self._connected(), f"no longer connected to {worker.id}")
+
+    async def _until(self, holds: Callable[[], bool], what: str) -> None:
+        try:
+            async with asyncio.timeout(10):
+                while not holds():
+                    await self.fleet.changed()
+        except TimeoutError:
+            registered = [str(worker.id) for worker in self.workers]
+            state = f"{registered=}, connected={sorted(map(str, self._connected()))}"
+            raise AssertionError(f"the router is not {what} within 10 s: {state}") from None
 
     def _connected(self) -> set[MemberId]:
         return {load.member for load in (*self.fleet.prefill_loads(), *self.fleet.decode_loads())}

@@ -9,7 +9,7 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
 from tests.system.asking import ask, question
 from tests.system.local_cluster import LocalCluster, Member
+from tests.system.polling import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -109,12 +110,6 @@ def _slow_client(router: Member) -> socket.socket:
     return client
 
 
-async def _until(is_so: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(_DEADLINE_S):
-        while not await is_so():
-            pass
-
-
 async def _live_requests(cluster: LocalCluster, router: Member) -> int:
     async with cluster.channel(router.name) as channel:
         status = await admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest(), timeout=10)
@@ -140,9 +135,9 @@ async def _survives(cluster: LocalCluster, *, num_requests: int, num_slow: int) 
             for _ in range(num_slow):
                 clients.enter_context(closing(_slow_client(router)))
             assert (await ask(cluster, question((9, 8, 7), max_tokens=4))).token_ids  # of the other router
-            await _until(lambda: _is_idle(cluster, router))
+            await until(lambda: _is_idle(cluster, router), what=f"{router.name} has no request")
         await cluster.until_free()
-        await _until(lambda: _has_let_go(members, before))
+        await until(lambda: _has_let_go(members, before), what=f"no more file descriptors than before: {before}")
         for member in members:
             grown = _taken(member).rss_bytes - before[member.name].rss_bytes
             assert grown < _MOST_GROWN_BYTES, f"{member.name} grew by {grown >> 20} MiB"
@@ -204,11 +199,12 @@ async def test_an_http_client_that_leaves_a_whole_answer_frees_both_pools(cluste
     address = cluster.members["router0"].ready["http"]
     async with httpx.AsyncClient(base_url=f"http://{address}", verify=False, timeout=_DEADLINE_S) as http:
         asking = asyncio.create_task(http.post(f"/v1/{path}", json=asked))
-        await _until(lambda: _has_drawn(cluster, before["tokens_drawn"]))
+        drawn = before["tokens_drawn"]
+        await until(lambda: _has_drawn(cluster, drawn), what=f"more than {drawn} tokens are drawn")
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
     await cluster.until_free()
-    await _until(lambda: _is_idle(cluster, cluster.members["router0"]))
+    await until(lambda: _is_idle(cluster, cluster.members["router0"]), what="router0 has no request")
     assert (await cluster.figures("decode"))["tokens_drawn"] - before["tokens_drawn"] < 900
 
 

@@ -9,6 +9,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 import pytest
@@ -18,6 +19,7 @@ from cluster.protocol import wire
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tests.system.asking import ask, asked, question
 from tests.system.local_cluster import LocalCluster
+from tests.system.polling import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -42,10 +44,7 @@ async def _standing(cluster: LocalCluster, name: str) -> _Standing:
 
 
 async def _until(cluster: LocalCluster, name: str, is_so: Callable[[_Standing], bool]) -> _Standing:
-    async with asyncio.timeout(_DEADLINE_S):
-        while not is_so(standing := await _standing(cluster, name)):
-            pass
-    return standing
+    return await until(partial(_standing, cluster, name), is_so, what=f"the state of {name}")
 
 
 async def _assert_freed_within_two_steps(cluster: LocalCluster, name: str, cancel: Awaitable[object]) -> None:
@@ -190,26 +189,26 @@ async def test_a_client_that_disconnects_during_decode_leaves_no_block(cluster: 
 async def test_a_client_that_disconnects_during_prefill_leaves_no_block(cluster: LocalCluster) -> None:
     before = await cluster.figures("prefill")
     async with asked(cluster, question(_LONG, max_tokens=8, cache_salt=_nobodys())):
-        async with asyncio.timeout(_DEADLINE_S):
-            while (await cluster.figures("prefill"))["tokens_computed"] == before["tokens_computed"]:
-                pass
+        figures = partial(cluster.figures, "prefill")
+        began = before["tokens_computed"]
+        await until(figures, lambda seen: seen["tokens_computed"] > began, what="a part of the prompt is computed")
     await _assert_all_over(cluster)
     assert (await cluster.figures("prefill"))["prompts_done"] == before["prompts_done"]
 
 
 async def test_a_client_that_disconnects_during_the_transfer_leaves_no_block(cluster: LocalCluster) -> None:
     async with asked(cluster, question(_LONG, max_tokens=8, n=3, cache_salt=_nobodys())):
-        async with asyncio.timeout(_DEADLINE_S):
-            while not any([await cluster.blocks_in_use(name) for name in cluster.workers("decode")]):
-                pass
+        await until(partial(_decode_blocks, cluster), any, what="a decode worker has a block in use")
     await _assert_all_over(cluster)
+
+
+async def _decode_blocks(cluster: LocalCluster) -> list[dict[str, int]]:
+    return [await cluster.blocks_in_use(name) for name in cluster.workers("decode")]
 
 
 async def _assert_all_over(cluster: LocalCluster) -> None:
     await cluster.until_free()
-    async with asyncio.timeout(_DEADLINE_S):
-        while (await cluster.status()).live_requests:
-            pass
+    await until(cluster.status, lambda seen: not seen.live_requests, what="the router has no request")
     for figures in (await cluster.figures("decode"), await cluster.figures("prefill")):
         assert not figures["running"] + figures["waiting"]
 

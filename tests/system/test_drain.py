@@ -5,6 +5,7 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 import httpx
 import pytest
@@ -16,6 +17,7 @@ from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tandem.v1 import inference_pb2
 from tests.system.asking import GREEDY, Answer, ask, asked, question
 from tests.system.local_cluster import LocalCluster, Member
+from tests.system.polling import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
 
@@ -60,8 +62,12 @@ async def test_a_draining_decode_worker_hands_over_its_sequences_and_loses_no_to
         await asyncio.gather(*(stream.until(18) for stream in streams))
         answering = [asyncio.create_task(stream.end()) for stream in streams]
         late = [asyncio.create_task(ask(cluster, request)) for request in _LATE]
-        while not (await cluster.inspect("decode2")).figures["imports"] and not any(task.done() for task in late):
-            pass  # a hand-off may be over before it is seen
+        inspect = partial(cluster.inspect, "decode2")  # a hand-off may be over before it is seen
+        await until(
+            inspect,
+            lambda seen: seen.figures["imports"] or any(task.done() for task in late),
+            what="decode2 imports one of the late prompts",
+        )
         leaving.send_signal(signal.SIGTERM)
         answers = await asyncio.gather(*answering, *late)
         assert await leaving.exit_code() == ExitStatus.OK
@@ -104,13 +110,13 @@ async def _word_of_leaving(
 
 
 async def test_a_draining_prefill_worker_returns_prompts_that_have_not_started(cluster: LocalCluster) -> None:
-    requests = [question(range(20 + i, 420 + i), max_tokens=4, ignore_eos=True) for i in range(8)]
+    requests = [question(range(20 + i, 920 + i), max_tokens=4, ignore_eos=True) for i in range(8)]
     undisturbed = await asyncio.gather(*(ask(cluster, request) for request in requests))
     for request in requests:
         request.cache_salt = "drained"  # nothing of the prompts is there already
     answering = [asyncio.create_task(ask(cluster, request)) for request in requests]
-    while not (await cluster.inspect("prefill0")).figures["waiting"]:
-        pass
+    inspect = partial(cluster.inspect, "prefill0")
+    await until(inspect, lambda seen: seen.figures["waiting"], what="a prompt waits at prefill0")
     cluster.members["prefill0"].send_signal(signal.SIGTERM)
     answers = await asyncio.gather(*answering)
     assert await cluster.members["prefill0"].exit_code() == ExitStatus.OK

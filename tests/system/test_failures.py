@@ -8,6 +8,7 @@ import pytest
 from tandem.v1 import admin_pb2, inference_pb2
 from tests.system.asking import Answer, ask, asked, question
 from tests.system.local_cluster import LocalCluster
+from tests.system.polling import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
 
@@ -97,9 +98,10 @@ async def test_without_a_prefill_worker_decode_prefills_and_the_ledger_names_it(
 
 
 async def _until_router_knows_no_prefill(cluster: LocalCluster) -> None:
-    async with asyncio.timeout(_DEADLINE_S):
-        while any(m.role == admin_pb2.MEMBER_ROLE_PREFILL and m.figures for m in (await cluster.status()).members):
-            pass
+    def knows_none(status: admin_pb2.StatusResponse) -> bool:
+        return not any(m.role == admin_pb2.MEMBER_ROLE_PREFILL and m.figures for m in status.members)
+
+    await until(cluster.status, knows_none, what="the router reaches no prefill worker")
 
 
 async def test_draining_workers_under_load_loses_nothing(cluster: LocalCluster) -> None:

@@ -8,6 +8,7 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -26,6 +27,7 @@ from tandem.client import AsyncClient
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tests.system.asking import ask, asked, question
 from tests.system.local_cluster import LocalCluster, Member
+from tests.system.polling import until
 from tests.system.scripted_workers import ScriptedPrefill, Store
 
 _HANDLE = 7
@@ -47,8 +49,8 @@ async def test_a_worker_whose_name_was_taken_exits_fenced_and_its_streams_contin
         old = await _worker_that_decodes(cluster)
         with old.stopped():
             await _register_successor(cluster, old.name)
-            while await _registered_incarnation(cluster, old.name) == old.incarnation:
-                pass
+            seen = partial(_registered_incarnation, cluster, old.name)
+            await until(seen, lambda it: it != old.incarnation, what=f"the router knows the successor of {old.name}")
         await answer.end()
     assert await old.exit_code() == ExitStatus.FENCED
     assert old.reader is not None

@@ -22,6 +22,7 @@ from tests.faults.control import FaultControl, Worker
 from tests.faults.faulty_transport import Fault
 from tests.system.asking import Answer, ask, question
 from tests.system.local_cluster import LocalCluster, Member
+from tests.system.polling import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
 
@@ -80,11 +81,12 @@ class Hanging:
 
     async def until_state(self, name: str, state: str) -> None:
         """Wait until the registry has this state and a router shows it."""
-        async with asyncio.timeout(_DEADLINE_S):
-            while state not in [
-                MEMBER_STATES.word(m.state) for m in (await self.cluster.status()).members if m.member_id == name
-            ]:
-                pass
+
+        async def states() -> list[str]:
+            members = (await self.cluster.status()).members
+            return [MEMBER_STATES.word(member.state) for member in members if member.member_id == name]
+
+        await until(states, lambda seen: state in seen, what=f"the router shows {name} as {state}")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

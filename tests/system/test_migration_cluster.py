@@ -4,6 +4,7 @@ import asyncio
 import json
 import signal
 from contextlib import AsyncExitStack
+from functools import partial
 
 import pytest
 
@@ -11,6 +12,7 @@ from cli.__main__ import main
 from tandem.v1 import inference_pb2
 from tests.system.asking import GREEDY, Answer, ask, asked, question
 from tests.system.local_cluster import LocalCluster
+from tests.system.polling import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
 
@@ -111,8 +113,8 @@ async def test_a_worker_killed_during_migrations_loses_no_token(cluster: LocalCl
         dying = cluster.members[{"source": source, "target": target}[victim]]
         before = (await cluster.inspect(target)).figures["running"]
         moving = asyncio.create_task(cluster.migrate(source, target))
-        while (await cluster.inspect(target)).figures["running"] == before:
-            pass
+        inspect = partial(cluster.inspect, target)
+        await until(inspect, lambda seen: seen.figures["running"] != before, what=f"a sequence joins at {target}")
         dying.send_signal(signal.SIGKILL)
         assert await dying.exit_code() == -signal.SIGKILL
         answers = await asyncio.gather(*answering)

@@ -19,6 +19,7 @@ from tests.faults.control import FaultControl
 from tests.prefill_jobs import prefill_job
 from tests.system.asking import Answer, ask, asked, question
 from tests.system.local_cluster import LocalCluster
+from tests.system.polling import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -178,10 +179,14 @@ async def _num_cached(cluster: LocalCluster, besides: str = "") -> int:
 
 async def _until_indexed(cluster: LocalCluster, num_blocks: int) -> None:
     """Wait until its router has indexed this many blocks."""
-    async with asyncio.timeout(30), httpx.AsyncClient() as http:
+    async with httpx.AsyncClient() as http:
         url = f"http://{cluster.members['router0'].ready['http']}/metrics"
-        while f"tandem_prefix_index_blocks {float(num_blocks)}\n" not in (await http.get(url)).text:
-            pass
+
+        async def indexed() -> list[str]:
+            lines = (await http.get(url)).text.splitlines()
+            return [line for line in lines if line.startswith("tandem_prefix_index_blocks ")]
+
+        await until(indexed, [f"tandem_prefix_index_blocks {float(num_blocks)}"].__eq__, what="the router's index")
 
 
 async def test_a_restarted_prefill_worker_finds_its_prefixes_on_disk(redis_url: str, tmp_path: Path) -> None:

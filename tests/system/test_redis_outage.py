@@ -171,7 +171,5 @@ async def test_a_worker_that_starts_without_redis_reports_it_and_a_later_one_joi
     cluster.redis = await RedisServer.start(cluster.redis.port)
     await members.start_member("decode1", "decode_worker", _FLAGS)
     await cluster.registered()
-    async with asyncio.timeout(_DEADLINE_S):
-        while not await members._all_connected():
-            pass
+    await members.until_connected()
     assert (await ask(members, _QUESTION)).token_ids == cluster.tokens

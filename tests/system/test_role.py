@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -12,6 +13,7 @@ from tandem.enum_words import MEMBER_ROLES
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
 from tests.system.asking import Answer, ask, question
 from tests.system.local_cluster import LocalCluster
+from tests.system.polling import until
 from tests.system.router_harness import answer_to, ask_and_hold, expected_tokens, router_under_test
 from tests.system.router_harness import ask as request_of
 
@@ -39,19 +41,18 @@ def _generation_heavy(number: int) -> inference_pb2.GenerateRequest:
 
 async def _until_role(cluster: LocalCluster, name: str, role: str) -> None:
     """Wait until the router knows the role."""
-    async with asyncio.timeout(_DEADLINE_S):
-        while MEMBER_ROLES.number(role) not in [
-            m.role for m in (await cluster.status()).members if m.member_id == name
-        ]:
-            pass
+
+    async def roles() -> list[str]:
+        return [MEMBER_ROLES.word(m.role) for m in (await cluster.status()).members if m.member_id == name]
+
+    await until(roles, lambda seen: role in seen, what=f"the router knows that {name} has the role {role}")
 
 
 async def _until_decoded_on(cluster: LocalCluster, names: tuple[str, ...]) -> None:
     """Wait until each of these workers has decoded a sequence to its end."""
-    async with asyncio.timeout(_DEADLINE_S):
-        for name in names:
-            while not (await cluster.inspect(name)).figures["sequences_done"]:
-                pass
+    for name in names:
+        inspect = partial(cluster.inspect, name)
+        await until(inspect, lambda seen: seen.figures["sequences_done"], what=f"{name} has decoded a sequence")
 
 
 async def test_two_of_four_workers_change_their_role_under_load_without_losing_a_request(

@@ -3,7 +3,6 @@
 A view is the fleet and the prefix locator of a router, as its process has them, in the process of the test.
 """
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from router.policies.prefix_index import PrefixIndex
 from router.running import running
 from tandem.client import AsyncClient, AsyncGeneration
 from tests.system.local_cluster import LocalCluster
+from tests.system.polling import until
 from tests.system.router_harness import DEMO_MODEL
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -56,15 +56,23 @@ class View:
 
     async def until(self, num_sequences: int) -> None:
         """Wait until this view has so many sequences at the workers, and no prompt."""
-        async with asyncio.timeout(DEADLINE_S):
-            while list(map(sum, zip(*self.work().values(), strict=True))) != [num_sequences, 0]:
-                await self._receive()
+        await until(
+            self._work_now,
+            lambda seen: list(map(sum, zip(*seen.values(), strict=True))) == [num_sequences, 0],
+            what=f"{num_sequences} sequences and no prompt",
+        )
 
     async def until_like(self, other: "View") -> None:
         """Wait until this view and the other one are the same."""
-        async with asyncio.timeout(DEADLINE_S):
-            while (self.work(), self.cached()) != (other.work(), other.cached()):
-                await self._receive()
+        await until(
+            self._work_now,
+            lambda seen: (seen, self.cached()) == (other.work(), other.cached()),
+            what="the view of the router that stayed",
+        )
+
+    async def _work_now(self) -> dict[str, tuple[int, float]]:
+        await self._receive()
+        return self.work()
 
     async def _receive(self) -> None:
         """Ask every worker for something. Reports and cache events arrive meanwhile."""

@@ -1,0 +1,22 @@
+"""A wait for a state that no event reports. A wait that ends by its deadline says what was seen last."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+Seen = TypeVar("Seen")
+
+
+async def until(
+    look: Callable[[], Awaitable[Seen]], holds: Callable[[Seen], object] = bool, *, what: str, deadline_s: float = 60.0
+) -> Seen:
+    """Look again and again, and return the first sight of which the condition holds. `what`: the state that is waited
+    for, for the error at the deadline."""
+    seen: Seen | str = "nothing"
+    try:
+        async with asyncio.timeout(deadline_s):
+            while not holds(sight := await look()):
+                seen = sight
+            return sight
+    except TimeoutError:
+        raise AssertionError(f"{what}: not so within {deadline_s:g} s; seen last: {seen}") from None
