@@ -1,16 +1,17 @@
 """Tests that a worker whose step hangs reports it, that its requests continue elsewhere unchanged, and that it recovers
 or exits.
 
-Two workers whose steps hang on order join the shared cluster, one in each pool.
+A worker whose steps hang on order joins the shared cluster.
 """
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 import pytest
-import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.observe.health import LIVENESS, READINESS
@@ -27,11 +28,7 @@ from tests.system.polling import until
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
 
 _QUESTION = question([20 + i % 700 for i in range(100)], max_tokens=24, ignore_eos=True)
-_NAMES = ("prefill-hanging", "decode-hanging")
-_FLAGS = (
-    *("--dtype", "float32", "--kv-transports", "shm", "--max-prefill-tokens", "64", "--num-blocks", "512"),
-    *("--step-timeout-s", "1", "--stuck-exit-s", "3"),
-)
+_FLAGS = ("--dtype", "float32", "--kv-transports", "shm", "--max-prefill-tokens", "64", "--num-blocks", "512")
 _AT_ONCE = 6  # among three workers of each pool: some come to each
 _DEADLINE_S = 60.0
 _SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -39,15 +36,17 @@ _SERVING = health_pb2.HealthCheckResponse.SERVING
 
 @dataclass
 class Hanging:
+    """A worker whose steps hang on order."""
+
     cluster: LocalCluster
     tokens: tuple[int, ...]  # the answer, undisturbed
-    members: dict[str, Member]
-    orders: dict[str, Worker]
+    member: Member
+    orders: Worker
 
-    async def hang(self, name: str) -> "list[asyncio.Task[Answer]]":
+    async def hang(self) -> "list[asyncio.Task[Answer]]":
         """Send requests until a step of this worker hangs, and return the requests that are in progress then."""
-        await self.orders[name].order(Fault.HELD)
-        hung = asyncio.create_task(self.orders[name].injected())
+        await self.orders.order(Fault.HELD)
+        hung = asyncio.create_task(self.orders.injected())
         async with asyncio.timeout(_DEADLINE_S):
             while True:
                 asking = [asyncio.create_task(ask(self.cluster, _QUESTION)) for _ in range(_AT_ONCE)]
@@ -57,21 +56,26 @@ class Hanging:
                     return asking
                 self.check(await answered)
 
+    async def num_steps(self) -> float:
+        """Send requests, and return the number of steps that this worker has run."""
+        self.check(await asyncio.gather(*(ask(self.cluster, _QUESTION) for _ in range(_AT_ONCE))))
+        return (await self.cluster.inspect(self.member.name)).figures["steps"]
+
     def check(self, answers: "list[Answer]") -> None:
         for answer in answers:
             assert answer.token_ids == self.tokens, answer.ledger
 
-    async def until(self, name: str, serving: bool) -> None:
+    async def until(self, serving: bool) -> None:
         """Wait until the worker's own health service reports this status to a watcher."""
-        async with asyncio.timeout(_DEADLINE_S), self.cluster.channel(name) as channel:
+        async with asyncio.timeout(_DEADLINE_S), self.cluster.channel(self.member.name) as channel:
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=LIVENESS))
             while ((await watch.read()).status == _SERVING) is not serving:
                 pass
             watch.cancel()
 
-    async def says(self, name: str) -> dict[str, bool]:
+    async def says(self) -> dict[str, bool]:
         """Return the answers of the health port, by service."""
-        async with grpc.aio.insecure_channel(self.members[name].ready["health"]) as channel:
+        async with grpc.aio.insecure_channel(self.member.ready["health"]) as channel:
             check = health_pb2_grpc.HealthStub(channel).Check
             names = (LIVENESS, READINESS, "")
             return {
@@ -79,61 +83,68 @@ class Hanging:
                 for name in names
             }
 
-    async def until_state(self, name: str, state: str) -> None:
+    async def until_state(self, state: str) -> None:
         """Wait until the registry has this state and a router shows it."""
 
         async def states() -> list[str]:
             members = (await self.cluster.status()).members
-            return [MEMBER_STATES.word(member.state) for member in members if member.member_id == name]
+            return [MEMBER_STATES.word(member.state) for member in members if member.member_id == self.member.name]
 
-        await until(states, lambda seen: state in seen, what=f"the router shows {name} as {state}")
+        await until(states, lambda seen: state in seen, what=f"the router shows {self.member.name} as {state}")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def hanging(shm_cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Hanging]:
-    control = FaultControl(tmp_path_factory.mktemp("hanging"))
+@asynccontextmanager
+async def _hanging(cluster: LocalCluster, directory: Path, role: str, *limits: str) -> AsyncIterator[Hanging]:
+    """Add a worker to the cluster that may hang. `limits`: its flags for a step that does not end."""
+    control = FaultControl(directory)
     await control.start()
-    await shm_cluster.mend()
-    answer = await ask(shm_cluster, _QUESTION)
+    tokens = (await ask(cluster, _QUESTION)).token_ids
+    name = f"{role}-hanging"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FAULT_CONTROL", str(control.path))
         try:
-            starts = (shm_cluster.start_member(name, "tests.faults.hanging_worker", _FLAGS) for name in _NAMES)
-            members = dict(zip(_NAMES, await asyncio.gather(*starts), strict=True))
-            orders = {name: await control.worker(name) for name in _NAMES}
-            yield Hanging(shm_cluster, answer.token_ids, members, orders)
+            member = await cluster.start_member(name, "tests.faults.hanging_worker", (*_FLAGS, *limits))
+            hanging = Hanging(cluster, tokens, member, await control.worker(name))
+            await until(hanging.num_steps, what=f"{name} has run a step; its first one may take longer")
+            yield hanging
         finally:
-            for name in _NAMES:
-                member = shm_cluster.members.pop(name, None)
-                if member is not None and member.process.returncode is None:
-                    member.process.kill()
-                    await member.process.wait()
+            ended = cluster.members.pop(name, None)
+            if ended is not None:
+                ended.process.kill()
+                await ended.process.wait()
             await control.stop()
 
 
-@pytest.mark.parametrize("name", [pytest.param("prefill-hanging", marks=pytest.mark.slow), "decode-hanging"])
-async def test_a_worker_with_a_hanging_step_is_avoided_then_recovers_or_exits(hanging: Hanging, name: str) -> None:
-    assert await hanging.says(name) == {LIVENESS: True, READINESS: True, "": True}
+@pytest.mark.parametrize("role", [pytest.param("prefill", marks=pytest.mark.slow), "decode"])
+async def test_a_worker_with_a_hanging_step_is_avoided_until_it_recovers(
+    cluster: LocalCluster, tmp_path: Path, role: str
+) -> None:
+    async with _hanging(cluster, tmp_path, role, "--step-timeout-s", "2") as hanging:
+        assert await hanging.says() == {LIVENESS: True, READINESS: True, "": True}
 
-    open_questions = await hanging.hang(name)
-    await hanging.until(name, serving=False)
+        open_questions = await hanging.hang()
+        await hanging.until(serving=False)
 
-    assert await hanging.says(name) == {LIVENESS: False, READINESS: False, "": False}
-    await hanging.until_state(name, "unhealthy")
-    answers = await asyncio.gather(*open_questions)
-    hanging.check(answers)
-    assert any(answer.ledger.reasons for answer in answers), "no request was at the worker"
-    assert "has run for" in "".join(hanging.members[name].output)
+        assert await hanging.says() == {LIVENESS: False, READINESS: False, "": False}
+        await hanging.until_state("unhealthy")
+        answers = await asyncio.gather(*open_questions)
+        hanging.check(answers)
+        assert any(answer.ledger.reasons for answer in answers), "no request was at the worker"
+        assert "has run for" in "".join(hanging.member.output)
 
-    hanging.orders[name].let_go()
-    await hanging.until(name, serving=True)
-    await hanging.until_state(name, "ready")
-    assert await hanging.says(name) == {LIVENESS: True, READINESS: True, "": True}
-    assert not await hanging.cluster.blocks_in_use(name), "what it computed too late still holds blocks"
+        hanging.orders.let_go()
+        await hanging.until(serving=True)
+        await hanging.until_state("ready")
+        assert await hanging.says() == {LIVENESS: True, READINESS: True, "": True}
+        assert not await cluster.blocks_in_use(hanging.member.name), "what it computed too late still holds blocks"
 
-    open_questions = await hanging.hang(name)  # it has work again
-    assert await hanging.members[name].exit_code() == ExitStatus.STUCK
-    hanging.check(await asyncio.gather(*open_questions))
+
+@pytest.mark.parametrize("role", [pytest.param("prefill", marks=pytest.mark.slow), "decode"])
+async def test_a_worker_whose_step_does_not_end_exits(cluster: LocalCluster, tmp_path: Path, role: str) -> None:
+    async with _hanging(cluster, tmp_path, role, "--step-timeout-s", "1", "--stuck-exit-s", "1") as hanging:
+        open_questions = await hanging.hang()
+        assert await hanging.member.exit_code() == ExitStatus.STUCK
+        hanging.check(await asyncio.gather(*open_questions))
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
