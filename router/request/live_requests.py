@@ -7,7 +7,6 @@ the network may deliver a call after a newer one: a call never ends a stream wit
 """
 
 import asyncio
-import logging
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,9 +20,8 @@ from router.request.account import RequestAccount
 from router.request.explanations import Explanation, Explanations, is_named
 from router.request.live_table import ClientBuffers, LiveRow, LiveTable
 from router.request.outbox import Outbox, WholeAnswer
+from router.request.request_log import RequestLog
 from router.requests import Accepted, GenerateRequest
-
-_LOG = logging.getLogger("tandem.router.pipeline")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,6 +43,7 @@ class LiveRequests:
         self._buffers = ClientBuffers(max_buffered_tokens)
         self._clock = clock
         self._telemetry = telemetry
+        self._log = RequestLog()
         self._live: dict[int, LiveRequest] = {}  # by the number of the row, the oldest first
         self.explanations = Explanations()  # of requests that have ended
         self._none_left = asyncio.Event()
@@ -94,11 +93,11 @@ class LiveRequests:
             outcome = "internal"
             raise
         finally:
-            account.publish(outcome, self._clock.now_s())
-            self.explanations.add(account.explanation(request_id, outcome))
+            now_s, ended = self._clock.now_s(), account.explanation(request_id, outcome)
+            account.publish(outcome, now_s)
+            self.explanations.add(ended)
+            self._log.write(ended, account.ledger(now_s), now_s)
             self._on_change()
-            label = {"label": request.label} if request.label else {}
-            _LOG.info("request ended", extra={"request_id": request_id, "outcome": outcome} | label)
 
     @contextmanager
     def streaming(self, live: LiveRequest, stream_id: bytes) -> Iterator[None]:
