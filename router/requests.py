@@ -90,6 +90,7 @@ class GenerateRequest:
     is_batch: bool = False  # uses only capacity that no other request needs
     slo_ttft_s: float | None = None  # asks for its first token within this time; None: any time will do
     slo_tpot_s: float | None = None  # asks for this mean time between the tokens of a choice
+    stream_interval: int = 1  # tokens of a choice that come together, except at its beginning and its end
     resume_from: tuple[ResumedChoice, ...] | None = None  # one per choice: resumes an accepted request
     resume_number: int = 0  # with `resume_from`: from 1, higher in each later call of the client; 0: the first call
     acceptance: bytes = b""  # with `resume_from`: what the router gave that accepted the request

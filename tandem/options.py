@@ -13,7 +13,9 @@ Message = Mapping[str, str]  # {"role": "system" | "user" | "assistant", "conten
 # The types and ranges that the message can hold. The router checks which values make sense.
 _KINDS: Mapping[str, type] = {
     **dict.fromkeys(("model", "request_id", "label", "cache_salt"), str),
-    **dict.fromkeys(("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "priority"), Integral),
+    **dict.fromkeys(
+        ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "priority", "stream_interval"), Integral
+    ),
     **dict.fromkeys(("temperature", "top_p", "min_p", "slo_ttft_s", "slo_tpot_s"), Real),
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), Real),
     **dict.fromkeys(("ignore_eos", "is_batch"), bool),
@@ -27,6 +29,7 @@ _RANGES = {
     "seed": (0, 2**64 - 1),
     "logprobs": (0, 2**32 - 1),
     "priority": (-(2**31), 2**31 - 1),
+    "stream_interval": (0, 2**32 - 1),
 }
 
 
@@ -59,6 +62,7 @@ class GenerateOptions(TypedDict, total=False):
     is_batch: bool  # the batch class: only uses capacity that no other request needs
     slo_ttft_s: float  # refused at once if its first token is predicted later than this
     slo_tpot_s: float  # the same for the mean time between tokens
+    stream_interval: int  # tokens of a choice that come together, except at its beginning and its end
 
 
 def generate_request(
@@ -106,6 +110,7 @@ def generate_request(
         is_batch=options.get("is_batch", False),
         slo_ttft_s=options.get("slo_ttft_s"),
         slo_tpot_s=options.get("slo_tpot_s"),
+        stream_interval=options.get("stream_interval", 0),
     )
 
 

@@ -49,6 +49,7 @@ def generate_request_from_wire(
         is_batch=message.is_batch,
         slo_ttft_s=message.slo_ttft_s if message.HasField("slo_ttft_s") else None,
         slo_tpot_s=message.slo_tpot_s if message.HasField("slo_tpot_s") else None,
+        stream_interval=message.stream_interval or 1,
         resume_from=_resume_from(message.resume_from) if message.HasField("resume_from") else None,
         resume_number=message.resume_from.resume_number,
         acceptance=message.resume_from.acceptance,

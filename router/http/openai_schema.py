@@ -22,6 +22,7 @@ from router.request.validation import (
     MAX_STOP_STRING_CHARACTERS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    MAX_STREAM_INTERVAL,
 )
 from router.requests import (
     ChatMessage,
@@ -60,7 +61,6 @@ _ASKS_FOR_NOTHING: NeutralValues = {
     "ec_transfer_params": ({},),
     "vllm_xargs": ({},),
     "repetition_detection": (),
-    "stream_interval": (1,),
 }
 _COMPLETION_ASKS_FOR_NOTHING: NeutralValues = {
     **_ASKS_FOR_NOTHING,
@@ -266,6 +266,11 @@ class _Request(LogitFields):
         description="lower goes first, if the workers' scheduling policy uses priorities",
         json_schema_extra=_range(-(1 << 31), (1 << 31) - 1),
     )
+    stream_interval: int = Field(
+        1,
+        description="tokens that a stream sends together, except at the beginning and the end of a choice",
+        json_schema_extra=_range(1, MAX_STREAM_INTERVAL),
+    )
     return_token_ids: bool = Field(False, description="adds token_ids to every choice")
     return_tokens_as_token_ids: bool = Field(False, description="names tokens in logprobs token_id:7")
     request_id: str = Field(
@@ -317,6 +322,7 @@ class _Request(LogitFields):
             cache_salt=self.cache_salt,
             priority=self.priority,
             is_batch=self.service_tier == "flex",
+            stream_interval=self.stream_interval,
         )
 
 

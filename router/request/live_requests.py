@@ -157,7 +157,7 @@ class LiveRequests:
         self, request: GenerateRequest, request_id: str, account: RequestAccount, *, takes_over: bool
     ) -> Iterator[LiveRequest]:
         row = self._table.add(request_id, is_resumed=request.resume_from is not None, takes_over=takes_over)
-        outbox = Outbox(self._buffers, self._clock)
+        outbox = Outbox(self._buffers, self._clock, request.stream_interval)
         accepted: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
         live = self._live[row.number] = LiveRequest(request, request_id, account, outbox, row, accepted)
         self._on_change()

@@ -119,10 +119,10 @@ class BufferShare:
         self._count(num_tokens)
         self._buffers.end_clients_above_bound(now_s)
 
-    def subtract_read(self, num_tokens: int, now_s: float) -> None:
-        """Record that the client has read tokens and can read the others."""
+    def subtract_read(self, num_tokens: int, now_s: float, *, can_read_more: bool = True) -> None:
+        """Record that the client has read tokens, and whether it can read the others."""
         self._count(-num_tokens)
-        self.unread_since_s = now_s if self.num_tokens else None
+        self.unread_since_s = now_s if self.num_tokens and can_read_more else None
 
     def clear(self) -> None:
         self._count(-self.num_tokens)

@@ -20,23 +20,30 @@ _RETRY_S = 1.0
 class Outbox:
     """The outbox of one request. The pipeline fills it and the client empties it."""
 
-    def __init__(self, buffers: ClientBuffers, clock: Clock) -> None:
+    def __init__(self, buffers: ClientBuffers, clock: Clock, stream_interval: int = 1) -> None:
+        """`stream_interval`: tokens of a choice that the client gets together, except at its beginning and its end."""
         self._clock = clock
+        self._stream_interval = stream_interval
         self._on_failure: list[Callable[[], object]] = []
         self._waiting: dict[int, list[ChoiceDelta]] = {}
+        self._readable: dict[int, None] = {}  # the choices whose deltas the client can read now, the oldest first
         self._changed = asyncio.Event()
         self._ended = False
         self._failure: TandemError | None = None
         self.share = buffers.add(self._on_full)
 
     def put(self, delta: ChoiceDelta) -> None:
-        if self._failure is None:
-            if delta.choice in self._waiting:
-                self._waiting[delta.choice].append(delta)
-            else:
-                self._waiting[delta.choice] = [delta]
-                self._changed.set()
+        if self._failure is not None:
+            return
+        waiting = self._waiting.setdefault(delta.choice, [])
+        waiting.append(delta)
+        if delta.choice not in self._readable and self._completes(waiting[0], delta):
+            self._readable[delta.choice] = None
+            self._changed.set()
+        if delta.choice in self._readable:
             self.share.add_readable(weight(delta), self._clock.now_s())
+        else:
+            self.share.add_unreadable(weight(delta), self._clock.now_s())
 
     def on_failure(self, stop: Callable[[], object]) -> None:
         """Register a function that is called when the outbox fails."""
@@ -45,6 +52,7 @@ class Outbox:
     def end(self) -> None:
         """Record that no more deltas follow."""
         self._ended = True
+        self._readable.update(dict.fromkeys(self._waiting))
         self._changed.set()
 
     def fail(self, error: TandemError) -> None:
@@ -57,13 +65,14 @@ class Outbox:
 
     def clear(self) -> None:
         self._waiting.clear()
+        self._readable.clear()
         self.share.clear()
 
     async def next_deltas(self, within_s: float | None = None) -> tuple[ChoiceDelta, ...] | None:
         """Wait for deltas and return at most one per choice, `MAX_PORTION_TOKENS` tokens or slightly more in all.
 
         Returns an empty tuple at the end, and None if nothing came within `within_s`. Raises the error of `fail`."""
-        while not self._waiting and not self._ended and self._failure is None:
+        while not self._readable and not self._ended and self._failure is None:
             self._changed.clear()
             if within_s is None:
                 await self._changed.wait()
@@ -80,16 +89,25 @@ class Outbox:
     def _portion(self) -> tuple[ChoiceDelta, ...]:
         """Return the oldest deltas of each choice. A choice that is cut short waits behind the others."""
         left, portion = MAX_PORTION_TOKENS, []
-        while self._waiting and left > 0:
-            choice = next(iter(self._waiting))
+        while self._readable and left > 0:
+            choice = next(iter(self._readable))
+            del self._readable[choice]
             waiting, num_taken = self._waiting.pop(choice), 0
             while num_taken < len(waiting) and left > 0:
                 left, num_taken = left - weight(waiting[num_taken]), num_taken + 1
             if num_taken < len(waiting):
-                self._waiting[choice] = waiting[num_taken:]
+                self._waiting[choice], self._readable[choice] = waiting[num_taken:], None
             portion.append(_merged(waiting[:num_taken]))
-        self.share.subtract_read(MAX_PORTION_TOKENS - left, self._clock.now_s())
+        num_read = MAX_PORTION_TOKENS - left
+        self.share.subtract_read(num_read, self._clock.now_s(), can_read_more=bool(self._readable))
         return tuple(portion)
+
+    def _completes(self, first: ChoiceDelta, last: ChoiceDelta) -> bool:
+        """Return whether the client gets the deltas from `first` to `last` now: a whole interval of tokens, the first
+        token, or the end."""
+        if self._stream_interval == 1 or last.finish_reason is not None or first.first_index == 0:
+            return True
+        return last.first_index + len(last.token_ids) - first.first_index >= self._stream_interval
 
     def _on_full(self, description: str, has_stopped: bool) -> None:
         self.fail(SlowClient(f"{description}; read faster"))

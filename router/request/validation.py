@@ -22,6 +22,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
+MAX_STREAM_INTERVAL = 4096
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_LABEL_CHARACTERS = 160  # an x-request-id and the number of the prompt
 MAX_CACHE_SALT_CHARACTERS = 256
@@ -94,6 +95,10 @@ def check(request: GenerateRequest, model: ModelInfo) -> None:
     _require(
         request.timeout_s is None or 0 < request.timeout_s < math.inf,
         f"the request's timeout must be positive, not {request.timeout_s}",
+    )
+    _require(
+        1 <= request.stream_interval <= MAX_STREAM_INTERVAL,
+        f"stream_interval must be from 1 to {MAX_STREAM_INTERVAL}, not {request.stream_interval}",
     )
     for name, slo_s in (("slo_ttft_s", request.slo_ttft_s), ("slo_tpot_s", request.slo_tpot_s)):
         _require(slo_s is None or 0 < slo_s < math.inf, f"{name} must be positive, not {slo_s}")

@@ -23,8 +23,8 @@ _NUM_DELIVERED = itertools.count(2, 3)
 
 
 class HoldingOutbox(Outbox):
-    def __init__(self, buffers: ClientBuffers, clock: Clock) -> None:
-        super().__init__(buffers, clock)
+    def __init__(self, buffers: ClientBuffers, clock: Clock, stream_interval: int = 1) -> None:
+        super().__init__(buffers, clock, stream_interval)
         self._num_delivered = next(_NUM_DELIVERED)
 
     def put(self, delta: ChoiceDelta) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
@@ -43,6 +44,18 @@ async def test_a_request_goes_through_both_workers_and_gives_every_token_once() 
         assert (ledger.transport, ledger.kv_bytes, ledger.reasons) == ("tcp", 400, ())
         assert answer.summary.usage.prompt_tokens == 4
         assert answer.summary.usage.completion_tokens == 20
+
+
+async def test_a_client_may_ask_for_several_tokens_at_a_time() -> None:
+    async with router_under_test() as router:
+        await router.add_prefill("p0")
+        await router.add_decode("d0")
+        await router.connected()
+        request = replace(ask(max_tokens=20), stream_interval=7)
+        answer = await answer_to(router, request)
+        assert answer.token_ids[0] == expected_tokens(router, request)
+        lengths = [len(delta.token_ids) for output in answer.outputs for delta in output.deltas]
+        assert all(length >= 7 for length in lengths[1:-1]), lengths
 
 
 async def test_the_first_token_arrives_while_the_transfer_is_held() -> None:

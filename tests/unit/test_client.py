@@ -78,12 +78,13 @@ def test_every_option_reaches_the_router() -> None:
             is_batch=True,
             slo_ttft_s=0.5,
             slo_tpot_s=0.125,
+            stream_interval=16,
         ).result()
     request = generation_request(servicer)
     assert (request.request_id, request.model, request.n, request.logprobs) == ("mine", "m", 3, 0)
     assert request.HasField("logprobs") and request.cache_salt == "tenant"
     assert (request.priority, request.is_batch) == (-2, True)
-    assert (request.slo_ttft_s, request.slo_tpot_s) == (0.5, 0.125)
+    assert (request.slo_ttft_s, request.slo_tpot_s, request.stream_interval) == (0.5, 0.125, 16)
     assert tuple(request.token_ids.ids) == (1, 2**32 - 1)
     sampling, stop = request.sampling, request.stop
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 4, 0.25, 0.125)

@@ -58,3 +58,9 @@ def test_unset_latency_targets_differ_from_targets_of_zero_which_validation_refu
     assert (unset.slo_ttft_s, unset.slo_tpot_s) == (None, None)
     zero = generate_request_from_wire(inference_pb2.GenerateRequest(text="x", slo_ttft_s=0.0, slo_tpot_s=0.0), None)
     assert (zero.slo_ttft_s, zero.slo_tpot_s) == (0.0, 0.0)
+
+
+def test_an_unset_stream_interval_sends_every_token_by_itself() -> None:
+    for sent, interval in ((0, 1), (16, 16)):
+        message = inference_pb2.GenerateRequest(text="x", stream_interval=sent)
+        assert generate_request_from_wire(message, None).stream_interval == interval

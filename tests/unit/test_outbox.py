@@ -7,7 +7,7 @@ import pytest
 
 from cluster.clock import ManualClock
 from cluster.errors import BuffersFull, SlowClient
-from cluster.messages import TokenLogprobs
+from cluster.messages import FinishReason, TokenLogprobs
 from cluster.observe.telemetry import Telemetry
 from router.request.live_requests import LiveRequests
 from router.request.outbox import MAX_PORTION_TOKENS, Outbox
@@ -151,3 +151,48 @@ async def test_each_log_probability_counts_as_a_token() -> None:
         outbox.put(ChoiceDelta(0, 4, (5,), "x", (logprobs,)))
         with pytest.raises(SlowClient):
             await outbox.next_deltas()
+
+
+async def test_an_interval_of_tokens_comes_together_but_the_first_token_and_the_end_at_once() -> None:
+    live_requests = _live_requests(100, ManualClock())
+    request = GenerateRequest(TextPrompt("p"), stream_interval=3)
+    with live_requests.arrived(request) as live:
+        outbox, portions = live.outbox, []
+        for index in range(8):
+            finish_reason = FinishReason.LENGTH if index == 7 else None
+            outbox.put(ChoiceDelta(0, index, (index,), finish_reason=finish_reason))
+            while (deltas := await outbox.next_deltas(within_s=0.0)) is not None:
+                portions += [one.token_ids for one in deltas]
+        assert portions == [(0,), (1, 2, 3), (4, 5, 6), (7,)]
+    live_requests.check()
+
+
+async def test_every_choice_has_its_own_interval_and_what_is_left_comes_with_the_end() -> None:
+    live_requests = _live_requests(100, ManualClock())
+    with live_requests.arrived(GenerateRequest(TextPrompt("p"), n=2, stream_interval=2)) as live:
+        for choice, index in ((0, 0), (1, 0)):
+            live.outbox.put(delta(choice, index, index))
+        assert await live.outbox.next_deltas() == (delta(0, 0, 0), delta(1, 0, 0))
+        live.outbox.put(delta(0, 1, 1))
+        live.outbox.put(delta(1, 1, 1))
+        live.outbox.put(delta(0, 2, 2))
+        assert await live.outbox.next_deltas() == (delta(0, 1, 1, 2),)
+        live.outbox.end()
+        assert await live.outbox.next_deltas() == (delta(1, 1, 1),)
+        assert await live.outbox.next_deltas() == ()
+    live_requests.check()
+
+
+async def test_tokens_that_wait_for_their_interval_are_not_held_against_the_client() -> None:
+    clock = ManualClock()
+    live_requests = _live_requests(10, clock)
+    with live_requests.arrived(GenerateRequest(TextPrompt("p"), stream_interval=50)) as live:
+        for index in range(3):
+            live.outbox.put(delta(0, index, index))
+            await live.outbox.next_deltas(within_s=0.0)
+        clock.advance(60.0)
+        with _outbox(live_requests) as reading:
+            reading.put(delta(0, 0, *range(9)))  # above the bound: the one with most tokens is ended
+            with pytest.raises(SlowClient, match="9 tokens were kept"):
+                await reading.next_deltas()
+        assert live_requests.num_buffered_tokens == 2
