@@ -58,6 +58,7 @@ class StopConditions:
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False  # the text of a stop token too
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,8 @@ class GenerateRequest:
     resume_from: tuple[ResumedChoice, ...] | None = None  # one per choice: resumes an accepted request
     resume_number: int = 0  # with `resume_from`: from 1, higher in each later call of the client; 0: the first call
     acceptance: bytes = b""  # with `resume_from`: what the router gave that accepted the request
+    truncate_prompt_tokens: int | None = None  # keep only its last ones; -1: as many as max_tokens leaves room for
+    skip_special_tokens: bool = True  # in the text
     keepalive_interval_s: float | None = None  # after this long without an output, an empty one is sent
 
 
@@ -107,7 +110,7 @@ class ChoiceDelta:
     text: str = ""
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token when asked for
     finish_reason: FinishReason | None = None  # once, on the choice's last delta
-    stop_cause: str | None = None  # the stop string, or the request's stop token as decimal text
+    stop_cause: str | int | None = None  # the stop string, or the request's stop token
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,10 @@ _KINDS: Mapping[str, type] = {
     **dict.fromkeys(
         ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "priority", "stream_interval"), Integral
     ),
+    "truncate_prompt_tokens": Integral,
     **dict.fromkeys(("temperature", "top_p", "min_p", "slo_ttft_s", "slo_tpot_s"), Real),
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), Real),
-    **dict.fromkeys(("ignore_eos", "is_batch"), bool),
+    **dict.fromkeys(("ignore_eos", "is_batch", "include_stop_str_in_output", "skip_special_tokens"), bool),
 }
 _KIND_NAMES = {str: "a str", Integral: "an integer", Real: "a number", bool: "True or False"}
 _RANGES = {
@@ -30,6 +31,7 @@ _RANGES = {
     "logprobs": (0, 2**32 - 1),
     "priority": (-(2**31), 2**31 - 1),
     "stream_interval": (0, 2**32 - 1),
+    "truncate_prompt_tokens": (-1, 2**31 - 1),
 }
 
 
@@ -56,6 +58,9 @@ class GenerateOptions(TypedDict, total=False):
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
+    include_stop_str_in_output: bool  # the text ends behind the stop string or stop token
+    skip_special_tokens: bool  # default: True; else the text has special tokens by their names
+    truncate_prompt_tokens: int  # keeps so many last tokens of the prompt; -1: as many as max_tokens leaves room for
     logprobs: int  # log-probabilities of the chosen token and of this many most likely tokens
     cache_salt: str  # only requests of one salt share KV of equal beginnings
     priority: int  # lower values first, if the workers' scheduling policy uses priorities
@@ -101,6 +106,7 @@ def generate_request(
             min_tokens=options.get("min_tokens", 0),
             ignore_eos=options.get("ignore_eos", False),
             stop=[stop] if isinstance(stop, str) else stop,
+            include_stop_str_in_output=options.get("include_stop_str_in_output", False),
             stop_token_ids=token_ids_message(options.get("stop_token_ids", ()), "stop_token_ids").ids,
         ),
         n=options.get("n", 1),
@@ -111,6 +117,8 @@ def generate_request(
         slo_ttft_s=options.get("slo_ttft_s"),
         slo_tpot_s=options.get("slo_tpot_s"),
         stream_interval=options.get("stream_interval", 0),
+        truncate_prompt_tokens=options.get("truncate_prompt_tokens"),
+        skip_special_tokens=options.get("skip_special_tokens", True),
     )
 
 

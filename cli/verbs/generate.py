@@ -46,6 +46,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stop-token-ids", metavar="IDS", type=_ids, help="stop at one of these tokens, such as 1,2,3"
     )
     sampling.add_argument(
+        "--include-stop-str-in-output",
+        action="store_true",
+        default=None,
+        help="end the text behind the stop string or stop token, not before it",
+    )
+    sampling.add_argument(
+        "--show-special-tokens",
+        action="store_false",
+        default=None,
+        dest="skip_special_tokens",
+        help="show special tokens in the text by their names",
+    )
+    sampling.add_argument(
+        "--truncate-prompt-tokens",
+        type=int,
+        metavar="N",
+        help="keep the prompt's last N tokens; -1: as many as the context leaves",
+    )
+    sampling.add_argument(
         "--ignore-eos", action="store_true", default=None, help="continue after the end-of-sequence token"
     )
     sampling.add_argument(

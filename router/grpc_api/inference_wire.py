@@ -53,6 +53,8 @@ def generate_request_from_wire(
         resume_from=_resume_from(message.resume_from) if message.HasField("resume_from") else None,
         resume_number=message.resume_from.resume_number,
         acceptance=message.resume_from.acceptance,
+        truncate_prompt_tokens=message.truncate_prompt_tokens if message.HasField("truncate_prompt_tokens") else None,
+        skip_special_tokens=message.skip_special_tokens if message.HasField("skip_special_tokens") else True,
         keepalive_interval_s=keepalive_interval_s,
     )
 
@@ -133,6 +135,7 @@ def _stop(message: inference_pb2.StopConditions) -> StopConditions:
         ignore_eos=message.ignore_eos,
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
+        include_stop_str_in_output=message.include_stop_str_in_output,
     )
 
 
@@ -188,7 +191,7 @@ def _delta(delta: ChoiceDelta) -> inference_pb2.ChoiceDelta:
         text=delta.text,
         logprobs=[wire.logprobs_to_wire(logprobs) for logprobs in delta.logprobs],
         finish_reason=FINISH_REASONS.number(delta.finish_reason or ""),
-        stop_cause=delta.stop_cause or "",
+        stop_cause="" if delta.stop_cause is None else str(delta.stop_cause),
     )
 
 

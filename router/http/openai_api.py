@@ -86,7 +86,13 @@ def _add_generation(app: FastAPI, pipeline: Generates, live_requests: LiveReques
         responses=generation_responses(Completion, CompletionChunk),
     )
     async def completions(body: CompletionRequest, slo: _SloHeaders, request: Request) -> Response:
-        shape = CompletionShape(tokenization, body.return_token_ids, body.return_tokens_as_token_ids)
+        shape = CompletionShape(
+            tokenization,
+            body.return_token_ids,
+            body.return_tokens_as_token_ids,
+            body.skip_special_tokens,
+            body.echoes(),
+        )
         return await answer(body, slo, request, shape, ("cmpl", "text_completion", "text_completion"))
 
     @app.post(
@@ -95,7 +101,7 @@ def _add_generation(app: FastAPI, pipeline: Generates, live_requests: LiveReques
         responses=generation_responses(ChatCompletion, ChatCompletionChunk),
     )
     async def chat_completions(body: ChatCompletionRequest, slo: _SloHeaders, request: Request) -> Response:
-        shape = ChatShape(tokenization, body.return_token_ids, body.return_tokens_as_token_ids)
+        shape = ChatShape(tokenization, body.return_token_ids, body.return_tokens_as_token_ids, echo=body.continued())
         names = "chatcmpl", "chat.completion", "chat.completion.chunk"
         return await answer(body, slo, request, shape, names)
 

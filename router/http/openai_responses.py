@@ -4,16 +4,17 @@ Each response has one builder. It keeps only the state that the response format 
 which choices have begun.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from cluster.messages import TokenLogprobs
-from router.requests import ChoiceDelta, Output, Usage
+from router.requests import ChoiceDelta, Output, Prompt, TextPrompt, TokenPrompt, Usage
 from router.text.text_stream import TextStream
 from router.text.tokenization import Tokenization
 
 Json = dict[str, Any]
+_NO_END: Json = {"finish_reason": None, "stop_reason": None}
 
 
 class Shape(Protocol):
@@ -87,19 +88,20 @@ class ChatShape:
     tokenization: Tokenization
     return_token_ids: bool
     names_token_ids: bool = False  # in logprobs, instead of texts
+    echo: str = ""  # with which every choice begins
     _begun: set[int] = field(default_factory=set)
 
     def chunks(self, delta: ChoiceDelta) -> Iterator[Json]:
         if delta.choice not in self._begun:
             self._begun.add(delta.choice)
-            yield _chunk_choice(delta.choice, {"delta": {"role": "assistant", "content": ""}, "logprobs": None})
+            yield _chunk_choice(delta.choice, {"delta": {"role": "assistant", "content": self.echo}, "logprobs": None})
         if delta.text or delta.logprobs or (self.return_token_ids and delta.token_ids):
             ids = {"token_ids": list(delta.token_ids)} if self.return_token_ids else {}
             grown = {"delta": {"content": delta.text}, "logprobs": self._logprobs([delta])} | ids
             yield _chunk_choice(delta.choice, grown)
         if delta.finish_reason is not None:
             ended: Json = {"delta": {}, "logprobs": None}
-            yield _chunk_choice(delta.choice, ended) | {"finish_reason": delta.finish_reason.value}
+            yield _chunk_choice(delta.choice, ended) | _end([delta])
 
     def plain(self, choice: int, text: str) -> Json | None:
         if self.return_token_ids or choice not in self._begun:
@@ -107,12 +109,12 @@ class ChatShape:
         return _chunk_choice(choice, {"delta": {"content": text}, "logprobs": None})
 
     def whole(self, deltas: Sequence[ChoiceDelta]) -> Json:
-        text = "".join(delta.text for delta in deltas)
+        text = self.echo + "".join(delta.text for delta in deltas)
         return {
             "index": deltas[0].choice,
             "message": {"role": "assistant", "content": text, "refusal": None},
             "logprobs": self._logprobs(deltas),
-            "finish_reason": _finish_reason(deltas),
+            **_end(deltas),
         } | _token_ids(deltas, wanted=self.return_token_ids)
 
     def _logprobs(self, deltas: Sequence[ChoiceDelta]) -> Json | None:
@@ -136,32 +138,44 @@ class CompletionShape:
     tokenization: Tokenization
     return_token_ids: bool
     names_token_ids: bool = False  # in logprobs, instead of texts
+    skips_special_tokens: bool = True
+    echoes: Mapping[int, Prompt] = field(default_factory=dict)  # by choice: the prompt with which its text begins
+    _begun: set[int] = field(default_factory=set)
     _offsets: dict[int, "_Offsets"] = field(default_factory=dict)
 
     def chunks(self, delta: ChoiceDelta) -> Iterator[Json]:
         logprobs = self._logprobs([delta])
         ids = _token_ids([delta], wanted=self.return_token_ids)
-        if delta.text or logprobs or ids.get("token_ids") or delta.finish_reason is not None:
-            finish_reason = _finish_reason([delta])
-            yield {
-                "index": delta.choice,
-                "text": delta.text,
-                "logprobs": logprobs,
-                "finish_reason": finish_reason,
-            } | ids
+        text = self._echo(delta.choice) + delta.text
+        if text or logprobs or ids.get("token_ids") or delta.finish_reason is not None:
+            yield {"index": delta.choice, "text": text, "logprobs": logprobs} | _end([delta]) | ids
 
     def plain(self, choice: int, text: str) -> Json | None:
-        if self.return_token_ids:
+        if self.return_token_ids or (choice in self.echoes and choice not in self._begun):
             return None
-        return {"index": choice, "text": text, "logprobs": None, "finish_reason": None}
+        return {"index": choice, "text": text, "logprobs": None} | _NO_END
 
     def whole(self, deltas: Sequence[ChoiceDelta]) -> Json:
+        choice = deltas[0].choice
         return {
-            "index": deltas[0].choice,
-            "text": "".join(delta.text for delta in deltas),
+            "index": choice,
+            "text": self._echo(choice) + "".join(delta.text for delta in deltas),
             "logprobs": self._logprobs(deltas),
-            "finish_reason": _finish_reason(deltas),
+            **_end(deltas),
         } | _token_ids(deltas, wanted=self.return_token_ids)
+
+    def _echo(self, choice: int) -> str:
+        """Return the prompt's text once, before the choice's own."""
+        if choice in self._begun or choice not in self.echoes:
+            return ""
+        self._begun.add(choice)
+        match self.echoes[choice]:
+            case TextPrompt(text):
+                return text
+            case TokenPrompt(token_ids) if self.tokenization.model_info.has_tokenizer:
+                return self.tokenization.decode(token_ids)
+            case _:
+                return ""
 
     def _logprobs(self, deltas: Sequence[ChoiceDelta]) -> Json | None:
         positions = [position for delta in deltas for position in delta.logprobs]
@@ -169,7 +183,9 @@ class CompletionShape:
             return None
         choice = deltas[0].choice
         if choice not in self._offsets:
-            self._offsets[choice] = _Offsets(self.tokenization.text_stream((), 0))
+            self._offsets[choice] = _Offsets(
+                self.tokenization.text_stream((), 0, skips_special_tokens=self.skips_special_tokens)
+            )
         offsets = self._offsets[choice]
         return {
             "tokens": [self._name(position.token_id) for position in positions],
@@ -213,11 +229,16 @@ def token_name(tokenization: Tokenization, token_id: int, *, as_id: bool = False
 
 
 def _chunk_choice(choice: int, content: Json) -> Json:
-    return {"index": choice, "finish_reason": None} | content
+    return {"index": choice} | _NO_END | content
 
 
-def _finish_reason(deltas: Sequence[ChoiceDelta]) -> str | None:
-    return next((delta.finish_reason.value for delta in deltas if delta.finish_reason is not None), None)
+def _end(deltas: Sequence[ChoiceDelta]) -> Json:
+    """Return how the choice ended, if it did. `stop_reason`, as in vLLM: the stop string or stop token of the request
+    that ended it."""
+    last = next((delta for delta in deltas if delta.finish_reason is not None), None)
+    if last is None or last.finish_reason is None:
+        return _NO_END
+    return {"finish_reason": last.finish_reason.value, "stop_reason": last.stop_cause}
 
 
 def _token_ids(deltas: Sequence[ChoiceDelta], *, wanted: bool) -> Json:

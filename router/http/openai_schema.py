@@ -46,11 +46,8 @@ _ASKS_FOR_NOTHING: NeutralValues = {
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "watermarking": (False,),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "truncation_side": (),
+    "truncation_side": ("left",),
     "prompt_logprobs": (),
     "logprob_token_ids": (),
     "structured_outputs": (),
@@ -64,7 +61,6 @@ _ASKS_FOR_NOTHING: NeutralValues = {
 }
 _COMPLETION_ASKS_FOR_NOTHING: NeutralValues = {
     **_ASKS_FOR_NOTHING,
-    "echo": (False,),
     "suffix": ("",),
     "best_of": (1,),
     "prompt_embeds": (),
@@ -72,7 +68,6 @@ _COMPLETION_ASKS_FOR_NOTHING: NeutralValues = {
 }
 _CHAT_ASKS_FOR_NOTHING: NeutralValues = {
     **_ASKS_FOR_NOTHING,
-    "echo": (False,),
     "modalities": (["text"],),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -271,6 +266,14 @@ class _Request(LogitFields):
         description="tokens that a stream sends together, except at the beginning and the end of a choice",
         json_schema_extra=_range(1, MAX_STREAM_INTERVAL),
     )
+    include_stop_str_in_output: bool = Field(False, description="the text ends behind the stop string or stop token")
+    skip_special_tokens: bool = Field(True, description="false: the text has special tokens by their names")
+    truncate_prompt_tokens: int | None = Field(
+        None,
+        description="keeps so many last tokens of the prompt; -1: as many as the context leaves for max_tokens",
+        json_schema_extra=_range(-1),
+    )
+    echo: bool = Field(False, description="the text begins with the prompt or, in a chat, the message it continues")
     return_token_ids: bool = Field(False, description="adds token_ids to every choice")
     return_tokens_as_token_ids: bool = Field(False, description="names tokens in logprobs token_id:7")
     request_id: str = Field(
@@ -316,6 +319,7 @@ class _Request(LogitFields):
                 ignore_eos=self.ignore_eos,
                 stop=tuple(self.stop),
                 stop_token_ids=tuple(self.stop_token_ids),
+                include_stop_str_in_output=self.include_stop_str_in_output,
             ),
             n=self.n,
             logprobs=logprobs,
@@ -323,6 +327,8 @@ class _Request(LogitFields):
             priority=self.priority,
             is_batch=self.service_tier == "flex",
             stream_interval=self.stream_interval,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            skip_special_tokens=self.skip_special_tokens,
         )
 
 
@@ -339,8 +345,15 @@ class CompletionRequest(_Request):
         json_schema_extra=_range(0, MAX_LOGPROBS),
     )
 
+    def echoes(self) -> dict[int, Prompt]:
+        """Return the prompt of each choice whose text begins with it."""
+        return {i * self.n + k: prompt for i, prompt in enumerate(self.prompt) for k in range(self.n) if self.echo}
+
     def requests(self, label: str) -> list[GenerateRequest]:
-        """Return one request per prompt. With several prompts each label gets the number of its prompt appended."""
+        """Return one request per prompt. With several prompts each label gets the number of its prompt appended. Raises
+        InvalidRequest for fields that contradict each other."""
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest("echo with logprobs needs the log-probabilities of the prompt, which Tandem has not")
         labels = [label] if len(self.prompt) == 1 else [f"{label}-{i}" for i in range(len(self.prompt))]
         return [
             self.request(prompt, one_label, max_tokens=self.max_tokens, logprobs=self.logprobs)
@@ -362,6 +375,11 @@ class ChatCompletionRequest(_Request):
         None, description="above 0 it needs logprobs; up to 20", json_schema_extra=_range(0, MAX_LOGPROBS)
     )
     parallel_tool_calls: bool | None = _NO_EFFECT
+
+    def continued(self) -> str:
+        """Return the assistant's message that the answer continues, if it is to begin with that."""
+        last = self.messages[-1].value()
+        return last.content if self.echo and last.role == "assistant" else ""
 
     def requests(self, label: str) -> list[GenerateRequest]:
         """Return the single request. Raises InvalidRequest for fields that contradict each other."""

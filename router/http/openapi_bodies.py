@@ -48,6 +48,7 @@ class CompletionChoice(Body):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
+    stop_reason: str | int | None = Field(description="the stop string or stop token of the request that ended it")
     token_ids: list[int] | None = Field(None, description="with return_token_ids")
 
 
@@ -95,6 +96,7 @@ class ChatChoice(Body):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    stop_reason: str | int | None = Field(description="the stop string or stop token of the request that ended it")
     token_ids: list[int] | None = Field(None, description="with return_token_ids")
 
 
@@ -117,6 +119,7 @@ class ChatChunkChoice(Body):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    stop_reason: str | int | None = Field(description="the stop string or stop token of the request that ended it")
     token_ids: list[int] | None = Field(None, description="with return_token_ids")
 
 

@@ -10,7 +10,6 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from cluster.clock import Clock
@@ -24,6 +23,7 @@ from router.pipeline.attempt import Attempt, AttemptContext
 from router.pipeline.failures import AttemptFailed, RetryBudget
 from router.pipeline.hedges import Hedges, Hedging, Overtaken
 from router.pipeline.migration import Migrations
+from router.pipeline.prompts import Prompts
 from router.pipeline.worker_choice import PairHealth, WorkerChoice
 from router.policies.breakers import BreakerPolicy
 from router.policies.candidates import SloTargets
@@ -31,24 +31,19 @@ from router.policies.hedging import claim
 from router.policies.placement import Placement, Policy
 from router.policies.sequence_progress import OutputLengths
 from router.request.account import PhaseName
-from router.request.admitted_request import AdmittedRequest, Choice
+from router.request.admitted_request import AdmittedRequest, Choice, text_stream_of
 from router.request.live_requests import LiveRequest, LiveRequests
 from router.request.request_acceptance import STREAM_ID_BYTES, Acceptance, AcceptanceSigner, accept
 from router.request.validation import MessageLimits, ResolvedRequest, check, resolve
 from router.requests import (
-    ChatPrompt,
     ChoiceDelta,
     GenerateRequest,
     Output,
-    Prompt,
     Summary,
-    TextPrompt,
-    TokenPrompt,
 )
 from router.running import all_of, running
 from router.text.tokenization import Tokenization, TokenizerThreads
 
-_INLINE_CHARACTERS = 2048  # a longer text is tokenized off the event loop
 _INLINE_TOKENS = 1024  # a resumed request with more tokens is replayed off the event loop
 # Why a decode worker prefills a prompt, in the ledger and in tandem_local_prefills_total.
 _COLOCATED = "colocated"  # the worker's role is both, or the cluster never had a prefill worker
@@ -109,6 +104,7 @@ class Pipeline:
             telemetry=telemetry,
         )
         self._threads = TokenizerThreads()
+        self._prompts = Prompts(tokenization, self._threads)
         self._outputs = OutputLengths()
         self._settings = settings
         self._clock = clock
@@ -184,9 +180,8 @@ class Pipeline:
         request = live.request
         shown = self._signer.shown(request) if request.resume_from is not None else None
         rendered_at_us = shown.rendered_at_us if shown is not None else self._wall_us()
-        prompt_token_ids = await self._tokenize(request.prompt, rendered_at_us)
-        texts = request.sampling.bad_words
-        bad_words = await self._threads.run(self._tokenization.encode_bad_words, texts) if texts else ()
+        prompt_token_ids = await self._prompts.token_ids(request, rendered_at_us)
+        bad_words = await self._prompts.bad_words(request)
         live.account.enter(PhaseName.ADMIT, self._clock.now_s())
         if shown is not None:
             return shown.resolved(request, prompt_token_ids, self._model, bad_words), shown
@@ -195,18 +190,6 @@ class Pipeline:
         return resolved, accept(
             request, resolved, self._model, stream_id=stream_id, rendered_at_us=rendered_at_us, timeout_s=timeout_s
         )
-
-    async def _tokenize(self, prompt: Prompt, rendered_at_us: int) -> tuple[int, ...]:
-        match prompt:
-            case TokenPrompt(token_ids):
-                return token_ids
-            case TextPrompt(text):
-                if len(text) <= _INLINE_CHARACTERS:
-                    return self._tokenization.encode(text)
-                return await self._threads.run(self._tokenization.encode_prompt, text)
-            case ChatPrompt(messages):
-                encode = partial(self._tokenization.encode_chat, rendered_at_us=rendered_at_us)
-                return await self._threads.run(encode, messages)
 
     async def _resolved(
         self, request: GenerateRequest, prompt_token_ids: tuple[int, ...], bad_words: Sequence[tuple[int, ...]]
@@ -229,12 +212,11 @@ class Pipeline:
     def _admitted_request(
         self, live: LiveRequest, request: ResolvedRequest, acceptance: Acceptance, deadline_s: float
     ) -> AdmittedRequest:
-        stop, min_tokens = request.stop_strings, request.stops.min_tokens
         return AdmittedRequest(
             request_id=live.request_id,
             request=request,
             choices=[
-                Choice(number, request, self._tokenization.text_stream(stop, min_tokens))
+                Choice(number, request, text_stream_of(request, self._tokenization))
                 for number in range(len(request.seeds))
             ],
             deadline_s=deadline_s,

@@ -26,6 +26,7 @@ from router.request.outbox import Outbox
 from router.request.validation import ResolvedRequest
 from router.requests import ChoiceDelta, ResumedChoice, Usage
 from router.text.text_stream import TextStream
+from router.text.tokenization import Tokenization
 
 
 class OutOfOrder(Exception):
@@ -64,10 +65,12 @@ class Choice:
             expected = "none" if self.ended else str(len(self._committed))
             raise OutOfOrder(f"choice {self.number} got token {index}, expected {expected}")
         self._committed.append(token.token_id)
-        finish_reason, stop_cause, text = token.finish_reason, None, ""
-        if finish_reason is FinishReason.STOP:  # EOS or a stop token, which has no text
-            text = self._text.flush()
-            stop_cause = str(token.token_id) if token.token_id in self._request.named_stop_token_ids else None
+        finish_reason, text = token.finish_reason, ""
+        stop_cause: str | int | None = None
+        if finish_reason is FinishReason.STOP:  # EOS or a stop token, which has no text unless the request includes it
+            text = self._text.push((token.token_id,)).text if self._request.includes_stop else ""
+            text += self._text.flush()
+            stop_cause = token.token_id if token.token_id in self._request.named_stop_token_ids else None
         else:
             grown = self._text.push((token.token_id,))
             text, stop_cause = grown.text, grown.stopped_by
@@ -115,6 +118,16 @@ class Choice:
         if token_id in self._request.stops.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_missing == 1 else None
+
+
+def text_stream_of(request: ResolvedRequest, tokenization: Tokenization) -> TextStream:
+    """Return the empty text of one choice."""
+    return tokenization.text_stream(
+        request.stop_strings,
+        request.stops.min_tokens,
+        includes_stop=request.includes_stop,
+        skips_special_tokens=request.skips_special_tokens,
+    )
 
 
 _RESUMED = "resumed"

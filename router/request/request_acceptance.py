@@ -171,6 +171,7 @@ def _parameters_digest(resolved: ResolvedRequest, model: ModelInfo) -> bytes:
         [sampling.top_k, sampling.num_logprobs],
         [stops.max_tokens, stops.min_tokens, sorted(stops.stop_token_ids)],
         [list(resolved.stop_strings), sorted(resolved.named_stop_token_ids)],
+        [resolved.includes_stop, resolved.skips_special_tokens],
         [resolved.seed, list(resolved.seeds)],
         [resolved.cache_salt, resolved.priority, resolved.is_batch],
         _rules_fields(sampling.rules or LogitRules()),

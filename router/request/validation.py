@@ -36,6 +36,8 @@ class ResolvedRequest:
     sampling: Sampling
     stops: TokenStops
     stop_strings: tuple[str, ...]
+    includes_stop: bool  # the text ends behind the stop string or stop token
+    skips_special_tokens: bool  # in the text
     named_stop_token_ids: frozenset[int]  # of the client: only these are reported as stop_cause
     seed: int
     seeds: tuple[int, ...]  # one per choice, made from `seed`; a retry draws the same tokens
@@ -100,6 +102,11 @@ def check(request: GenerateRequest, model: ModelInfo) -> None:
         1 <= request.stream_interval <= MAX_STREAM_INTERVAL,
         f"stream_interval must be from 1 to {MAX_STREAM_INTERVAL}, not {request.stream_interval}",
     )
+    kept = request.truncate_prompt_tokens
+    _require(
+        kept is None or kept == -1 or 1 <= kept <= model.max_model_len,
+        f"truncate_prompt_tokens must be -1 or from 1 to the context of {model.max_model_len}, not {kept}",
+    )
     for name, slo_s in (("slo_ttft_s", request.slo_ttft_s), ("slo_tpot_s", request.slo_tpot_s)):
         _require(slo_s is None or 0 < slo_s < math.inf, f"{name} must be positive, not {slo_s}")
     _check_sampling(request.sampling)
@@ -119,6 +126,16 @@ def check_token_ids(token_ids: tuple[int, ...], model: ModelInfo) -> None:
     """Check that all token ids are in the vocabulary. Raises InvalidRequest."""
     wrong = next((token_id for token_id in token_ids if not 0 <= token_id < model.vocab_size), None)
     _require(wrong is None, f"token id {wrong} is outside the vocabulary: 0 to {model.vocab_size - 1}")
+
+
+def truncated(request: GenerateRequest, prompt_token_ids: tuple[int, ...], model: ModelInfo) -> tuple[int, ...]:
+    """Return the last tokens of a prompt that the request keeps."""
+    kept = request.truncate_prompt_tokens
+    if kept is None:
+        return prompt_token_ids
+    if kept == -1:
+        kept = max(1, model.max_model_len - (request.stop.max_tokens or 1))
+    return prompt_token_ids[-kept:]
 
 
 def resolve(
@@ -146,6 +163,8 @@ def resolve(
         sampling=_sampling(request.sampling, request.logprobs, rules, model.default_sampling),
         stops=stops,
         stop_strings=request.stop.stop,
+        includes_stop=request.stop.include_stop_str_in_output,
+        skips_special_tokens=request.skip_special_tokens,
         named_stop_token_ids=frozenset(request.stop.stop_token_ids),
         seed=seed,
         seeds=tuple(_choice_seed(seed, choice) for choice in range(request.n)),

@@ -2,7 +2,7 @@
 
 `Vocabulary` builds the chain of decoders that `tokenizer.json` names, as incremental steps. Each step holds back only
 the text that a later token could still change. A token costs the same however long the text is. Stop strings are
-matched elsewhere (text_stream.py); special tokens never appear in the text. The `tokenizers` library defines what each
+matched elsewhere (text_stream.py). The `tokenizers` library defines what each
 decoder does, and the tests compare every step with it.
 """
 
@@ -162,6 +162,10 @@ class Vocabulary:
         """Return the token of an id; None for special tokens and unknown ids."""
         return self._tokens.get(token_id)
 
+    def token(self, token_id: int) -> str | None:
+        """Return the token of an id; None for unknown ids."""
+        return self._tokens.get(token_id, self._specials.get(token_id))
+
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that the token adds to a text when it is not the first token. A special token gives its
         name."""
@@ -236,13 +240,15 @@ class Vocabulary:
 class Detokenizer:
     """Detokenizes one text. `push` and `end` return the text that no later token can change."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, *, skips_special_tokens: bool = True) -> None:
+        """Without `skips_special_tokens` they are in the text by their names."""
         self._vocabulary = vocabulary
+        self._token = vocabulary.visible_token if skips_special_tokens else vocabulary.token
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if vocabulary.is_byte_level else None
         self._steps = [] if vocabulary.is_byte_level else vocabulary.new_steps()
 
     def push(self, token_id: int) -> str:
-        token = self._vocabulary.visible_token(token_id)
+        token = self._token(token_id)
         if token is None:
             return ""
         if self._utf8 is not None:

@@ -2,7 +2,7 @@
 revoked.
 
 Holds back text that a later token could still change, and text that may begin a stop string. Workers handle stop
-tokens: the EOS or stop token that ends a sequence has no text and is not pushed.
+tokens: the EOS or stop token that ends a sequence is not pushed, unless the request includes its text.
 """
 
 from collections.abc import Sequence
@@ -25,12 +25,14 @@ class TextStream:
     """The text of one choice. The same tokens give the same text however they are grouped, so a resumed request replays
     its committed tokens and continues from the characters that the client has."""
 
-    def __init__(self, detokenizer: Detokenizer | None, stop: Sequence[str], min_tokens: int) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer | None, stop: Sequence[str], min_tokens: int, *, includes_stop: bool = False
+    ) -> None:
         """Create an empty stream. Without a detokenizer the text stays empty. A stop string counts once `min_tokens`
-        tokens have come."""
+        tokens have come. With `includes_stop` it is the end of the text."""
         assert detokenizer is not None or not stop, "stop strings need a detokenizer"
         self._detokenizer = detokenizer
-        self._matcher = _StopMatcher(stop) if stop else None
+        self._matcher = _StopMatcher(stop, includes_stop=includes_stop) if stop else None
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self._ended = False
@@ -74,8 +76,9 @@ class _StopMatcher:
     back.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, includes_stop: bool) -> None:
         assert all(stops), "an empty stop string"
+        self._includes_stop = includes_stop
         self._stops = sorted(set(stops), key=len, reverse=True)
         self._borders = [_borders(stop) for stop in self._stops]
         self._matched = [0] * len(self._stops)
@@ -93,7 +96,7 @@ class _StopMatcher:
                 if self._matched[i] < len(stop):
                     continue
                 if armed:
-                    return pending[: end - len(stop)], stop
+                    return pending[: end if self._includes_stop else end - len(stop)], stop
                 self._matched[i] = self._borders[i][-1]
         num_held = max(self._matched)
         self.held = pending[len(pending) - num_held :]

@@ -176,9 +176,12 @@ class Tokenization:
         self._check_head(text)
         return self.encode(text)
 
-    def encode_chat(self, messages: Sequence[ChatMessage], rendered_at_us: int) -> tuple[int, ...]:
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], rendered_at_us: int, *, is_whole: bool = False
+    ) -> tuple[int, ...]:
         """Render a conversation, up to the start of the assistant's turn, and encode it. Only the template adds special
-        tokens. `rendered_at_us`: the present for the template, in microseconds since 1970.
+        tokens. `rendered_at_us`: the present for the template, in microseconds since 1970. `is_whole`: a text that is
+        far too long is encoded too.
 
         Raises NoTokenizer, NoChatTemplate, InvalidRequest, PromptTooLong.
         """
@@ -189,7 +192,8 @@ class Tokenization:
         if not messages:
             raise InvalidRequest("messages must not be empty")
         text = self._chat_template.render(messages, rendered_at_us)
-        self._check_head(text)
+        if not is_whole:
+            self._check_head(text)
         return self._encode(text, add_special_tokens=False)
 
     def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -208,12 +212,21 @@ class Tokenization:
         """Return the bytes that one token adds to a text. A special token gives its name. Empty without a tokenizer."""
         return self._vocabulary.token_bytes(token_id) if self._vocabulary is not None else b""
 
-    def text_stream(self, stop: tuple[str, ...], min_tokens: int) -> TextStream:
-        """Return the text stream of one choice, cut at a stop string. Raises NoTokenizer for stop strings without a
-        tokenizer."""
+    def text_stream(
+        self,
+        stop: tuple[str, ...],
+        min_tokens: int,
+        *,
+        includes_stop: bool = False,
+        skips_special_tokens: bool = True,
+    ) -> TextStream:
+        """Return the text stream of one choice, cut at a stop string or, with `includes_stop`, behind it. Raises
+        NoTokenizer for stop strings without a tokenizer."""
         if stop:
             self._need_tokenizer()
-        return TextStream(Detokenizer(self._vocabulary) if self._vocabulary is not None else None, stop, min_tokens)
+        vocabulary = self._vocabulary
+        detokenizer = Detokenizer(vocabulary, skips_special_tokens=skips_special_tokens) if vocabulary else None
+        return TextStream(detokenizer, stop, min_tokens, includes_stop=includes_stop)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         tokenizer = self._need_tokenizer()

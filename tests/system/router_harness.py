@@ -247,7 +247,7 @@ class Answer:
         self.token_ids: dict[int, list[int]] = {}
         self.text: dict[int, str] = {}
         self.finish_reasons: dict[int, str] = {}
-        self.stop_causes: dict[int, str | None] = {}
+        self.stop_causes: dict[int, str | int | None] = {}
         self.outputs: list[Output] = []
 
     def take(self, output: Output) -> None:

@@ -114,7 +114,7 @@ async def test_a_first_token_that_ends_the_request_keeps_no_decode_leg() -> None
         decode.transfer.close()
         answer = await answer_to(router, ask(stop_token_ids=(first,)))
         assert answer.token_ids[0] == [first]
-        assert (answer.finish_reasons[0], answer.stop_causes[0], answer.text[0]) == ("stop", str(first), "")
+        assert (answer.finish_reasons[0], answer.stop_causes[0], answer.text[0]) == ("stop", first, "")
         async with asyncio.timeout(10):
             await decode.cancelled.wait()
         decode.transfer.open()

@@ -122,7 +122,7 @@ async def test_a_stop_token_after_a_failover_ends_the_choice() -> None:
     async with router_under_test() as router:
         answer, _ = await _interrupted(router, stopping)
     assert answer.token_ids[0] == tokens[: _AT + 4]
-    assert (answer.finish_reasons[0], answer.stop_causes[0]) == ("stop", str(tokens[_AT + 3]))
+    assert (answer.finish_reasons[0], answer.stop_causes[0]) == ("stop", tokens[_AT + 3])
 
 
 def _text_across(router: RouterUnderTest, request: GenerateRequest) -> tuple[list[int], str]:

@@ -15,8 +15,8 @@ from fastapi import FastAPI
 
 from cluster.errors import TandemError
 from cluster.messages import FinishReason, SampledToken, TokenLogprobs
-from router.request.admitted_request import Choice
-from router.request.validation import ResolvedRequest, check, resolve
+from router.request.admitted_request import Choice, text_stream_of
+from router.request.validation import ResolvedRequest, check, resolve, truncated
 from router.requests import (
     ChatPrompt,
     GenerateRequest,
@@ -55,7 +55,8 @@ class ScriptedPipeline:
 
     async def _outputs(self, request: GenerateRequest) -> AsyncGenerator[Output, None]:
         check(request, self.tokenization.model_info)
-        resolved = resolve(request, self._prompt(request), self.tokenization.model_info)
+        model = self.tokenization.model_info
+        resolved = resolve(request, truncated(request, self._prompt(request), model), model)
         choices = [self._choice(number, resolved) for number in range(request.n)]
         scripts = [self._tokens(number) for number in range(request.n)]
         yield Output(request.request_id, accepted=resolved.accepted(request.sampling, b""))
@@ -84,7 +85,7 @@ class ScriptedPipeline:
         return request.prompt.token_ids
 
     def _choice(self, number: int, resolved: ResolvedRequest) -> Choice:
-        return Choice(number, resolved, self.tokenization.text_stream(resolved.stop_strings, resolved.stops.min_tokens))
+        return Choice(number, resolved, text_stream_of(resolved, self.tokenization))
 
     def _tokens(self, number: int) -> list[int]:
         if not self.tokenization.model_info.has_tokenizer:

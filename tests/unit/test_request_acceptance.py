@@ -135,6 +135,8 @@ def test_another_prompt_is_refused_by_name(token: bytes, prompt: tuple[int, ...]
         {"stop": replace(REQUEST.stop, stop=("end", "more"))},
         {"stop": replace(REQUEST.stop, stop_token_ids=())},
         {"stop": replace(REQUEST.stop, stop_token_ids=(4, 0))},
+        {"stop": replace(REQUEST.stop, include_stop_str_in_output=True)},
+        {"skip_special_tokens": False},
         {"logprobs": 0},
         {"cache_salt": "other"},
         {"priority": -1},
@@ -153,6 +155,8 @@ def test_the_parameters_digest_covers_every_field_of_a_resolved_request() -> Non
     other: dict[str, object] = {
         "sampling": replace(resolved.sampling, top_k=9),
         "stops": replace(resolved.stops, min_tokens=2),
+        "includes_stop": True,
+        "skips_special_tokens": False,
         "stop_strings": ("other",),
         "named_stop_token_ids": frozenset({5}),
         "seed": 8,

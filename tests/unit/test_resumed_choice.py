@@ -27,12 +27,21 @@ def demo() -> tuple[Tokenizer, Vocabulary]:
     return tokenizer, Vocabulary(tokenizer)
 
 
-def new_choice(stop: tuple[str, ...] = (), max_tokens: int = MOST_TOKENS, min_tokens: int = 0) -> Choice:
+def new_choice(
+    stop: tuple[str, ...] = (),
+    max_tokens: int = MOST_TOKENS,
+    min_tokens: int = 0,
+    *,
+    includes_stop: bool = False,
+    skips_special_tokens: bool = True,
+) -> Choice:
     request = ResolvedRequest(
         prompt_token_ids=(1,),
         sampling=Sampling(),
         stops=TokenStops(max_tokens, min_tokens, frozenset({EOS, NAMED})),
         stop_strings=stop,
+        includes_stop=includes_stop,
+        skips_special_tokens=skips_special_tokens,
         named_stop_token_ids=frozenset({NAMED}),
         seed=7,
         seeds=(7,),
@@ -40,7 +49,8 @@ def new_choice(stop: tuple[str, ...] = (), max_tokens: int = MOST_TOKENS, min_to
         priority=0,
         is_batch=False,
     )
-    return Choice(0, request, TextStream(Detokenizer(demo()[1]), stop, min_tokens))
+    detokenizer = Detokenizer(demo()[1], skips_special_tokens=skips_special_tokens)
+    return Choice(0, request, TextStream(detokenizer, stop, min_tokens, includes_stop=includes_stop))
 
 
 def drawn(choice: Choice, token_ids: list[int], max_tokens: int = MOST_TOKENS) -> list[ChoiceDelta]:
@@ -84,16 +94,18 @@ HALVES = ids("a 世界 🙂é")  # most of its tokens end in half a character
     st.integers(0, MOST_TOKENS),
     st.sampled_from([(), ("in", "return"), ("世", "🙂é", "e"), ("\ufffd",)]),
     st.integers(0, 3),
+    st.fixed_dictionaries({"includes_stop": st.booleans(), "skips_special_tokens": st.booleans()}),
 )
-@example(HALVES, len(HALVES) - 2, ("🙂é",), 0)
-@example(HALVES, 4, (), 0)
-@example([*ids("self.return"), EOS], 2, ("return",), 0)
+@example(HALVES, len(HALVES) - 2, ("🙂é",), 0, {})
+@example(HALVES, 4, (), 0, {})
+@example([*ids("self.return"), EOS], 2, ("return",), 0, {})
+@example([*ids("self.return"), EOS], 2, ("return",), 0, {"includes_stop": True})
 def test_a_client_gets_the_same_text_wherever_its_router_dies(
-    token_ids: list[int], cut: int, stop: tuple[str, ...], min_tokens: int
+    token_ids: list[int], cut: int, stop: tuple[str, ...], min_tokens: int, options: dict[str, bool]
 ) -> None:
-    undisturbed = drawn(new_choice(stop, min_tokens=min_tokens), token_ids)
+    undisturbed = drawn(new_choice(stop, min_tokens=min_tokens, **options), token_ids)
     before = undisturbed[:cut]
-    resumed = new_choice(stop, min_tokens=min_tokens)
+    resumed = new_choice(stop, min_tokens=min_tokens, **options)
     missed = resumed.resume(client_has(before))
     assert missed is None
     after = drawn(resumed, token_ids[len(before) :])
@@ -101,11 +113,22 @@ def test_a_client_gets_the_same_text_wherever_its_router_dies(
     assert told(before + after) == told(undisturbed)
 
 
+def test_the_text_of_a_stop_token_or_stop_string_is_included_on_request() -> None:
+    text = demo()[0].decode([5, 6])
+    for end, shown in ((NAMED, demo()[0].decode([NAMED])), (EOS, "<|endoftext|>")):
+        choice = new_choice(includes_stop=True, skips_special_tokens=False)
+        assert "".join(delta.text for delta in drawn(choice, [5, 6, end])) == text + shown
+    hidden = drawn(new_choice(includes_stop=True), [5, 6, EOS])
+    assert "".join(delta.text for delta in hidden) == text, "an end token is a special token, and these are skipped"
+    cut = drawn(new_choice(("\n",), includes_stop=True), ids("x = 1\n\ny"))
+    assert "".join(delta.text for delta in cut) == "x = 1\n"
+
+
 @pytest.mark.parametrize(
     ("token_ids", "stop", "reason", "cause"),
     [
         ([5, 6, EOS], (), FinishReason.STOP, None),
-        ([5, 6, NAMED], (), FinishReason.STOP, "9"),
+        ([5, 6, NAMED], (), FinishReason.STOP, NAMED),
         ([5] * MOST_TOKENS, (), FinishReason.LENGTH, None),
         (ids("x = 1\n\ny"), ("\n",), FinishReason.STOP, "\n"),
     ],

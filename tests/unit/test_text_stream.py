@@ -56,6 +56,29 @@ def test_streamed_text_equals_decoding_everything_at_once(name: str, data: st.Da
     assert "".join(pieces) + stream.flush() == tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
+@pytest.mark.parametrize("name", [*FAMILIES, "demo_model"])
+@settings(max_examples=60)
+@given(data=st.data())
+def test_special_tokens_are_in_the_text_by_their_names_where_they_are_not_skipped(
+    name: str, data: st.DataObject
+) -> None:
+    tokenizer, vocabulary = family(name)
+    token_ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=20))
+    stream = TextStream(Detokenizer(vocabulary, skips_special_tokens=False), (), 0)
+
+    assert stream.push(token_ids).text + stream.flush() == tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def test_a_text_ends_behind_its_stop_string_where_that_is_included() -> None:
+    tokenizer, vocabulary = family("demo_model")
+    token_ids = tokenizer.encode("self.name = name", add_special_tokens=False).ids
+    stream = TextStream(Detokenizer(vocabulary), ("nam", "x"), 0, includes_stop=True)
+
+    pushed = stream.push(token_ids)
+
+    assert (pushed.text, pushed.stopped_by) == ("self.nam", "nam")
+
+
 @settings(max_examples=120)
 @given(TOKEN_IDS)
 @example([0xE2, 0x82, 0xAC])  # one character over three tokens

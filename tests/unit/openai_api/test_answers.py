@@ -182,6 +182,54 @@ def test_stop_strings_cut_the_text(shared: Endpoint, stop: str | list[str]) -> N
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("The quick ", "stop")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_end_of_a_choice_has_its_stop_reason(shared: Endpoint, stream: bool) -> None:
+    for path, least in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": USER})):
+        for stop, reason in (({"stop": ["own"]}, "own"), ({"stop_token_ids": [5], "ignore_eos": True}, 5), ({}, None)):
+            answer = shared.post(path, {**least, "max_tokens": 200, "stream": stream, **stop})
+            bodies = [answer.json()] if not stream else _events(answer.text)
+            last = [choice for body in bodies for choice in body["choices"]][-1]
+            assert (last["finish_reason"], last["stop_reason"]) == ("stop", reason)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_text_of_a_completion_begins_with_the_prompt_on_request(shared: Endpoint, stream: bool) -> None:
+    token_ids = list(shared.pipeline.tokenization.encode("self.x"))
+    for prompt, shown in (("def f():", "def f():"), (token_ids, "self.x")):
+        answer = shared.post("/v1/completions", {"prompt": prompt, "echo": True, "n": 2, "stream": stream})
+        plain = shared.post("/v1/completions", {"prompt": prompt, "n": 2})
+        bodies = [answer.json()] if not stream else _events(answer.text)
+        for number, choice in enumerate(plain.json()["choices"]):
+            parts = [c["text"] for body in bodies for c in body["choices"] if c["index"] == number]
+            assert "".join(parts) == shown + choice["text"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_echoes_the_message_that_it_continues(shared: Endpoint, stream: bool) -> None:
+    for messages, shown in (([*USER, {"role": "assistant", "content": "Well: "}], "Well: "), (USER, "")):
+        body = {"messages": messages, "echo": True, "stream": stream, "max_tokens": 40}
+        answer = shared.post("/v1/chat/completions", body)
+        if stream:
+            parts = [choice["delta"].get("content", "") for body in _events(answer.text) for choice in body["choices"]]
+        else:
+            parts = [answer.json()["choices"][0]["message"]["content"]]
+        assert "".join(parts) == shown + SCRIPT
+
+
+def test_only_the_last_tokens_of_a_truncated_prompt_are_kept(shared: Endpoint) -> None:
+    for kept, num_prompt in ((2, 2), (500, 5), (-1, 5)):
+        body = {"prompt": [7, 8, 9, 10, 11], "truncate_prompt_tokens": kept, "max_tokens": 3}
+        assert shared.post("/v1/completions", body).json()["usage"]["prompt_tokens"] == num_prompt
+    long = {"prompt": [7] * 2000, "truncate_prompt_tokens": -1, "max_tokens": 24}
+    assert shared.post("/v1/completions", long).json()["usage"]["prompt_tokens"] == 1000
+    refused = shared.post("/v1/completions", {"prompt": "x", "truncate_prompt_tokens": 0})
+    assert "truncate_prompt_tokens must be -1 or from 1" in refused.json()["error"]["message"]
+
+
+def _events(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line.startswith("data: {")]
+
+
 def test_text_parts_are_joined_and_developers_are_the_system(shared: Endpoint) -> None:
     parts: Any = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     messages: Any = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}]

@@ -1,0 +1,39 @@
+"""Tokenizes what a request sends as text: its prompt and its bad words. Long texts are tokenized off the event loop."""
+
+from functools import partial
+
+from router.request.validation import truncated
+from router.requests import ChatPrompt, GenerateRequest, TextPrompt, TokenPrompt
+from router.text.tokenization import Tokenization, TokenizerThreads
+
+_INLINE_CHARACTERS = 2048  # a longer text is tokenized off the event loop
+
+
+class Prompts:
+    def __init__(self, tokenization: Tokenization, threads: TokenizerThreads) -> None:
+        self._tokenization = tokenization
+        self._threads = threads
+
+    async def token_ids(self, request: GenerateRequest, rendered_at_us: int) -> tuple[int, ...]:
+        """Return the tokens of the prompt that the request keeps. `rendered_at_us`: the present for a chat template.
+        Raises InvalidRequest or a subclass, Overloaded."""
+        return truncated(request, await self._whole(request, rendered_at_us), self._tokenization.model_info)
+
+    async def bad_words(self, request: GenerateRequest) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of its bad words. Raises InvalidRequest, Overloaded."""
+        texts = request.sampling.bad_words
+        return await self._threads.run(self._tokenization.encode_bad_words, texts) if texts else ()
+
+    async def _whole(self, request: GenerateRequest, rendered_at_us: int) -> tuple[int, ...]:
+        is_whole = request.truncate_prompt_tokens is not None  # however long the text is, its end is needed
+        match request.prompt:
+            case TokenPrompt(token_ids):
+                return token_ids
+            case TextPrompt(text):
+                if len(text) <= _INLINE_CHARACTERS:
+                    return self._tokenization.encode(text)
+                encode_text = self._tokenization.encode if is_whole else self._tokenization.encode_prompt
+                return await self._threads.run(encode_text, text)
+            case ChatPrompt(messages):
+                encode = partial(self._tokenization.encode_chat, rendered_at_us=rendered_at_us, is_whole=is_whole)
+                return await self._threads.run(encode, messages)
