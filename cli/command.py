@@ -4,7 +4,8 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module
+from difflib import get_close_matches
+from importlib import import_module, metadata
 from types import ModuleType
 
 from cluster.errors import ConfigError, TandemError
@@ -20,6 +21,8 @@ _VERBS = (
     "requests",
     "explain",
     "generate",
+    "chat",
+    "batch",
     "scale",
     "drain",
     "role",
@@ -28,6 +31,7 @@ _VERBS = (
     "certs",
     "estimate",
     "bench",
+    "completion",
 )
 
 
@@ -47,9 +51,24 @@ def run(arguments: Sequence[str] | None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in _VERBS:
+        nearest = get_close_matches(arguments[0], _VERBS, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else "`tandem --help` lists the commands"
+        raise ConfigError(f"unknown command {arguments[0]!r}; {hint}")
+    parser, parsers, modules = _parser()
+    parsed, unknown = parser.parse_known_args(arguments)
+    refuse_unknown(parsers[parsed.verb], unknown)
+    parsed.parser = parser
+    return int(modules[parsed.verb].run(parsed))
+
+
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser], dict[str, ModuleType]]:
+    """Return the parser of all commands, and the parser and the module of each verb."""
     parser = argparse.ArgumentParser(
         prog="tandem", description="LLM serving with prefill and decode on separate pools.", allow_abbrev=False
     )
+    parser.add_argument("--version", action="version", version=f"tandem {metadata.version('tandem-serving')}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     modules: dict[str, ModuleType] = {}
     parsers: dict[str, argparse.ArgumentParser] = {}
@@ -57,6 +76,4 @@ def _run(arguments: Sequence[str] | None) -> int:
         module = modules[name] = import_module(f"cli.verbs.{name}")
         parsers[name] = verbs.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False)
         module.add_arguments(parsers[name])
-    parsed, unknown = parser.parse_known_args(arguments)
-    refuse_unknown(parsers[parsed.verb], unknown)
-    return int(modules[parsed.verb].run(parsed))
+    return parser, parsers, modules

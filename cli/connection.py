@@ -27,17 +27,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="gRPC address of one or more routers, comma-separated (default: TANDEM_ADDRESS or the last local cluster)",
     )
-    parser.add_argument("--api-key", metavar="KEY", help="the router's API key (default: TANDEM_API_KEY)")
-    parser.add_argument(
-        "--tls-ca",
-        metavar="FILE",
-        help="use TLS; PEM file with the certificate authorities of the router (default: TANDEM_TLS_CA)",
-    )
+    add_credentials(parser)
     parser.add_argument(
         "--no-discover",
         dest="discover",
         action="store_false",
         help="use only the routers of --address: for a load balancer, or routers that are not reachable from here",
+    )
+
+
+def add_credentials(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--api-key", metavar="KEY", help="the router's API key (default: TANDEM_API_KEY)")
+    parser.add_argument(
+        "--tls-ca",
+        metavar="FILE",
+        help="use TLS; PEM file with the certificate authorities of the router (default: TANDEM_TLS_CA)",
     )
 
 

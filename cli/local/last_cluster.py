@@ -59,12 +59,25 @@ def running(environment: Mapping[str, str]) -> list[LastCluster]:
     return [cluster for _, cluster in sorted(read, key=lambda each: each[0], reverse=True)]
 
 
+def find_http_address(told: str | None, environment: Mapping[str, str] | None = None) -> str:
+    """Return the host:port of a router's HTTP API. Raises ConfigError."""
+    environment = os.environ if environment is None else environment
+    if address := told or environment.get("TANDEM_HTTP_ADDRESS"):
+        _check_address(address)
+        return address
+    if found := running(environment):
+        return found[0].http
+    raise ConfigError("no cluster runs on this machine; start one with `tandem up`, or give --http-address host:port")
+
+
 def find_tls_ca(told: str | None, address: str, environment: Mapping[str, str] | None = None) -> str | None:
-    """Return the PEM file that verifies the router at `address`; None means plaintext."""
+    """Return the PEM file that verifies the router at `address`, gRPC or HTTP; None means plaintext."""
     environment = os.environ if environment is None else environment
     if told or environment.get("TANDEM_TLS_CA"):
         return told or environment["TANDEM_TLS_CA"]
-    return next((found.tls_ca or None for found in running(environment) if found.address == address), None)
+    return next(
+        (found.tls_ca or None for found in running(environment) if address in (found.address, found.http)), None
+    )
 
 
 def find_address(told: str | None, environment: Mapping[str, str] | None = None) -> str:
@@ -73,14 +86,18 @@ def find_address(told: str | None, environment: Mapping[str, str] | None = None)
     address = told or environment.get("TANDEM_ADDRESS")
     if address:
         for one in address.split(","):
-            host, separator, port = one.strip().rpartition(":")
-            if not (host and separator and port.isdigit()):
-                raise ConfigError(f"an address must be host:port, not {one!r}")
+            _check_address(one)
         return address
     found = running(environment)
     if not found:
         raise ConfigError("no cluster runs on this machine; start one with `tandem up`, or give --address host:port")
     return found[0].address
+
+
+def _check_address(address: str) -> None:
+    host, separator, port = address.strip().rpartition(":")
+    if not (host and separator and port.isdigit()):
+        raise ConfigError(f"an address must be host:port, not {address!r}")
 
 
 def _folder(environment: Mapping[str, str]) -> Path:

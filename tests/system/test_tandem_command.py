@@ -1,5 +1,6 @@
 """The `tandem` command on a real cluster that it started itself."""
 
+import io
 import json
 import os
 import select
@@ -19,7 +20,7 @@ from cli.local.last_cluster import LastCluster, find_address, forget, remember
 from cli.local.layout import threads_per_worker
 from cli.verbs.up import pools_from
 from cluster.errors import ConfigError
-from tandem.client import Client
+from tandem import Client, LocalCluster
 from tandem.errors import Unavailable
 from tests.system.up_command import DEADLINE_S, ROOT, Up
 
@@ -65,6 +66,96 @@ def test_streamed_text_is_the_text(tandem: Command) -> None:
     _, whole = tandem(*words, "--json")
     status, streamed = tandem(*words)
     assert (status, streamed) == (0, json.loads(whole)["text"] + "\n")
+
+
+def test_a_conversation_from_a_pipe_is_answered_message_by_message(
+    tandem: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("chat", "--max-tokens", "8", "--temperature", "0", "--system", "Be brief.")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n/clear\nhello\n\nhello\n"))
+    status, output = tandem(*words)
+    answers = output.splitlines()
+    assert status == 0 and len(answers) >= 3
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    _, alone = tandem(*words)
+    assert output.startswith(alone + alone), "what /clear forgets changes no later answer"
+
+
+def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(up: Up) -> None:
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "cli", "chat", "--temperature", "0"]
+    chat = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=up.environment, cwd=ROOT)
+    os.close(theirs)
+    screen = Screen(ours)
+    try:
+        screen.until("> ")
+        os.write(ours, b"def\n")
+        screen.until("def\r\n")
+        screen.more()  # the answer has begun
+        chat.send_signal(signal.SIGINT)
+        screen.until("[stopped]\r\n> ")
+        os.write(ours, b"\x04")
+        assert chat.wait(DEADLINE_S) == 0
+    finally:
+        chat.kill()
+        chat.wait()
+        os.close(ours)
+
+
+class Screen:
+    """The output of a program in a terminal."""
+
+    def __init__(self, terminal: int) -> None:
+        self._terminal = terminal
+        self._text = ""
+
+    def until(self, part: str) -> None:
+        while part not in self._text:
+            self.more()
+        self._text = self._text.partition(part)[2]
+
+    def more(self) -> None:
+        ready, _, _ = select.select([self._terminal], [], [], DEADLINE_S)
+        assert ready, f"nothing after {self._text!r}"
+        self._text += os.read(self._terminal, 65536).decode()
+
+
+def test_a_batch_is_answered_and_a_second_run_asks_only_what_is_left(tandem: Command, tmp_path: Path) -> None:
+    source, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    body = {"model": "", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+    wrong = {"model": "", "prompt": PROMPT, "max_tokens": -1}
+    lines = [{"custom_id": f"r{n}", "method": "POST", "url": "/v1/completions", "body": body} for n in range(3)]
+    lines.append({"custom_id": "bad", "method": "POST", "url": "/v1/completions", "body": wrong})
+    source.write_text("".join(json.dumps(each) + "\n" for each in lines[:2]))
+    status, output = tandem("batch", str(source), str(answers))
+    assert (status, output.splitlines()[-1]) == (0, f"2 asked: 2 ok, 0 failed; answers in {answers}")
+    source.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    status, output = tandem("batch", str(source), str(answers))
+    assert status == 1 and "2 of 4 requests have an answer" in output and "2 asked: 1 ok, 1 failed" in output
+    assert "bad: HTTP status 400" in output
+    found = {each["custom_id"]: each for each in map(json.loads, answers.read_text().splitlines())}
+    assert set(found) == {"r0", "r1", "r2", "bad"}
+    texts = {found[name]["response"]["body"]["choices"][0]["text"] for name in ("r0", "r1", "r2")}
+    assert len(texts) == 1 and found["r0"]["response"]["status_code"] == 200
+
+
+def test_the_version_and_a_shells_completion_are_printed(tandem: Command) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    status, script = tandem("completion", "bash")
+    assert status == 0 and "generate" in script and "--max-tokens" in script
+
+
+@pytest.mark.slow
+def test_a_script_starts_a_cluster_of_its_own_and_leaves_nothing(tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    flags = ("--cluster-key-file", str(tmp_path / "key"))
+    with LocalCluster(colocated=1, flags=flags, environment=environment) as cluster, cluster.client() as client:
+        assert client.generate(PROMPT, max_tokens=4, ignore_eos=True).result().usage.completion_tokens == 4
+        assert cluster.http.startswith("http://127.0.0.1:")
+    with pytest.raises(Unavailable, match="--decode must be at least 1"):
+        LocalCluster(decode=0, environment=environment)
 
 
 def test_the_ledger_is_shown_as_a_table_that_sums_up(tandem: Command) -> None:
@@ -173,6 +264,7 @@ def test_measurements_of_link_checks_are_published(tandem: Command) -> None:
         (("generate", PROMPT, "--model", "another"), "another"),
         (("generate", PROMPT, "--address", "nowhere"), "host:port"),
         (("status", "--address", "127.0.0.1:1"), "127.0.0.1:1"),
+        (("staus",), "unknown command 'staus'; did you mean status?"),
     ],
 )
 def test_a_wrong_word_is_answered_in_one_line(tandem: Command, words: tuple[str, ...], said: str) -> None:

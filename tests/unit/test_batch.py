@@ -1,0 +1,138 @@
+"""`tandem batch`: its files, and requests over real sockets to a server that answers as the tests say."""
+
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Event, Thread
+
+import pytest
+
+from cli.batch.batch_file import BatchAnswer, BatchRequest, answered_lines, read_requests
+from cli.batch.sender import BatchSender, Server
+from cluster.errors import ConfigError
+
+
+def line(custom_id: str = "1", **fields: object) -> str:
+    request = {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}, **fields}
+    return json.dumps(request)
+
+
+def test_requests_are_read_and_use_only_spare_capacity_unless_they_say_otherwise() -> None:
+    urgent = line("2", url="/v1/chat/completions", body={"messages": [], "service_tier": "auto"})
+    assert read_requests([line("1"), "\n", urgent], "in") == [
+        BatchRequest("1", "/v1/completions", {"service_tier": "flex", "prompt": "a"}),
+        BatchRequest("2", "/v1/chat/completions", {"messages": [], "service_tier": "auto"}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (["{"], "in, line 1: not JSON"),
+        (["[]"], "line 1: a request is an object"),
+        ([line(), line()], "line 2: custom_id '1' is given twice"),
+        ([line(custom_id="")], "custom_id must be"),
+        ([line(url="/v1/embeddings")], "url one of /v1/chat/completions"),
+        ([line(method="GET")], "method must be POST"),
+        ([line(body=[])], "body must be an object"),
+        ([line(body={"stream": True})], "body.stream must be false"),
+    ],
+)
+def test_a_wrong_line_is_reported_with_its_number(lines: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_requests(lines, "in")
+
+
+def test_answers_of_an_earlier_run_are_kept_unless_another_attempt_may_differ(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    assert answered_lines(path) == {}
+    answers = [BatchAnswer(str(status), status, "r", {}) for status in (200, 400, 429, 503)]
+    written = [answer.to_line() for answer in (*answers, BatchAnswer("lost", 0, problem="refused"))]
+    path.write_text("".join(written) + '{"custom_id": "torn", "response"')
+    assert answered_lines(path) == {"200": written[0], "400": written[1]}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers with the next of the statuses in the request's `statuses`; 0 ends the connection without an answer."""
+
+    protocol_version = "HTTP/1.1"
+    asked: dict[str, int]
+    held: Event
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        number = self.asked[body["name"]] = self.asked.get(body["name"], 0) + 1
+        status = body["statuses"][min(number, len(body["statuses"])) - 1]
+        if body.get("is_held"):
+            self.held.wait()
+        if not status:
+            self.close_connection = True
+            return
+        text = json.dumps({"key": self.headers.get("authorization")}).encode()
+        self.send_response(status)
+        self.send_header("x-request-id", f"id-{body['name']}")
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def handler() -> type[_Handler]:
+    return type("Handler", (_Handler,), {"asked": {}, "held": Event()})
+
+
+@pytest.fixture
+def server(handler: type[_Handler]) -> Iterator[Server]:
+    http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    http.daemon_threads, http.block_on_close = True, False
+    Thread(target=http.serve_forever, daemon=True).start()
+    yield Server(address=f"127.0.0.1:{http.server_address[1]}", api_key="secret")
+    handler.held.set()
+    http.shutdown()
+    http.server_close()
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cli.batch.sender._FIRST_PAUSE_S", 0.0)
+
+
+def request(name: str, *statuses: int, **fields: object) -> BatchRequest:
+    return BatchRequest(name, "/v1/completions", {"name": name, "statuses": statuses, **fields})
+
+
+def test_requests_are_sent_with_the_key_and_retried_only_where_that_may_help(
+    server: Server, handler: type[_Handler]
+) -> None:
+    requests = [request("ok", 200), request("wrong", 400), request("busy", 429, 503, 200), request("cut", 0, 200)]
+    requests.append(request("down", 503))
+    sender = BatchSender(server, concurrency=3, max_attempts=4)
+    answers = {answer.custom_id: answer for answer in sender.answers(requests)}
+    assert {name: answer.status_code for name, answer in answers.items()} == {
+        "ok": 200,
+        "wrong": 400,
+        "busy": 200,
+        "cut": 200,
+        "down": 503,
+    }
+    assert handler.asked == {"ok": 1, "wrong": 1, "busy": 3, "cut": 2, "down": 4}
+    assert (answers["ok"].body, answers["ok"].request_id) == ({"key": "Bearer secret"}, "id-ok")
+
+
+def test_a_router_that_is_not_there_is_an_answer_that_says_so() -> None:
+    sender = BatchSender(Server(address="127.0.0.1:1"), concurrency=1, max_attempts=2)
+    (answer,) = sender.answers([request("a", 200)])
+    assert not answer.status_code and "127.0.0.1:1" in answer.problem
+    assert json.loads(answer.to_line())["error"]["code"] == "unavailable"
+
+
+def test_a_reader_that_leaves_ends_the_requests_that_are_on_their_way(server: Server) -> None:
+    sender = BatchSender(server, concurrency=2, max_attempts=9)
+    answers = sender.answers([request("first", 200), request("held", 200, is_held=True)])
+    assert next(answers).custom_id == "first"
+    answers.close()
+    sender.join()  # ends, although the server has not answered
