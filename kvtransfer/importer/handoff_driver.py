@@ -24,6 +24,7 @@ from kvtransfer.importer.calls import CallPool
 from kvtransfer.importer.links import LinkTable
 from kvtransfer.importer.reads import BlockReader, TransportChoice
 from kvtransfer.memory import BlockSource, Reservation
+from kvtransfer.populated_pages import PopulatedPages
 from kvtransfer.protocol import import_machine as machine
 from kvtransfer.protocol import import_state as events
 from kvtransfer.protocol.handoff import (
@@ -58,6 +59,7 @@ class HandOffContext:
     links: LinkTable
     calls: CallPool
     verifier: ThreadPoolExecutor
+    pages: PopulatedPages
     clock: Clock
     counters: TransferCounters
     unhealthy: Callable[[str], None]
@@ -258,6 +260,7 @@ class HandOffDriver:
             self._apply(events.Unreservable())
         else:
             self._reserved_s = self._context.clock.now_s()
+            self._context.pages.populate_soon(reservation.block_ids[reservation.num_cached :])
             self._apply(events.Reserved(reservation.block_ids, reservation.num_cached, self._unverified(reservation)))
 
     def _unverified(self, reservation: Reservation) -> frozenset[int]:

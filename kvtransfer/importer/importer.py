@@ -28,6 +28,7 @@ from kvtransfer.importer.handoff_driver import HandOffContext, HandOffDriver
 from kvtransfer.importer.handoff_driver import ImportedBlocks as ImportedBlocks
 from kvtransfer.importer.links import LinkTable
 from kvtransfer.memory import BlockSource as BlockSource
+from kvtransfer.populated_pages import PopulatedPages
 from kvtransfer.protocol.handoff import FirstToken as FirstToken
 from kvtransfer.protocol.import_machine import HandOffPlan
 from kvtransfer.transports.base import ImporterTransport
@@ -77,6 +78,7 @@ class Importer:
             )
         )
         self._verifier = ThreadPoolExecutor(1, "kv-verify")
+        self._pages = PopulatedPages(wire.memory)
         self._context = HandOffContext(
             wire=wire,
             layout=layout,
@@ -85,6 +87,7 @@ class Importer:
             links=links or LinkTable([transport.name for transport in transports]),
             calls=self._calls,
             verifier=self._verifier,
+            pages=self._pages,
             clock=clock,
             counters=counters,
             unhealthy=unhealthy,
@@ -151,6 +154,7 @@ class Importer:
         await self._calls.close()
         await self._channels.close()
         await asyncio.to_thread(self._verifier.shutdown)
+        await asyncio.to_thread(self._pages.close)
 
     def _checked(self, signed_ticket: bytes, expected: ExpectedPrompt) -> Ticket:
         ticket = tickets.verify(signed_ticket, self._key, importer=str(self._member))
