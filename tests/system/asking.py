@@ -1,13 +1,17 @@
 """A question to a running cluster over gRPC, and its answer: every stream is checked to be exactly once, in order."""
 
-from collections.abc import AsyncIterator, Sequence
+import secrets
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 
 import grpc
 
 from tandem.enum_words import FINISH_REASONS
 from tandem.v1 import inference_pb2
 from tests.system.local_cluster import LocalCluster
+from tests.system.polling import until
 
 TIMEOUT_S = 90.0
 GREEDY = inference_pb2.SamplingParams(temperature=0.0)
@@ -122,6 +126,42 @@ async def asked(cluster: LocalCluster, request: inference_pb2.GenerateRequest) -
             yield Asked(call)
         finally:
             call.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class HandOff:
+    """A request whose KV is about to be handed over. `num_computed`: of prompts, in all prefill workers before it."""
+
+    answer: Asked
+    exporter: str
+    importer: str
+    num_computed: float
+
+
+@asynccontextmanager
+async def held_hand_off(cluster: LocalCluster, request: inference_pb2.GenerateRequest) -> AsyncIterator[HandOff]:
+    """Send a request with a long prompt, and stop its prefill worker between its first chunk and the end of the
+    hand-off, until the block is left. What was seen of a running worker may be over: then another one is sent."""
+    while True:
+        request.cache_salt = secrets.token_hex(8)
+        before = {name: (await cluster.inspect(name)).figures for name in cluster.workers("prefill")}
+        async with asked(cluster, request) as answer:
+            exporter = await until(partial(_computing, cluster, before), what="a prefill worker computes the prompt")
+            with cluster.members[exporter].stopped():
+                for importer in cluster.workers("decode"):
+                    if (await cluster.inspect(importer)).figures["imports"]:  # it is not settled, and stays so
+                        num_computed = sum(figures["tokens_computed"] for figures in before.values())
+                        yield HandOff(answer, exporter, importer, num_computed)
+                        return
+            await answer.end()
+
+
+async def _computing(cluster: LocalCluster, before: Mapping[str, Mapping[str, float]]) -> str:
+    """Return a prefill worker that has computed more tokens than before."""
+    for name, figures in before.items():
+        if (await cluster.inspect(name)).figures["tokens_computed"] > figures["tokens_computed"]:
+            return name
+    return ""
 
 
 async def ask(cluster: LocalCluster, request: inference_pb2.GenerateRequest) -> Answer:

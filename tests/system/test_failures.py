@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from tandem.v1 import admin_pb2, inference_pb2
-from tests.system.asking import Answer, ask, asked, question
+from tests.system.asking import Answer, ask, asked, held_hand_off, question
 from tests.system.local_cluster import LocalCluster
 from tests.system.polling import until
 
@@ -36,11 +36,10 @@ async def _kill(cluster: LocalCluster, *names: str) -> None:
 async def test_a_prefill_worker_killed_during_prefill_delays_but_loses_no_request(cluster: LocalCluster) -> None:
     request = question(_LONG, max_tokens=8, ignore_eos=True, cache_salt="undisturbed")
     undisturbed = await ask(cluster, request)
-    request.cache_salt = "nothing is computed yet"
-    async with asked(cluster, request) as answer:
-        victim = await _busy(cluster, "prefill")
+    async with held_hand_off(cluster, request) as held:
+        victim = held.exporter
         await _kill(cluster, victim)
-        await answer.end()
+        answer = await held.answer.end()
     assert answer.token_ids == undisturbed.token_ids
     assert any(reason.startswith(("prefill_", "handoff_")) for reason in answer.ledger.reasons), answer.ledger
     assert not any("local" in reason for reason in answer.ledger.reasons)
