@@ -2,6 +2,7 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
+CLIENTS := build/clients
 PACKAGES := tandem cluster engine kvtransfer prefill_worker decode_worker worker router cli deploy benchmarks tests
 PROTOS := $(wildcard proto/tandem/v1/*.proto proto/tandem/internal/v1/*.proto)
 
@@ -41,7 +42,7 @@ WHEEL_PLATFORMS := $(foreach tag,2_28 2_27 2_17,--platform manylinux_$(tag)_x86_
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-repeat soak chaos chaos-simulated bench-engine bench-overlap bench-kv bench-placement bench-router gpu-check gpu-wheels check proto clean
+.PHONY: help demo test test-all test-clients test-repeat soak chaos chaos-simulated bench-engine bench-overlap bench-kv bench-placement bench-router gpu-check gpu-wheels check proto clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -51,6 +52,9 @@ demo: $(VENV)/.base ## one prompt through a router, a prefill and a decode worke
 
 test: $(VENV)/.test ## the tests, in seven to eight minutes on two cores; PYTEST_ARGS="-k registry" for some of them
 	@$(PYTEST) $(PYTEST_ARGS)
+
+test-clients: $(VENV)/.test $(CLIENTS)/.made ## clients, load tools and a schema tester not written here, against a real cluster
+	@$(BIN)/python -m pytest -m slow tests/clients $(PYTEST_ARGS)
 
 test-repeat: $(VENV)/.test ## the tests again and again, quiet and loaded, into a log; REPEAT_ARGS="--only loaded-system --runs 3"
 	@$(BIN)/python -m tests.repeat $(REPEAT_ARGS)
@@ -114,6 +118,13 @@ $(VENV)/.test: $(VENV)/.made pyproject.toml constraints.txt
 	@echo "==> installing Tandem with its test dependencies into $(VENV) (once; one to five minutes; log: $(INSTALL_LOG))"
 	@$(call install,-e ".[test$(comma)ray]")
 	@touch $(VENV)/.base $@
+
+# The clients that Tandem is tested with have an environment of their own.
+$(CLIENTS)/.made: tests/clients/requirements.txt
+	@echo "==> installing the clients into $(CLIENTS)"
+	@$(BIN)/python -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install -q -r $< $(PIP_ARGS)
+	@touch $@
 
 $(VENV)/.made:
 	@platform="$$(uname -s) $$(uname -m)"; if [ "$$platform" != "Linux x86_64" ]; then \

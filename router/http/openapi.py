@@ -69,6 +69,8 @@ def complete_document(app: FastAPI, model: ModelInfo, *, events: Sequence[type[B
             operation["responses"].pop("422", None)  # FastAPI's; Tandem refuses with 400
             if asks_for_key and path.startswith(_GUARDED_PREFIX):
                 _guard(operation, document)
+            for parameter in operation.get("parameters", ()):
+                _never_null(parameter)
             for response in operation["responses"].values():
                 response.setdefault("headers", {}).update(_REQUEST_ID)
         schemas = document["components"]["schemas"]
@@ -89,6 +91,14 @@ def _operations(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]
     for path, item in document["paths"].items():
         for operation in item.values():
             yield path, operation
+
+
+def _never_null(parameter: dict[str, Any]) -> None:
+    """A parameter is text: it is left out, and never null."""
+    alternatives = parameter["schema"].pop("anyOf", ())
+    for alternative in alternatives:
+        if alternative != {"type": "null"}:
+            parameter["schema"].update(alternative)
 
 
 def _guard(operation: dict[str, Any], document: dict[str, Any]) -> None:

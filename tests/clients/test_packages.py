@@ -1,0 +1,14 @@
+"""The packages that applications use: each program in `programs/` asserts what it receives."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.clients.conftest import Run
+
+_PROGRAMS = Path(__file__).parent / "programs"
+
+
+@pytest.mark.parametrize("program", sorted(path.name for path in _PROGRAMS.glob("use_*.py")))
+def test_a_package_gets_what_it_expects(url: str, run_client: Run, program: str) -> None:
+    run_client("python", str(_PROGRAMS / program), url)
