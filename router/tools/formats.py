@@ -1,0 +1,134 @@
+"""The formats by the names of vLLM's flags, and the parser of one answer."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from cluster.errors import ConfigError
+from router.tools.harmony import MARKERS as HARMONY_MARKERS
+from router.tools.harmony import harmony
+from router.tools.marked import DEEPSEEK_MARKERS, MISTRAL_MARKERS, PYTHON_TAG, deepseek, llama3_json, mistral
+from router.tools.pieces import Piece
+from router.tools.source import NoSuchForm, Source, TextEnded, Waiting
+from router.tools.tagged import Tools, glm45, hermes, qwen3_coder
+from router.tools.thinking import BRACKET_THINK, THINK, Tags, thinking
+
+_TAG_MARKERS = ("<tool_call>", "</tool_call>")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a family of models writes calls. `markers` are tokens that must appear in the text."""
+
+    read: Callable[[Source, Tools], Waiting[None]]
+    markers: tuple[str, ...] = ()
+    id_characters: int = 24  # of a call's id after its prefix; Mistral's templates take 9 characters alone
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """How a family writes its reasoning. Without `tags` the format is harmony, which holds calls too."""
+
+    tags: Tags | None
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return HARMONY_MARKERS if self.tags is None else (self.tags.opening, self.tags.closing)
+
+
+_HARMONY = ToolFormat(harmony, HARMONY_MARKERS)
+TOOL_FORMATS: Mapping[str, ToolFormat] = {
+    "hermes": ToolFormat(hermes, _TAG_MARKERS),
+    "qwen3_coder": ToolFormat(qwen3_coder, _TAG_MARKERS),
+    "llama3_json": ToolFormat(llama3_json, (PYTHON_TAG,)),
+    "mistral": ToolFormat(mistral, MISTRAL_MARKERS, id_characters=9),
+    "deepseek_v3": ToolFormat(deepseek, DEEPSEEK_MARKERS),
+    "deepseek_v31": ToolFormat(deepseek, DEEPSEEK_MARKERS),
+    "glm45": ToolFormat(glm45, _TAG_MARKERS),
+    "glm47": ToolFormat(glm45, _TAG_MARKERS),
+    "openai": _HARMONY,
+}
+REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
+    "deepseek_r1": ReasoningFormat(THINK),
+    "deepseek_v3": ReasoningFormat(THINK),
+    "qwen3": ReasoningFormat(THINK),
+    "glm45": ReasoningFormat(THINK),
+    "mistral": ReasoningFormat(BRACKET_THINK),
+    "openai_gptoss": ReasoningFormat(None),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """What the answers of the served model are made of. None: no such parser was chosen."""
+
+    tools: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
+
+    @staticmethod
+    def named(tool_call_parser: str, reasoning_parser: str) -> "AnswerFormat":
+        """Return the format of these flags; an empty name chooses none. Raises ConfigError."""
+        for flag, name, names in (
+            ("--tool-call-parser", tool_call_parser, TOOL_FORMATS),
+            ("--reasoning-parser", reasoning_parser, REASONING_FORMATS),
+        ):
+            if name and name not in names:
+                raise ConfigError(f"{flag} {name} is not known; choose one of {', '.join(names)}")
+        return AnswerFormat(TOOL_FORMATS.get(tool_call_parser), REASONING_FORMATS.get(reasoning_parser))
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The tokens that must appear in the text even where the tokenizer counts them as special."""
+        found = [*(self.tools.markers if self.tools else ()), *(self.reasoning.markers if self.reasoning else ())]
+        return tuple(dict.fromkeys(found))
+
+    def parser(self, tools: Tools | None, prompt_end: str) -> "AnswerParser | None":
+        """Return the parser of one answer; None if its text is content as it is.
+
+        `tools`: those of the request that the model may call. None: it may call none.
+        """
+        if self.reasoning is None and (self.tools is None or tools is None):
+            return None
+        return AnswerParser(self._reader(tools, prompt_end))
+
+    def _reader(self, tools: Tools | None, prompt_end: str) -> Callable[[Source], Waiting[None]]:
+        reasoning, calls = self.reasoning, self.tools if tools is not None else None
+
+        def read(source: Source) -> Waiting[None]:
+            if reasoning is not None and reasoning.tags is not None:
+                tags = reasoning.tags
+                yield from thinking(source, tags, is_open=tags.are_open_in(prompt_end))
+            elif reasoning is not None:
+                yield from harmony(source, tools or {})
+                return
+            if calls is not None:
+                yield from calls.read(source, tools or {})
+            yield from source.until((), source.content)
+
+        return read
+
+
+class AnswerParser:
+    """Divides the text of one answer. The pieces of a text join to the same whatever parts it comes in."""
+
+    def __init__(self, read: Callable[[Source], Waiting[None]]) -> None:
+        self._source = Source()
+        self._reading = self._guarded(read)
+        next(self._reading, None)
+
+    def push(self, text: str) -> list[Piece]:
+        self._source.feed(text)
+        next(self._reading, None)
+        return self._source.drain()
+
+    def end(self) -> list[Piece]:
+        """Return the pieces of the text that was held back. The text is complete."""
+        self._source.close()
+        next(self._reading, None)
+        return self._source.drain()
+
+    def _guarded(self, read: Callable[[Source], Waiting[None]]) -> Waiting[None]:
+        """A call whose form breaks ends there, and what follows is content."""
+        try:
+            yield from read(self._source)
+        except (NoSuchForm, TextEnded):
+            yield from self._source.until((), self._source.content)
