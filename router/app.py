@@ -7,7 +7,7 @@ import asyncio
 import gc
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -38,6 +38,7 @@ from router.fleet.membership import advertised_routers
 from router.fleet.prefix_locator import CacheEventFollower, PrefixLocator
 from router.fleet.supervision import WorkerTimeouts
 from router.grpc_api.service import AdminService, ApiKeyInterceptor, InferenceService, WriteTimeout
+from router.http.divided_chat import ChatSettings
 from router.http.openai_api import build_app
 from router.http.server import HttpServer
 from router.pipeline.migration import Migrations
@@ -51,6 +52,7 @@ from router.request.live_requests import LiveRequests
 from router.request.validation import MessageLimits
 from router.running import running
 from router.text.tokenization import Tokenization
+from router.tools.formats import AnswerFormat
 from tandem.v1 import admin_pb2_grpc, inference_pb2_grpc
 
 _LOG = logging.getLogger("tandem.router")
@@ -103,7 +105,8 @@ class Router:
             telemetry=self._telemetry,
         )
         self._registry = Registry(url=config.redis, cluster_name=config.cluster_name, ttl_s=config.registration_ttl_s)
-        self._tokenization = _tokenization(config)
+        self._answers = AnswerFormat.named(config.tool_call_parser, config.reasoning_parser)
+        self._tokenization = _tokenization(config, self._answers.markers)
         self._ports = _ports(config, host, self._telemetry, tls)
         self._member = self._as_member()
         self._prefix_index = PrefixIndex()
@@ -294,6 +297,7 @@ class Router:
             api_key=self._config.api_key,
             max_message_bytes=self._config.max_message_bytes,
             client_stall_s=self._config.client_stall_s,
+            chats=ChatSettings(self._answers, self._config.trust_request_chat_template == "on"),
         )
 
     def _inference_service(self) -> InferenceService:
@@ -328,12 +332,13 @@ def publish_effect(comparison: Comparison, telemetry: Telemetry) -> None:
         telemetry.gauge("tandem_disaggregation_trials", effect.num_requests, basis=effect.basis)
 
 
-def _tokenization(config: RouterConfig) -> Tokenization:
+def _tokenization(config: RouterConfig, markers: Sequence[str]) -> Tokenization:
     tokenization = Tokenization.load(
         config.model,
         served_model_name=config.served_model_name,
         max_model_len=config.max_model_len,
         lengths=LengthLimits(config.max_input_length, config.max_output_length),
+        markers=markers,
     )
     for note in tokenization.model_info.notes:
         _LOG.warning(note)

@@ -4,15 +4,45 @@
 apply, in router/request/validation.py.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from cluster.messages import FinishReason, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the assistant made. `arguments` is the JSON text of an object, as the client sent it."""
+
+    id: str
+    name: str
+    arguments: str
 
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
     role: str
     content: str
+    name: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()  # of an assistant
+    tool_call_id: str = ""  # of a tool: the call that it answers
+    reasoning: str = ""  # of an assistant
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """What a chat template is given beside the messages. The values are plain JSON."""
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+    documents: tuple[Mapping[str, Any], ...] = ()
+    template: str | None = None  # in place of the model's own
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # by the names that the template has for them
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False  # the prompt ends within the last message
+
+
+NO_CHAT_OPTIONS = ChatOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +60,7 @@ class TokenPrompt:
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     messages: tuple[ChatMessage, ...]
+    options: ChatOptions = NO_CHAT_OPTIONS
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt

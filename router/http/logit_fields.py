@@ -5,8 +5,8 @@ from typing import Annotated, Any
 from pydantic import FailFast, Field, WithJsonSchema
 
 from cluster.errors import InvalidRequest
-from router.http.openapi import TOKEN_IDS
-from router.http.strict_body import StrictBody
+from router.http.bodies.openapi import TOKEN_IDS
+from router.http.bodies.strict_body import StrictBody
 from router.request.logit_rules import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARACTERS,

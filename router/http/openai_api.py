@@ -17,13 +17,8 @@ from starlette.responses import PlainTextResponse, Response
 from cluster.errors import TandemError
 from cluster.observe.telemetry import CONTENT_TYPE, Telemetry
 from cluster.settings.config import CLIENT_STALL_S
-from router.http.edge import Edge
-from router.http.openai_errors import error_response, invalid_body, json_bytes, status_response
-from router.http.openai_responses import ChatShape, CompletionShape, Envelope, Shape
-from router.http.openai_schema import ChatCompletionRequest, CompletionRequest, SloHeaders
-from router.http.openai_stream import EventStream, Generates, WholeResponse
-from router.http.openapi import answers, complete_document, generation_responses, refusals
-from router.http.openapi_bodies import (
+from router.http.bodies.openapi import answers, complete_document, generation_responses, refusals
+from router.http.bodies.openapi_bodies import (
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
@@ -32,12 +27,19 @@ from router.http.openapi_bodies import (
     ModelList,
     Status,
 )
+from router.http.divided_chat import ChatSettings
+from router.http.edge import Edge
+from router.http.openai_errors import error_response, invalid_body, json_bytes, status_response
+from router.http.openai_responses import CompletionShape, Envelope, Shape
+from router.http.openai_schema import ChatCompletionRequest, CompletionRequest, SloHeaders
+from router.http.openai_stream import EventStream, Generates, WholeResponse
 from router.request.live_requests import LiveRequests
 from router.request.validation import check_model
 from router.text.model_files import ModelInfo
 from router.text.tokenization import Tokenization
 
 _SloHeaders = Annotated[SloHeaders, Header()]
+_NO_PARSERS = ChatSettings()
 _NO_PATH = "there is no such path; GET /docs lists the paths"
 
 
@@ -51,6 +53,7 @@ def build_app(
     api_key: str,
     max_message_bytes: int,
     client_stall_s: float = CLIENT_STALL_S,
+    chats: ChatSettings = _NO_PARSERS,
 ) -> FastAPI:
     """Build the app. `ready` returns whether a request would succeed now. An empty `api_key` requires none.
     `client_stall_s`: the router ends the response of a client that reads nothing of it for this long."""
@@ -69,15 +72,24 @@ def build_app(
     app.add_exception_handler(RequestValidationError, _invalid_body)
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_exception_handler(TandemError, _tandem_error)
-    _add_generation(app, pipeline, live_requests, tokenization)
+    _add_generation(app, pipeline, live_requests, tokenization, chats)
     _add_models(app, tokenization.model_info)
     _add_operations(app, telemetry, ready)
     events = (CompletionChunk, ChatCompletionChunk)
-    complete_document(app, tokenization.model_info, events=events, asks_for_key=bool(api_key))
+    complete_document(
+        app,
+        tokenization.model_info,
+        events=events,
+        asks_for_key=bool(api_key),
+        takes_templates=chats.trusts_templates,
+        takes_tools=chats.answers.tools is not None,
+    )
     return app
 
 
-def _add_generation(app: FastAPI, pipeline: Generates, live_requests: LiveRequests, tokenization: Tokenization) -> None:
+def _add_generation(
+    app: FastAPI, pipeline: Generates, live_requests: LiveRequests, tokenization: Tokenization, chats: ChatSettings
+) -> None:
     model = tokenization.model_info.name
 
     @app.post(
@@ -101,8 +113,8 @@ def _add_generation(app: FastAPI, pipeline: Generates, live_requests: LiveReques
         responses=generation_responses(ChatCompletion, ChatCompletionChunk),
     )
     async def chat_completions(body: ChatCompletionRequest, slo: _SloHeaders, request: Request) -> Response:
-        shape = ChatShape(tokenization, body.return_token_ids, body.return_tokens_as_token_ids, echo=body.continued())
         names = "chatcmpl", "chat.completion", "chat.completion.chunk"
+        shape = chats.shape(body, tokenization, f"chatcmpl-{body.request_id or request.state.request_id}")
         return await answer(body, slo, request, shape, names)
 
     async def answer(

@@ -25,6 +25,7 @@ from cluster.errors import (
 )
 
 _NOT_AN_OBJECT = ("missing", "model_type", "model_attributes_type", "dict_type")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 _ELSEWHERE_S = 1.0  # behind a load balancer the next try finds another router; our own client needs no wait
 _MAX_REPORTED = 5  # validation errors in one message
 _LOG = logging.getLogger("tandem.router.http")
@@ -98,12 +99,17 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> TandemError:
         return InvalidRequest("the body must be a JSON object, sent with content-type: application/json")
     described = "; ".join(_description(error) for error in errors[:_MAX_REPORTED])
     more = f" (and {len(errors) - _MAX_REPORTED} more)" if len(errors) > _MAX_REPORTED else ""
-    return BadField(described + more, _path(first["loc"]) or None)
+    return BadField(described + more, _param(first) or None)
 
 
 def _description(error: Mapping[str, Any]) -> str:
-    path, message = _path(error["loc"]), str(error["msg"]).removeprefix("Value error, ")
+    path, message = _param(error), str(error["msg"]).removeprefix("Value error, ")
     return f"{path}: {message}" if path else message
+
+
+def _param(error: Mapping[str, Any]) -> str:
+    path = _path(error["loc"])
+    return f"{path}.role" if error["type"].startswith("union_tag_") else path
 
 
 def _path(location: Sequence[str | int]) -> str:
@@ -112,6 +118,8 @@ def _path(location: Sequence[str | int]) -> str:
     for step in location[1:] if location[:1] == ("header",) else location:
         if isinstance(step, int):
             path += f"[{step}]"
+        elif path.startswith("messages") and path.endswith("]") and step in _ROLES:
+            continue  # the kind of message that pydantic tried
         elif step != "body":
             path += f".{step}" if path else step
     return path

@@ -94,19 +94,19 @@ class ChatShape:
     def chunks(self, delta: ChoiceDelta) -> Iterator[Json]:
         if delta.choice not in self._begun:
             self._begun.add(delta.choice)
-            yield _chunk_choice(delta.choice, {"delta": {"role": "assistant", "content": self.echo}, "logprobs": None})
+            yield chunk_choice(delta.choice, {"delta": {"role": "assistant", "content": self.echo}, "logprobs": None})
         if delta.text or delta.logprobs or (self.return_token_ids and delta.token_ids):
             ids = {"token_ids": list(delta.token_ids)} if self.return_token_ids else {}
             grown = {"delta": {"content": delta.text}, "logprobs": self._logprobs([delta])} | ids
-            yield _chunk_choice(delta.choice, grown)
+            yield chunk_choice(delta.choice, grown)
         if delta.finish_reason is not None:
             ended: Json = {"delta": {}, "logprobs": None}
-            yield _chunk_choice(delta.choice, ended) | _end([delta])
+            yield chunk_choice(delta.choice, ended) | choice_end([delta])
 
     def plain(self, choice: int, text: str) -> Json | None:
         if self.return_token_ids or choice not in self._begun:
             return None
-        return _chunk_choice(choice, {"delta": {"content": text}, "logprobs": None})
+        return chunk_choice(choice, {"delta": {"content": text}, "logprobs": None})
 
     def whole(self, deltas: Sequence[ChoiceDelta]) -> Json:
         text = self.echo + "".join(delta.text for delta in deltas)
@@ -114,8 +114,8 @@ class ChatShape:
             "index": deltas[0].choice,
             "message": {"role": "assistant", "content": text, "refusal": None},
             "logprobs": self._logprobs(deltas),
-            **_end(deltas),
-        } | _token_ids(deltas, wanted=self.return_token_ids)
+            **choice_end(deltas),
+        } | token_ids(deltas, wanted=self.return_token_ids)
 
     def _logprobs(self, deltas: Sequence[ChoiceDelta]) -> Json | None:
         positions = [position for delta in deltas for position in delta.logprobs]
@@ -145,10 +145,10 @@ class CompletionShape:
 
     def chunks(self, delta: ChoiceDelta) -> Iterator[Json]:
         logprobs = self._logprobs([delta])
-        ids = _token_ids([delta], wanted=self.return_token_ids)
+        ids = token_ids([delta], wanted=self.return_token_ids)
         text = self._echo(delta.choice) + delta.text
         if text or logprobs or ids.get("token_ids") or delta.finish_reason is not None:
-            yield {"index": delta.choice, "text": text, "logprobs": logprobs} | _end([delta]) | ids
+            yield {"index": delta.choice, "text": text, "logprobs": logprobs} | choice_end([delta]) | ids
 
     def plain(self, choice: int, text: str) -> Json | None:
         if self.return_token_ids or (choice in self.echoes and choice not in self._begun):
@@ -161,8 +161,8 @@ class CompletionShape:
             "index": choice,
             "text": self._echo(choice) + "".join(delta.text for delta in deltas),
             "logprobs": self._logprobs(deltas),
-            **_end(deltas),
-        } | _token_ids(deltas, wanted=self.return_token_ids)
+            **choice_end(deltas),
+        } | token_ids(deltas, wanted=self.return_token_ids)
 
     def _echo(self, choice: int) -> str:
         """Return the prompt's text once, before the choice's own."""
@@ -228,11 +228,12 @@ def token_name(tokenization: Tokenization, token_id: int, *, as_id: bool = False
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in as_bytes)
 
 
-def _chunk_choice(choice: int, content: Json) -> Json:
+def chunk_choice(choice: int, content: Json) -> Json:
+    """Return a choice of a chunk, which has not ended unless `content` says so."""
     return {"index": choice} | _NO_END | content
 
 
-def _end(deltas: Sequence[ChoiceDelta]) -> Json:
+def choice_end(deltas: Sequence[ChoiceDelta]) -> Json:
     """Return how the choice ended, if it did. `stop_reason`, as in vLLM: the stop string or stop token of the request
     that ended it."""
     last = next((delta for delta in deltas if delta.finish_reason is not None), None)
@@ -241,5 +242,6 @@ def _end(deltas: Sequence[ChoiceDelta]) -> Json:
     return {"finish_reason": last.finish_reason.value, "stop_reason": last.stop_cause}
 
 
-def _token_ids(deltas: Sequence[ChoiceDelta], *, wanted: bool) -> Json:
+def token_ids(deltas: Sequence[ChoiceDelta], *, wanted: bool) -> Json:
+    """Return the field of a choice with its token ids, if it is wanted."""
     return {"token_ids": [token_id for delta in deltas for token_id in delta.token_ids]} if wanted else {}

@@ -4,16 +4,17 @@ No field is ignored: a field that Tandem does not support is refused by name, un
 behaviour. The pipeline, which gRPC shares, checks the ranges.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, FailFast, Field, PlainValidator, WithJsonSchema, field_validator
 
 from cluster.errors import InvalidRequest
+from router.http.bodies.messages import MAX_MESSAGES, MAX_TOOLS, Message, Tool
+from router.http.bodies.openapi import TOKEN_IDS
+from router.http.bodies.strict_body import NeutralValues, StrictBody
 from router.http.logit_fields import LogitFields
-from router.http.openapi import TOKEN_IDS
-from router.http.strict_body import NeutralValues, StrictBody
 from router.request.validation import (
     MAX_CACHE_SALT_CHARACTERS,
     MAX_CHOICES,
@@ -25,7 +26,7 @@ from router.request.validation import (
     MAX_STREAM_INTERVAL,
 )
 from router.requests import (
-    ChatMessage,
+    ChatOptions,
     ChatPrompt,
     GenerateRequest,
     Prompt,
@@ -33,10 +34,14 @@ from router.requests import (
     TextPrompt,
     TokenPrompt,
 )
+from router.text.chat_template import NAMED_TOKENS
 
 MAX_PROMPTS = 128
-MAX_MESSAGES = 2048
+MAX_DOCUMENTS = 1024
 _MAX_LISTED = 4096
+# What a chat template is given by other fields, or by the model's files.
+_TEMPLATE_FIELDS: tuple[str, ...] = ("messages", "tools", "documents", "chat_template", "add_generation_prompt")
+_TEMPLATE_FIELDS += ("continue_final_message", "strftime_now", "tokenize", *NAMED_TOKENS)
 _LEAST_MS = 0.001  # of a latency target
 
 # Fields of OpenAI's and vLLM's published protocols that Tandem does not have, with the values (besides null) that ask
@@ -69,11 +74,8 @@ _COMPLETION_ASKS_FOR_NOTHING: NeutralValues = {
 _CHAT_ASKS_FOR_NOTHING: NeutralValues = {
     **_ASKS_FOR_NOTHING,
     "modalities": (["text"],),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "audio": (),
     "prediction": (),
@@ -82,21 +84,6 @@ _CHAT_ASKS_FOR_NOTHING: NeutralValues = {
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "return_prompt_text": (False,),
-    "include_reasoning": (True,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-}
-_MESSAGE_ASKS_FOR_NOTHING: NeutralValues = {
-    "name": (),
-    "refusal": (),
-    "audio": (),
-    "annotations": ([],),
-    "function_call": (),
-    "tool_calls": ([],),
-    "tool_call_id": (),
 }
 
 
@@ -161,38 +148,6 @@ class StreamOptions(StrictBody):
     )
 
 
-class TextPart(StrictBody):
-    type: Literal["text"]
-    text: str
-
-
-_CONTENT_SCHEMA: dict[str, Any] = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": TextPart.model_json_schema(), "maxItems": MAX_MESSAGES},
-    ]
-}
-
-
-class Message(StrictBody):
-    """One message of a chat. `content` may be a list of text parts, which are joined by newlines."""
-
-    asks_for_nothing = _MESSAGE_ASKS_FOR_NOTHING
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[
-        list[TextPart],
-        Field(max_length=MAX_MESSAGES),
-        FailFast(),
-        BeforeValidator(lambda v: [TextPart(type="text", text=v)] if isinstance(v, str) else v),
-        WithJsonSchema(_CONTENT_SCHEMA),
-    ]
-
-    def value(self) -> ChatMessage:
-        role = "system" if self.role == "developer" else self.role
-        return ChatMessage(role, "\n".join(part.text for part in self.content))
-
-
 class SloHeaders(BaseModel):
     """The latency targets of a request, in headers: bodies stay as OpenAI defines them."""
 
@@ -225,9 +180,7 @@ class _Request(LogitFields):
     top_p: float | None = Field(
         None, description="above 0, at most 1", json_schema_extra={"exclusiveMinimum": 0, "maximum": 1}
     )
-    seed: int | None = Field(
-        None, description="same seed, same prompt, same tokens", json_schema_extra=_range(0, (1 << 64) - 1)
-    )
+    seed: int | None = Field(None, description="same seed, same prompt, same tokens; counts modulo 2**64")
     stop: Annotated[
         list[str],
         Field(max_length=_MAX_LISTED),
@@ -310,7 +263,7 @@ class _Request(LogitFields):
                 top_k=0 if self.top_k == -1 else self.top_k,
                 top_p=self.top_p,
                 min_p=self.min_p,
-                seed=self.seed,
+                seed=None if self.seed is None else self.seed % (1 << 64),
             ),
             stop=StopConditions(
                 max_tokens=max_tokens,
@@ -365,6 +318,10 @@ class ChatCompletionRequest(_Request):
     """The body of /v1/chat/completions."""
 
     asks_for_nothing = _CHAT_ASKS_FOR_NOTHING
+    rules: ClassVar[Mapping[str, Any]] = {
+        "if": {"required": ["top_logprobs"], "properties": {"top_logprobs": {"type": "integer", "minimum": 1}}},
+        "then": {"required": ["logprobs"], "properties": {"logprobs": {"const": True}}},
+    }
 
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(
@@ -374,7 +331,53 @@ class ChatCompletionRequest(_Request):
     top_logprobs: int | None = Field(
         None, description="above 0 it needs logprobs; up to 20", json_schema_extra=_range(0, MAX_LOGPROBS)
     )
-    parallel_tool_calls: bool | None = _NO_EFFECT
+    tools: Annotated[list[Tool], FailFast()] = Field([], description="that the model may call", max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto"] = Field("auto", description="none: the model is shown no tools")
+    parallel_tool_calls: bool = Field(default=True, description="false: only the first call is returned")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description="given to the chat template; none also sets its enable_thinking to false"
+    )
+    include_reasoning: bool = Field(default=True, description="false: the reasoning is left out of the answer")
+    documents: list[dict[str, str]] = Field([], description="given to the chat template", max_length=MAX_DOCUMENTS)
+    chat_template: str | None = Field(None, description="in place of the model's own, where the router trusts requests")
+    chat_template_kwargs: dict[str, Any] = Field(
+        {},
+        description="more values for the chat template",
+        json_schema_extra={"propertyNames": {"not": {"enum": [*_TEMPLATE_FIELDS]}}},
+    )
+    add_generation_prompt: bool = Field(default=True, description="the prompt ends where the assistant's answer begins")
+    continue_final_message: bool = Field(default=False, description="the answer continues the last message")
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _leaves_fields_alone(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(set(value) & set(_TEMPLATE_FIELDS)):
+            raise ValueError(f"{', '.join(taken)} cannot be set here: use the field of that name, where there is one")
+        return value
+
+    @property
+    def chat(self) -> ChatPrompt:
+        """The conversation, with what the chat template is given."""
+        arguments = self.chat_template_kwargs
+        if self.reasoning_effort is not None:
+            thinks = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
+            arguments = {"reasoning_effort": self.reasoning_effort} | thinks | arguments
+        options = ChatOptions(
+            tools=tuple(tool.value() for tool in self.tools if self.tool_choice != "none"),
+            documents=tuple(self.documents),
+            template=self.chat_template,
+            arguments=arguments,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+        )
+        return ChatPrompt(tuple(message.value() for message in self.messages), options)
+
+    @property
+    def callable_tools(self) -> dict[str, dict[str, Any]] | None:
+        """The schemas of the tools that the model may call, by name; None if it may call none."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        return {tool.function.name: tool.function.parameters for tool in self.tools}
 
     def continued(self) -> str:
         """Return the assistant's message that the answer continues, if it is to begin with that."""
@@ -387,7 +390,6 @@ class ChatCompletionRequest(_Request):
             raise InvalidRequest("top_logprobs needs logprobs to be true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise InvalidRequest("max_tokens and max_completion_tokens mean the same; give one of them")
-        prompt = ChatPrompt(tuple(message.value() for message in self.messages))
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return [self.request(prompt, label, max_tokens=max_tokens, logprobs=logprobs)]
+        return [self.request(self.chat, label, max_tokens=max_tokens, logprobs=logprobs)]

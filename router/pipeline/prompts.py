@@ -34,6 +34,8 @@ class Prompts:
                     return self._tokenization.encode(text)
                 encode_text = self._tokenization.encode if is_whole else self._tokenization.encode_prompt
                 return await self._threads.run(encode_text, text)
-            case ChatPrompt(messages):
-                encode = partial(self._tokenization.encode_chat, rendered_at_us=rendered_at_us, is_whole=is_whole)
+            case ChatPrompt(messages, options):
+                encode = partial(
+                    self._tokenization.encode_chat, rendered_at_us=rendered_at_us, options=options, is_whole=is_whole
+                )
                 return await self._threads.run(encode, messages)

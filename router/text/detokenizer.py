@@ -9,7 +9,7 @@ decoder does, and the tests compare every step with it.
 import codecs
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -144,10 +144,11 @@ class Vocabulary:
     """The token of each id, and the decoder chain that converts tokens to text. It is shared; only its caches
     change."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """Prepare to stream this decoder. Raises ConfigError for one whose text depends on the last token."""
+    def __init__(self, tokenizer: Tokenizer, markers: Collection[str] = ()) -> None:
+        """Prepare to stream this decoder. `markers`: tokens that are text even where they are special. Raises
+        ConfigError for a decoder whose text depends on the last token."""
         added = tokenizer.get_added_tokens_decoder()
-        special = {token.content for token in added.values() if token.special}
+        special = {token.content for token in added.values() if token.special and token.content not in markers}
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self._tokens = {token_id: token for token, token_id in vocabulary.items() if token not in special}
         self._tokens.update({i: token.content for i, token in added.items() if token.content not in special})

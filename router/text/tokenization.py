@@ -1,137 +1,27 @@
 """Converts prompts and chats to token ids as the files of the model define it.
 
-Owns the tokenizer, the chat template and the threads that encode long texts off the event loop. Every method of
+Owns the tokenizer and the threads that encode long texts off the event loop. Every method of
 `Tokenization` is a pure function and safe to call from several threads. The library holds the GIL while it encodes one
 text and releases it for a list of texts, so every text is encoded as a list of one.
 """
 
 import asyncio
-import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import datetime, timedelta
-from functools import partial
-from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
-import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from cluster.errors import ConfigError, InvalidRequest, NoChatTemplate, NoTokenizer, Overloaded, PromptTooLong
 from cluster.grammar.tokenizer_files import locate, read_json, read_tokenizer, tokenizer_digest
 from cluster.request_size import NO_LIMITS, LengthLimits
-from router.requests import ChatMessage
+from router.requests import NO_CHAT_OPTIONS, ChatMessage, ChatOptions, ChatPrompt
+from router.text.chat_template import ChatTemplate, read_chat_template, special_tokens
 from router.text.detokenizer import Detokenizer, Vocabulary
 from router.text.model_files import ModelInfo, model_info
 from router.text.text_stream import TextStream
-
-_EPOCH = datetime(1970, 1, 1)  # of UTC, without a zone: `%z` is empty as in the library that templates are made for
-_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-class ChatTemplate:
-    """A compiled Jinja chat template, which may be used from several threads.
-
-    Templates come with the model and are not trusted: they run in an immutable sandbox with plain values and no loader.
-    A resumed request is rendered again, perhaps on another day and in another time zone, and must give the same prompt.
-    Therefore the time is an argument, the time zone is UTC, and nothing in a template is random.
-    """
-
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Compile the template. Raises ConfigError if it is not valid Jinja."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        del environment.filters["random"], environment.globals["lipsum"]
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"the model's chat template is not valid Jinja: {error}") from error
-        self._special_tokens = dict(special_tokens)
-
-    def render(self, messages: Sequence[ChatMessage], rendered_at_us: int) -> str:
-        """Return the prompt, ready for the assistant's turn. `rendered_at_us`: the present for the template, in
-        microseconds since 1970. Raises InvalidRequest if the template refuses the messages."""
-        try:
-            return self._template.render(
-                messages=[{"role": message.role, "content": message.content} for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                strftime_now=partial(_strftime, rendered_at_us),
-                **self._special_tokens,
-            )
-        except jinja2.TemplateError as error:
-            raise InvalidRequest(f"the model's chat template refuses these messages: {error.message}") from error
-        except (TypeError, ValueError, LookupError, ArithmeticError) as error:
-            raise InvalidRequest(f"the model's chat template fails on these messages: {error}") from error
-
-
-def read_chat_template(folder: Path, tokenizer_config: Mapping[str, object]) -> ChatTemplate | None:
-    """Read chat_template.jinja, or `chat_template` of tokenizer_config.json: one template, or a list with one named
-    default."""
-    source: object = tokenizer_config.get("chat_template")
-    if isinstance(source, list):
-        named = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}
-        source = named.get("default")
-    template_file = folder / "chat_template.jinja"
-    if template_file.is_file():
-        source = template_file.read_text(encoding="utf-8")
-    if source is None:
-        return None
-    if not isinstance(source, str):
-        raise ConfigError(f"{folder}/tokenizer_config.json: chat_template must be text")
-    return ChatTemplate(source, _special_tokens(tokenizer_config))
-
-
-def _special_tokens(tokenizer_config: Mapping[str, object]) -> dict[str, str]:
-    tokens: dict[str, str] = {}
-    for name in _NAMED_TOKENS:
-        token = tokenizer_config.get(name)
-        if isinstance(token, dict):
-            token = token.get("content")
-        if isinstance(token, str):
-            tokens[name] = token
-    return tokens
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's tokens for training; rendering ignores it."""
-
-    tags = {"generation"}  # noqa: RUF012  # as jinja declares it
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime(at_us: int, text_format: str) -> str:
-    """Format a time in UTC. `%s` is replaced here, because the C library takes it in the time zone of the process."""
-    seconds = str(at_us // 1_000_000)
-    text_format = re.sub("%(.)", lambda found: seconds if found[1] == "s" else found[0], text_format)
-    return (_EPOCH + timedelta(microseconds=at_us)).strftime(text_format)
-
-
-def _tojson(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Encode as JSON. Jinja's own filter escapes HTML, which a prompt must not have."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
 
 _HEAD_CHARACTERS = 16  # per token of the context: a prompt that is longer is judged by its beginning first
 _HEAD_MARGIN = 2  # a cut changes adjacent tokens, but fewer than the context has
@@ -140,15 +30,31 @@ _HEAD_MARGIN = 2  # a cut changes adjacent tokens, but fewer than the context ha
 class Tokenization:
     """The tokenization of one model. A model without a `tokenizer.json` is served in token ids, without text."""
 
-    def __init__(self, info: ModelInfo, tokenizer: Tokenizer | None, chat_template: ChatTemplate | None) -> None:
+    def __init__(
+        self,
+        info: ModelInfo,
+        tokenizer: Tokenizer | None,
+        chat_template: ChatTemplate | None,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        markers: Collection[str] = (),
+    ) -> None:
+        """`special_tokens`: by the names that chat templates have for them. `markers`: tokens that are text even where
+        the tokenizer counts them as special."""
         self.model_info = info
+        self._special_tokens = dict(special_tokens or {})
         self._tokenizer = tokenizer
         self._chat_template = chat_template
-        self._vocabulary = Vocabulary(tokenizer) if tokenizer is not None else None
+        self._vocabulary = Vocabulary(tokenizer, markers) if tokenizer is not None else None
 
     @staticmethod
     def load(
-        model: str, *, served_model_name: str = "", max_model_len: int = 0, lengths: LengthLimits = NO_LIMITS
+        model: str,
+        *,
+        served_model_name: str = "",
+        max_model_len: int = 0,
+        lengths: LengthLimits = NO_LIMITS,
+        markers: Collection[str] = (),
     ) -> "Tokenization":
         """Load from a local folder or a hub name, whose small files are downloaded. Raises ConfigError."""
         folder = locate(model)
@@ -162,8 +68,9 @@ class Tokenization:
             max_model_len=max_model_len,
             has_chat_template=chat_template is not None,
         )
-        info = replace(info, lengths=lengths, tokenizer_digest=tokenizer_digest(folder))
-        return Tokenization(info, tokenizer, chat_template)
+        info = replace(info, lengths=lengths, tokenizer_digest=_text_digest(tokenizer_digest(folder), markers))
+        named = special_tokens(tokenizer_config)
+        return Tokenization(info, tokenizer, chat_template, special_tokens=named, markers=markers)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Encode a text with the special tokens that the tokenizer's post-processor adds. Raises NoTokenizer,
@@ -177,7 +84,12 @@ class Tokenization:
         return self.encode(text)
 
     def encode_chat(
-        self, messages: Sequence[ChatMessage], rendered_at_us: int, *, is_whole: bool = False
+        self,
+        messages: Sequence[ChatMessage],
+        rendered_at_us: int,
+        options: ChatOptions = NO_CHAT_OPTIONS,
+        *,
+        is_whole: bool = False,
     ) -> tuple[int, ...]:
         """Render a conversation, up to the start of the assistant's turn, and encode it. Only the template adds special
         tokens. `rendered_at_us`: the present for the template, in microseconds since 1970. `is_whole`: a text that is
@@ -186,12 +98,13 @@ class Tokenization:
         Raises NoTokenizer, NoChatTemplate, InvalidRequest, PromptTooLong.
         """
         self._need_tokenizer()
-        if self._chat_template is None:
+        template = self._template(options)
+        if template is None:
             name = self.model_info.name
             raise NoChatTemplate(f"the model {name} has no chat template: send a prompt instead of messages")
         if not messages:
             raise InvalidRequest("messages must not be empty")
-        text = self._chat_template.render(messages, rendered_at_us)
+        text = template.render(messages, rendered_at_us, options)
         if not is_whole:
             self._check_head(text)
         return self._encode(text, add_special_tokens=False)
@@ -201,6 +114,22 @@ class Tokenization:
         NoTokenizer, InvalidRequest."""
         texts = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
         return tuple(dict.fromkeys(self._encode(text, add_special_tokens=False) for text in texts))
+
+    def prompt_end(self, chat: ChatPrompt) -> str:
+        """Return the end of the prompt that a conversation gives: what the template writes before the assistant's
+        answer, or the message that is continued. Raises InvalidRequest."""
+        if chat.options.continue_final_message:
+            return chat.messages[-1].content
+        template = self._template(chat.options)
+        return template.generation_prompt(chat.options) if template is not None else ""
+
+    def _template(self, options: ChatOptions) -> ChatTemplate | None:
+        if options.template is None:
+            return self._chat_template
+        try:
+            return ChatTemplate(options.template, self._special_tokens)
+        except ConfigError as error:
+            raise InvalidRequest(f"chat_template: {error.message}") from error
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decode token ids, without special tokens. Raises NoTokenizer, InvalidRequest."""
@@ -255,6 +184,11 @@ class Tokenization:
             name = self.model_info.name
             raise NoTokenizer(f"the model {name} has no tokenizer: send token ids, not text, and no stop strings")
         return self._tokenizer
+
+
+def _text_digest(digest: str, markers: Collection[str]) -> str:
+    """Return a digest that is equal on routers that make the same text of the same tokens."""
+    return hashlib.sha256((digest + "".join(sorted(markers))).encode()).hexdigest() if digest and markers else digest
 
 
 _NUM_THREADS = 2

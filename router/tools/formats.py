@@ -81,13 +81,9 @@ class AnswerFormat:
         found = [*(self.tools.markers if self.tools else ()), *(self.reasoning.markers if self.reasoning else ())]
         return tuple(dict.fromkeys(found))
 
-    def parser(self, tools: Tools | None, prompt_end: str) -> "AnswerParser | None":
-        """Return the parser of one answer; None if its text is content as it is.
-
-        `tools`: those of the request that the model may call. None: it may call none.
-        """
-        if self.reasoning is None and (self.tools is None or tools is None):
-            return None
+    def parser(self, tools: Tools | None, prompt_end: str) -> "AnswerParser":
+        """Return the parser of one answer. `tools`: those of the request that the model may call. None: it may call
+        none. `prompt_end`: what the prompt ends with."""
         return AnswerParser(self._reader(tools, prompt_end))
 
     def _reader(self, tools: Tools | None, prompt_end: str) -> Callable[[Source], Waiting[None]]:

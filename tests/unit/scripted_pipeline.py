@@ -81,7 +81,7 @@ class ScriptedPipeline:
         if isinstance(request.prompt, TextPrompt):
             return self.tokenization.encode(request.prompt.text)
         if isinstance(request.prompt, ChatPrompt):
-            return self.tokenization.encode_chat(request.prompt.messages, 0)
+            return self.tokenization.encode_chat(request.prompt.messages, 0, options=request.prompt.options)
         return request.prompt.token_ids
 
     def _choice(self, number: int, resolved: ResolvedRequest) -> Choice:

@@ -11,7 +11,7 @@ from cluster.member import DrainOutcome, MemberState
 from cluster.messages import FinishReason, Role
 from cluster.protocol import wire
 from cluster.settings.transfer_settings import TransferSettings
-from router.http.openai_schema import Message
+from router.http.bodies.messages import Message
 from router.policies.effect import Basis, Verdict
 from router.request.account import PhaseName
 from tandem import enum_words
@@ -39,9 +39,10 @@ def test_the_words_equal_the_values_that_python_code_uses(
 
 
 def test_the_roles_of_a_conversation_equal_the_roles_of_the_http_api() -> None:
-    """The HTTP API also accepts `developer`, as another name of `system`."""
-    roles = get_args(Message.model_fields["role"].annotation)
-    assert set(enum_words.CHAT_ROLES.words) == set(roles) - {"developer"}
+    """The HTTP API also accepts `developer`, as another name of `system`, and the results of tools."""
+    kinds = get_args(get_args(Message)[0])
+    roles = {role for kind in kinds for role in get_args(kind.model_fields["role"].annotation)}
+    assert set(enum_words.CHAT_ROLES.words) == roles - {"developer", "tool"}
 
 
 def test_the_wire_dtypes_equal_the_choices_of_the_flag() -> None:

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 
 from cluster.errors import ConfigError, InvalidRequest, NoChatTemplate, NoTokenizer
 from cluster.messages import LogitRules, Sampling
-from router.requests import ChatMessage
+from router.requests import ChatMessage, ChatOptions, ToolCall
+from router.text.chat_template import ChatTemplate
 from router.text.tokenization import Tokenization
 from tests.unit.small_tokenizers import FAMILIES, byte_level, sentencepiece
 
@@ -286,3 +287,47 @@ def test_tokenizing_needs_neither_torch_nor_transformers() -> None:
         f"print(Tokenization.load({str(DEMO_MODEL)!r}).encode('def'))"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60, capture_output=True)
+
+
+_SHOWS_ALL = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}"
+    "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]{% endfor %}"
+    "{% if m.tool_call_id %}#{{ m.tool_call_id }}{% endif %}</>{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}{{ documents }}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_a_template_is_given_calls_results_tools_and_documents() -> None:
+    messages = [
+        ChatMessage("user", "hi"),
+        ChatMessage("assistant", "", tool_calls=(ToolCall("1", "f", '{"a": [1]}'), ToolCall("2", "g", "not JSON"))),
+        ChatMessage("tool", "3", tool_call_id="1"),
+    ]
+    options = ChatOptions(tools=({"name": "f"},), documents=({"text": "d"},), add_generation_prompt=False)
+    text = ChatTemplate(_SHOWS_ALL, {}).render(messages, 0, options)
+    assert text == (
+        '<user>hi</><assistant>[f {"a": [1]}][g "not JSON"]</><tool>3#1</>[{"name": "f"}]' + "[{'text': 'd'}]"
+    )
+
+
+@pytest.mark.parametrize("content", ["It is ", "hi", "", "two\nlines "])
+def test_the_prompt_may_end_within_the_last_message(content: str) -> None:
+    messages = [ChatMessage("user", "hi"), ChatMessage("assistant", content)]
+    text = ChatTemplate(_SHOWS_ALL, {}).render(messages, 0, ChatOptions(continue_final_message=True))
+    assert text == "<user>hi</><assistant>" + content.lstrip()
+
+
+def test_a_template_that_leaves_the_last_message_out_cannot_continue_it() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    messages = [ChatMessage("user", "hi"), ChatMessage("assistant", "It is")]
+    with pytest.raises(InvalidRequest, match="continue_final_message"):
+        template.render(messages, 0, ChatOptions(continue_final_message=True))
+
+
+def test_markers_are_text_although_they_are_special_tokens() -> None:
+    plain = Tokenization.load(str(DEMO_MODEL))
+    marked = Tokenization.load(str(DEMO_MODEL), markers=("<|endoftext|>",))
+    token_ids = (*plain.encode("a"), 0, *plain.encode("b"))
+    texts = [tokenization.text_stream((), 0).push(token_ids).text for tokenization in (plain, marked)]
+    assert texts == ["ab", "a<|endoftext|>b"]
+    assert plain.model_info.tokenizer_digest != marked.model_info.tokenizer_digest

@@ -12,6 +12,7 @@ import openai
 
 from cluster.clock import MonotonicClock
 from cluster.observe.telemetry import Telemetry
+from router.http.divided_chat import ChatSettings
 from router.http.openai_api import build_app
 from router.request.live_requests import LiveRequests
 from router.text.tokenization import Tokenization
@@ -48,6 +49,7 @@ def endpoint(
     ready: bool = True,
     api_key: str = "",
     max_buffered_tokens: int = 100_000,
+    chats: ChatSettings | None = None,
     **behaviour: Any,
 ) -> Iterator[Endpoint]:
     pipeline, telemetry = ScriptedPipeline(tokenization, **behaviour), Telemetry()
@@ -62,6 +64,7 @@ def endpoint(
         ready=lambda: ready,
         api_key=api_key,
         max_message_bytes=100_000,
+        chats=chats or ChatSettings(),
     )
     with served(app) as url:
         running = Endpoint(url, pipeline, telemetry)

@@ -1,6 +1,7 @@
 """The OpenAPI document: what the server sends is what it declares."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,6 +9,7 @@ import jsonschema
 import pytest
 
 from cluster.errors import BuffersFull, DeadlineExceeded, NoWorkers
+from router.http.bodies.openapi import numbers_up_to
 from router.text.tokenization import Tokenization
 from tests.unit.openai_api.endpoint import USER, Endpoint, endpoint
 
@@ -106,3 +108,10 @@ def test_the_api_key_is_declared_where_it_is_needed(demo: Tokenization, document
     assert declared["components"]["securitySchemes"] == {"api key": {"type": "http", "scheme": "bearer"}}
     guarded = {path for path, item in declared["paths"].items() if all("security" in op for op in item.values())}
     assert guarded == {path for path in declared["paths"] if path.startswith("/v1/")}
+
+
+@pytest.mark.parametrize("most", [0, 7, 9, 10, 99, 100, 1023, 1024])
+def test_the_pattern_of_numbers_fits_exactly_those_up_to_the_most(most: int) -> None:
+    pattern = re.compile(numbers_up_to(most))
+    assert [n for n in range(most + 200) if pattern.fullmatch(str(n))] == list(range(most + 1))
+    assert not any(pattern.fullmatch(text) for text in ("", "00", "01", "-1", "1e1"))

@@ -38,14 +38,34 @@ def test_an_unknown_service_tier_is_refused_with_the_known_tiers(shared: Endpoin
 
 
 def test_the_openai_client_receives_the_name_of_the_refused_field(shared: Endpoint) -> None:
-    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    modalities: Any = ["text", "audio"]
     with pytest.raises(openai.BadRequestError) as raised:
-        shared.client.chat.completions.create(model="", messages=USER, tools=tools)
+        shared.client.chat.completions.create(model="", messages=USER, modalities=modalities)
     assert (raised.value.param, raised.value.code, raised.value.type) == (
-        "tools",
+        "modalities",
         "unsupported_field",
         "invalid_request_error",
     )
+
+
+def test_tools_are_refused_with_the_flag_that_is_missing(shared: Endpoint) -> None:
+    body = {"messages": USER, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    answer = shared.post("/v1/chat/completions", body)
+    refused(answer, 400, "invalid_request", "tools", "--tool-call-parser", "tool_choice none")
+    assert shared.post("/v1/chat/completions", body | {"tool_choice": "none"}).status_code == 200
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_a_forced_tool_call_is_refused_by_name(shared: Endpoint, choice: object) -> None:
+    body = {"messages": USER, "tool_choice": choice}
+    refused(shared.post("/v1/chat/completions", body), 400, "invalid_request", "tool_choice", "'none' or 'auto'")
+
+
+def test_a_template_of_a_request_is_refused_with_the_flag_that_allows_it(shared: Endpoint) -> None:
+    answer = shared.post("/v1/chat/completions", {"messages": USER, "chat_template": "x"})
+    refused(answer, 400, "invalid_request", "chat_template", "--trust-request-chat-template on")
+    answer = shared.post("/v1/chat/completions", {"messages": USER, "chat_template_kwargs": {"tools": 1}})
+    refused(answer, 400, "invalid_request", "chat_template_kwargs", "tools cannot be set here")
 
 
 def test_unsupported_fields_with_neutral_values_are_accepted(shared: Endpoint) -> None:
@@ -68,12 +88,16 @@ def test_unsupported_fields_with_neutral_values_are_accepted(shared: Endpoint) -
 @pytest.mark.parametrize(
     ("message", "param"),
     [
-        ({"role": "tool", "content": "x"}, "messages[0].role"),
+        ({"role": "robot", "content": "x"}, "messages[0].role"),
+        ({"content": "x"}, "messages[0].role"),
+        ({"role": "tool", "content": "x"}, "messages[0].tool_call_id"),
         ({"role": "user"}, "messages[0].content"),
         ({"role": "user", "content": None}, "messages[0].content"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0].image_url"),
-        ({"role": "user", "content": "x", "name": "bob"}, "messages[0].name"),
-        ({"role": "assistant", "content": "x", "tool_calls": [1]}, "messages[0].tool_calls"),
+        ({"role": "user", "content": "x", "tool_calls": []}, "messages[0].tool_calls"),
+        ({"role": "user", "content": "x", "name": 7}, "messages[0].name"),
+        ({"role": "assistant", "content": "x", "tool_calls": [1]}, "messages[0].tool_calls[0]"),
+        ({"role": "assistant", "tool_calls": [{"id": "1", "function": {}}]}, "messages[0].tool_calls[0].function.name"),
     ],
 )
 def test_messages_that_cannot_be_rendered_are_refused_with_their_position(
@@ -108,7 +132,7 @@ def test_messages_that_cannot_be_rendered_are_refused_with_their_position(
         ("completions", {"prompt": "x", "n": True}, "n: Input should be a valid integer"),
         ("completions", {"prompt": "x", "max_tokens": 0}, "max_tokens must be at least 1"),
         ("completions", {"prompt": "x", "max_tokens": "9"}, "max_tokens: Input should be a valid integer"),
-        ("completions", {"prompt": "x", "seed": -1}, "seed"),
+        ("completions", {"prompt": "x", "seed": "1"}, "seed"),
         ("completions", {"prompt": "x", "logprobs": 99}, "logprobs must be from 0 to 20"),
         ("completions", {"prompt": "x", "stop": [""]}, "stop string must not be empty"),
         ("completions", {"prompt": "x", "stop": 5}, "stop: Input should be a valid list"),

@@ -14,7 +14,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from router.http.openapi_bodies import ErrorBody, Responses
+from router.http.bodies.openapi_bodies import ErrorBody, Responses
 from router.text.model_files import ModelInfo
 
 _MEANINGS = {
@@ -58,7 +58,15 @@ def generation_responses(
     return {200: answer} | refusals(400, 404, 408, 413, 429, 500, 503, body=error)
 
 
-def complete_document(app: FastAPI, model: ModelInfo, *, events: Sequence[type[BaseModel]], asks_for_key: bool) -> None:
+def complete_document(
+    app: FastAPI,
+    model: ModelInfo,
+    *,
+    events: Sequence[type[BaseModel]],
+    asks_for_key: bool,
+    takes_templates: bool,
+    takes_tools: bool,
+) -> None:
     """Replace the document that FastAPI makes of the routes by the complete one. It is made at the first call.
     `events`: the events of streams."""
 
@@ -76,6 +84,9 @@ def complete_document(app: FastAPI, model: ModelInfo, *, events: Sequence[type[B
         schemas = document["components"]["schemas"]
         schemas.update(_schemas(events))
         _limit_to_model(schemas, model)
+        for name, is_taken, nothing in (("chat_template", takes_templates, None), ("tools", takes_tools, [])):
+            if not is_taken:
+                _leave_out(schemas, name, nothing)
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way
@@ -121,10 +132,32 @@ def _limit_to_model(schemas: dict[str, Any], model: ModelInfo) -> None:
             token_ids["items"] = token_ids["items"] | {"maximum": model.vocab_size - 1}
             token_ids.setdefault("maxItems", model.max_model_len - 1)
         properties = schema.get("properties", {})
+        for alternative in properties.get("logit_bias", {}).get("anyOf", ()):
+            if "propertyNames" in alternative:
+                alternative["propertyNames"] = {"pattern": numbers_up_to(model.vocab_size - 1)}
         if {"model", "stream"} <= set(properties):
             properties["model"] = {"enum": [None, "", model.name]} | {
                 name: value for name, value in properties["model"].items() if name == "description"
             }
+
+
+def numbers_up_to(most: int) -> str:
+    """Return a pattern of the decimal numbers from 0 to `most`, without leading zeros."""
+    digits = str(most)
+    shorter = [f"[1-9][0-9]{{{length - 1}}}" for length in range(2, len(digits))]
+    ends = []
+    for place, digit in enumerate(digits):
+        least, rest = int(place == 0 and len(digits) > 1), len(digits) - place - 1
+        if int(digit) > least:
+            ends.append(f"{digits[:place]}[{least}-{int(digit) - 1}][0-9]{{{rest}}}")
+    return f"^({'|'.join(['[0-9]'] * (len(digits) > 1) + shorter + ends + [digits])})$"
+
+
+def _leave_out(schemas: dict[str, Any], name: str, nothing: object) -> None:
+    """Declare that this router accepts no value of a field but the one that asks for nothing."""
+    for schema in schemas.values():
+        if "messages" in schema.get("properties", {}) and name in schema["properties"]:
+            schema["properties"][name] = {"enum": [None] if nothing is None else [None, nothing]}
 
 
 def _token_id_lists(schema: object) -> Iterator[dict[str, Any]]:

@@ -23,6 +23,7 @@ def _declare_what_is_accepted(schema: dict[str, Any], body: type["StrictBody"]) 
     for name, field in properties.items():
         if name not in required:
             properties[name] = _or_null(field)
+    schema.update(body.rules)
     for name, neutral in body.asks_for_nothing.items():
         properties[name] = {
             "enum": [None, *neutral],
@@ -49,6 +50,7 @@ class StrictBody(BaseModel):
         extra="forbid", strict=True, frozen=True, protected_namespaces=(), json_schema_extra=_declare_what_is_accepted
     )
     asks_for_nothing: ClassVar[NeutralValues] = {}
+    rules: ClassVar[Mapping[str, Any]] = {}  # of the JSON schema, about several fields together
 
     @model_validator(mode="before")
     @classmethod

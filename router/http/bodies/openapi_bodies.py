@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Body(BaseModel):
@@ -85,17 +86,31 @@ class ChatLogprobs(Body):
     refusal: None
 
 
-class AssistantMessage(Body):
+class CalledFunctionBody(Body):
+    name: str
+    arguments: str = Field(description="JSON text, as the model wrote it")
+
+
+class ToolCallBody(Body):
+    id: str
+    type: Literal["function"]
+    function: CalledFunctionBody
+
+
+class AnswerMessage(Body):
     role: Literal["assistant"]
-    content: str | None
+    content: str | None = Field(description="null in an answer of tool calls alone")
     refusal: None
+    reasoning_content: str | None = Field(None, description="with --reasoning-parser")
+    reasoning: str | None = Field(None, description="the same as reasoning_content")
+    tool_calls: list[ToolCallBody] | None = Field(None, description="with tools")
 
 
 class ChatChoice(Body):
     index: int
-    message: AssistantMessage
+    message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     stop_reason: str | int | None = Field(description="the stop string or stop token of the request that ended it")
     token_ids: list[int] | None = Field(None, description="with return_token_ids")
 
@@ -109,16 +124,31 @@ class ChatCompletion(Body):
     usage: UsageBody
 
 
+class FunctionDelta(Body):
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(Body):
+    index: int
+    id: str | None = Field(None, description="in the first delta of a call, with its type and name")
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class ChatDelta(Body):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(Body):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     stop_reason: str | int | None = Field(description="the stop string or stop token of the request that ended it")
     token_ids: list[int] | None = Field(None, description="with return_token_ids")
 
