@@ -16,6 +16,7 @@ from tests.system.local_cluster import DEMO_MODEL, LocalCluster
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 _NUM_PROMPTS = 200
+_NUM_LONG = 20  # of three to seven chunks
 _CONCURRENCY = 16
 _BLOCK_SIZE = 16
 _REFERENCE_BATCH = 20
@@ -31,7 +32,8 @@ class _Case:
 def cases() -> list[_Case]:
     """Prompts and answers of mixed lengths: one token, around block boundaries, many chunks."""
     numbers = random.Random(7)
-    lengths = [1, 2, 15, 16, 17, 31, 32, 33, 64, 65] + [numbers.randint(3, 400) for _ in range(_NUM_PROMPTS - 10)]
+    lengths = [1, 2, 15, 16, 17, 31, 32, 33, 64, 65, *(numbers.randint(129, 400) for _ in range(_NUM_LONG))]
+    lengths += [numbers.randint(3, 110) for _ in range(_NUM_PROMPTS - len(lengths))]
     return [
         _Case(tuple(numbers.randrange(10, 900) for _ in range(length)), numbers.choice((1, 2, 5, 12, 20)))
         for length in lengths
