@@ -74,6 +74,9 @@ chaos-simulated: $(VENV)/.test ## a thousand simulated clusters in which somethi
 bench-engine: $(VENV)/.test ## one core: Tandem's colocated worker, vLLM (VLLM_PYTHON=its environment's Python), the limits
 	@$(BIN)/python -m benchmarks.engine --write
 
+bench-start: $(VENV)/.test ## from `tandem up` to the first token, phase by phase; BENCH_ARGS="--against CHECKOUT --write"
+	@$(BIN)/python -m benchmarks.start $(BENCH_ARGS)
+
 check: $(VENV)/.test ## ruff and strict mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -40,12 +40,17 @@ class Engine:
     report: tuple[str, ...]  # lines for the worker to print
 
 
-def build_engine(settings: EngineSettings, wire: capacity.WireSpace = capacity.NATIVE) -> Engine:
-    """Load and check the model, and allocate the pool. Raises ConfigError and ModelRefused."""
+def build_engine(
+    settings: EngineSettings,
+    wire: capacity.WireSpace = capacity.NATIVE,
+    ended: Callable[[str], None] = lambda phase: None,
+) -> Engine:
+    """Load and check the model, and allocate the pool. `ended` receives the name of each phase at its end. Raises
+    ConfigError and ModelRefused."""
     # Workers share a host's cores: threads that compete for a core stall each other.
     torch.set_num_threads(settings.num_threads or 1)
     files = WeightFiles.of(settings.model) if settings.load_format == "auto" else None
-    loaded = load(settings, wire)
+    loaded = load(settings, wire, ended)
     settings = capacity.with_pool_memory(settings, loaded.device)
     on_gpu = loaded.device.startswith("cuda")
     on_device = forwards(settings, loaded) if on_gpu else None
@@ -55,7 +60,9 @@ def build_engine(settings: EngineSettings, wire: capacity.WireSpace = capacity.N
     pool = allocate_pool(
         loaded.layout, num_blocks, loaded.device, num_spare=1 if on_gpu else 0
     )  # for graphs' idle rows
+    ended("pool")
     layout_fingerprint = fingerprint(loaded, wire.name, files)  # may read the weights, so it comes before packing
+    ended("fingerprint")
     runner = (LaunchingRunner if on_gpu else ModelRunner)(loaded.forward(pool), pool)
     if on_device is not None:
         speed = _speed_up_gpu(settings, loaded, runner, pool, on_device)
@@ -65,6 +72,7 @@ def build_engine(settings: EngineSettings, wire: capacity.WireSpace = capacity.N
         made = make_deterministic(loaded, runner, pool)
         layout_fingerprint = made.marked(layout_fingerprint)
         speed = (*speed, made.report)
+    ended("kernels")
     return Engine(
         model_info=loaded.info,
         pool=pool,

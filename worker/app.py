@@ -53,7 +53,7 @@ _LOG = logging.getLogger("tandem.worker")
 async def serve(life: WorkerLife, *, announce: Callable[..., None]) -> None:
     """Run the worker until it is asked to stop, then drain. Raises ConfigError, ModelRefused, Fenced."""
     with lasting():
-        engine = await life.unless_stopped(partial(_engine, life.config))
+        engine = await life.unless_stopped(partial(_engine, life.config, life.phases.end))
     if engine is None:
         return
     host_blocks, swap_report = allocate_host_blocks(engine.pool, life.config.swap_bytes)
@@ -110,7 +110,9 @@ class WorkerApp:
     async def run(self, announce: Callable[..., None]) -> None:
         """Serve until the worker is asked to stop, then drain. Raises ConfigError, Fenced, Unhealthy, DrainIncomplete
         and InternalError."""
+        self._life.phases.end("parts")
         self._fit.start(await asyncio.to_thread(self._time_steps))
+        self._life.phases.end("step_times")
         await self._transfer.start()
         self._steps.start()
         tasks = [
@@ -268,9 +270,9 @@ class WorkerApp:
         return figures | {f"service_time_error_{model}": error for model, error in errors.items()}
 
 
-def _engine(config: WorkerConfig) -> Engine:
-    """Build the engine. Raises ConfigError and ModelRefused."""
-    engine = build_engine(config, WireDtype(config.kv_wire_dtype))
+def _engine(config: WorkerConfig, ended: Callable[[str], None]) -> Engine:
+    """Build the engine; `ended` receives the name of each phase at its end. Raises ConfigError and ModelRefused."""
+    engine = build_engine(config, WireDtype(config.kv_wire_dtype), ended)
     return with_draft_model(config, engine) if config.speculation == "draft" else engine
 
 

@@ -14,6 +14,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, TypeAlias, TypeVar
 
+from cluster.clock import MonotonicClock
 from cluster.errors import DrainIncomplete, Draining, InternalError, Unavailable, Unhealthy
 from cluster.identity import advertised_host, cluster_key, new_member_id
 from cluster.member import Capacity, DrainOutcome, Member, MemberState
@@ -22,6 +23,7 @@ from cluster.observe.health import HealthPort
 from cluster.observe.logs import configure_logs
 from cluster.observe.metrics_port import MetricsPort
 from cluster.observe.stand_still import StuckLimits
+from cluster.observe.start_phases import StartPhases, process_age_s
 from cluster.observe.telemetry import Telemetry
 from cluster.process import lasting
 from cluster.protocol.hashing import keyed_chains, nameless_chains
@@ -48,8 +50,10 @@ async def run_worker(config: WorkerConfig, role: Role, *, stop: asyncio.Event, a
     Raises ConfigError, ModelRefused, RegistryUnavailable, Fenced and DrainIncomplete."""
     life = WorkerLife(config, role=role, service_names=_SERVICES, stop=stop)
     await life.check_registry()
+    life.phases.end("registry")
     with lasting():
         app = await life.unless_stopped(partial(import_module, "worker.app"))
+    life.phases.end("imports")
     if app is not None:
         await app.serve(life, announce=announce)
 
@@ -68,6 +72,7 @@ class WorkerLife:
 
     def __init__(self, config: WorkerConfig, *, role: Role, service_names: Sequence[str], stop: asyncio.Event) -> None:
         """Raises ConfigError."""
+        self.phases = StartPhases(MonotonicClock(), process_age_s())
         configure_logs(config.log_level, config.log_format)
         self.config = config
         self.role = role
@@ -100,6 +105,7 @@ class WorkerLife:
         self._fatal: asyncio.Future[None] = self._loop.create_future()
         self._registration: Registration | None = None  # None until the worker has joined its cluster
         self._drained: asyncio.Future[DrainOutcome] = self._loop.create_future()
+        self.phases.end("process")
         _LOG.info("starting", extra={"member": str(self.member), "settings": echo(config)})
 
     async def check_registry(self) -> None:
@@ -171,6 +177,8 @@ class WorkerLife:
                 await registration.set_state(MemberState.READY)
                 await self.server.set_ready(True)
                 health, metrics = (join_address(self.host, each.port) for each in (self._health, self._metrics))
+                self.phases.end("registration")
+                _LOG.info("ready", extra=self.phases.fields())
                 announce(grpc=self.address, health=health, metrics=metrics, member=self.member)
                 await _until(stopped, breaks)
             await self._drain(registration, drain, breaks)

@@ -7,6 +7,7 @@ refused.
 
 import dataclasses
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,8 +33,13 @@ _TILE_ELEMS = 1_000_003
 _SEED = 20_240_611
 
 
-def load(settings: EngineSettings, wire: capacity.WireSpace = capacity.NATIVE) -> LoadedModel:
-    """Load the configured model and check it. Raises ConfigError, or ModelRefused if the model cannot be served."""
+def load(
+    settings: EngineSettings,
+    wire: capacity.WireSpace = capacity.NATIVE,
+    ended: Callable[[str], None] = lambda phase: None,
+) -> LoadedModel:
+    """Load the configured model and check it; `ended` receives the name of each phase at its end. Raises ConfigError,
+    or ModelRefused if the model cannot be served."""
     register()
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # a worker's log is no terminal
     device = _device(settings)
@@ -43,6 +49,7 @@ def load(settings: EngineSettings, wire: capacity.WireSpace = capacity.NATIVE) -
     if limit is not None:
         capacity.check_length(settings.max_model_len, limit)  # costs nothing yet
     model = _build(settings, config, device)
+    ended("weights")
     generation = model.generation_config or GenerationConfig.from_model_config(config)
     traces = trace(model)
     shapes, dtype = [layer.shape for layer in traces], traces[0].dtype
@@ -72,6 +79,7 @@ def load(settings: EngineSettings, wire: capacity.WireSpace = capacity.NATIVE) -
     whole = lay_out(shapes, settings.block_size, dtype)
     loaded = LoadedModel(model=model, info=info, layout=whole, attention=attention, device=device)
     check_equal(loaded, chunk_tokens=settings.max_prefill_tokens)
+    ended("load_check")
     return dataclasses.replace(loaded, layout=layout)
 
 
