@@ -42,7 +42,7 @@ WHEEL_PLATFORMS := $(foreach tag,2_28 2_27 2_17,--platform manylinux_$(tag)_x86_
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-clients test-repeat soak chaos chaos-simulated bench-engine bench-overlap bench-kv bench-placement bench-router gpu-check gpu-wheels check proto clean
+.PHONY: help demo test test-all test-clients test-repeat soak chaos chaos-simulated bench-engine bench-overlap bench-kv bench-placement bench-router bench-start bench-step-loop gpu-check gpu-wheels check proto clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -76,6 +76,9 @@ bench-engine: $(VENV)/.test ## one core: Tandem's colocated worker, vLLM (VLLM_P
 
 bench-start: $(VENV)/.test ## from `tandem up` to the first token, phase by phase; BENCH_ARGS="--against CHECKOUT --write"
 	@$(BIN)/python -m benchmarks.start $(BENCH_ARGS)
+
+bench-step-loop: $(VENV)/.test ## what a decode step costs beside its forward and its draw; BENCH_ARGS=--write
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.engine.loop_parts $(BENCH_ARGS)
 
 check: $(VENV)/.test ## ruff and strict mypy
 	$(BIN)/ruff check .

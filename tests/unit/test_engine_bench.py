@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.engine import loop_parts
 from benchmarks.engine.limits import Limits, Rates, roofline
 from benchmarks.engine.parties import alone
 from benchmarks.engine.shapes import MODELS, Load, ModelShape
@@ -56,6 +57,20 @@ def test_a_steps_parts_are_measured_on_a_real_engine(tmp_path: Path) -> None:
     shape = ModelShape("tiny", "llama", hidden=64, intermediate=96, layers=2, heads=4, kv_heads=2, vocab=128)
     parts = measure(build(str(shape.save(tmp_path / "tiny")), kv_cache_memory="1MiB", max_model_len=64), Load(2, 16, 8))
     assert 0 < parts.pack_s + parts.forward_s + parts.draw_s < parts.run_s
+
+
+async def test_the_parts_of_the_step_thread_add_up_to_its_time(tmp_path: Path) -> None:
+    shape = ModelShape("tiny", "llama", 64, 128, 2, 4, 2, 256)
+    engine = build(str(shape.save(tmp_path / "tiny")), kv_cache_memory="1MiB", max_model_len=128)
+    began_s = time.process_time()
+
+    steps = await loop_parts.measure(engine, Load(3, 16, 8), num_steps=5)
+
+    assert len(steps) == 5
+    assert all(seconds > 0 for step in steps for seconds in step.values())
+    assert sum(sum(step.values()) for step in steps) < time.process_time() - began_s
+    assert all(0 < loop_parts.share(step) < 1 for step in steps)
+    engine.pool.close()
 
 
 def test_waiting_parties_of_the_benchmark_are_stopped() -> None:
