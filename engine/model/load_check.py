@@ -175,7 +175,8 @@ def _in_float32(loaded: LoadedModel) -> Iterator[LoadedModel]:
         for tensor in narrow:
             tensor.data = tensor.data.float()
         shapes = [place.shape for place in loaded.layout.layers]
-        yield dataclasses.replace(loaded, layout=lay_out(shapes, loaded.layout.block_size, "float32"))
+        layout = lay_out(shapes, loaded.layout.block_size, "float32")
+        yield dataclasses.replace(loaded, layout=layout, own_logits={})
     finally:
         for tensor, data in zip(narrow, kept, strict=True):
             tensor.data = data
@@ -260,9 +261,17 @@ def _packed_logits(
     return torch.stack(rows[0]), torch.stack(rows[1])
 
 
-@torch.inference_mode()
 def _reference_logits(loaded: LoadedModel, sequence: _Sequence) -> torch.Tensor:
-    """Return the model's own logits at the sampled positions: its own attention, one sequence, no cache."""
+    """Return the model's own logits at the sampled positions: its own attention, one sequence, no cache. They are
+    computed once, for the load check and for the check of a faster forward."""
+    key = (sequence.token_ids, sequence.cuts)
+    if key not in loaded.own_logits:
+        loaded.own_logits[key] = _computed_logits(loaded, sequence)
+    return loaded.own_logits[key]
+
+
+@torch.inference_mode()
+def _computed_logits(loaded: LoadedModel, sequence: _Sequence) -> torch.Tensor:
     model, num_tokens = loaded.model, len(sequence.token_ids)
     positions = sequence.sampled_positions().to(model.device)
     heads = model.config.get_text_config().num_attention_heads

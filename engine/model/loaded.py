@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -40,13 +40,15 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model that may be served. `model` uses Tandem's attention; only the runner calls it."""
+    """A model that may be served. `model` uses Tandem's attention; only the runner calls it. `own_logits`: what the
+    model itself computes for the load check's sequences, by their tokens and chunks."""
 
     model: PreTrainedModel
     info: ModelInfo
     layout: BlockLayout
     attention: Capability
     device: str
+    own_logits: dict[tuple[tuple[int, ...], tuple[int, ...]], torch.Tensor] = field(default_factory=dict)
 
     def forward(self, pool: KvPool) -> PlainForward:
         """Return a forward that runs the model's own modules over this pool, with a new attention back end."""
