@@ -170,7 +170,7 @@ def _source(grammar: Grammar) -> str:
         case GrammarKind.REGEX:
             return LLMatcher.grammar_from_regex(grammar.text)
         case GrammarKind.CHOICE:
-            return grammar_from("choice", grammar.text)
+            return grammar_from("choice", _choices(grammar.text))
         case GrammarKind.GRAMMAR:
             return grammar_from("grammar", grammar.text)
 
@@ -181,6 +181,13 @@ def _schema(text: str) -> str:
         raise ValueError("the schema must be an object")
     if "x-guidance" in schema:
         raise ValueError("x-guidance would change how the schema is read: leave it out")
+    return text
+
+
+def _choices(text: str) -> str:
+    choices = json.loads(text)
+    if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
+        raise ValueError("the choices must be a list of texts, at least one")
     return text
 
 

@@ -182,6 +182,7 @@ def test_the_library_reads_the_same_bytes_in_tokens_as_the_detokenizer() -> None
         (schema({"type": "integer", "minimum": 5, "maximum": 3}), "minimum"),
         (schema({"$ref": "https://example.com/schema"}), "not present|retriev"),
         (Grammar(GrammarKind.GRAMMAR, "garbage {{{"), "GBNF"),
+        (Grammar(GrammarKind.CHOICE, "[]"), "at least one"),
     ],
 )
 def test_a_grammar_that_cannot_be_compiled_is_refused_with_its_cause(grammar: Grammar, cause: str) -> None:
