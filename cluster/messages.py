@@ -247,6 +247,7 @@ class PrefillJob:
     is_unproven: bool = False  # the client states the committed tokens without proof that this cluster generated them
     num_expected_cached: int = 0  # tokens of the prompt that the router expects the worker to have cached
     router: MemberId | None = None  # None: the caller is none
+    grammar: Grammar | None = None  # that the text of each choice must match
 
     @property
     def is_interrupted(self) -> bool:
@@ -283,6 +284,7 @@ class DecodeJob:
     is_unproven: bool = False
     num_expected_cached: int = 0
     num_expected_output: float = 0.0  # tokens that a choice is expected to generate in all; 0: as many as it may
+    grammar: Grammar | None = None
 
     @property
     def is_interrupted(self) -> bool:

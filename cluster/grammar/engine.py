@@ -92,6 +92,8 @@ class GrammarEngine:
         """Write the masks of these states into the given rows of an int32 array `[num_rows, num_words]` at `address`.
         Bit i of a row, from the lowest bit of its first word on, says whether token i may follow. No state may be over.
         The GIL is released."""
+        if not rows:
+            return
         raw = [(matcher.raw, row) for matcher, row in rows]
         self._executor.unsafe_compute_mask_ptr(raw, address, self._mask_bytes, num_rows)
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.cpu.library import load_library
+from engine.grammar.masked_rows import MaskedRows
 from engine.sampling.adjustment import AdjustedRows
 from engine.scheduling.step import Sample
 from engine.steps.sampler import noise_key
@@ -27,6 +28,7 @@ class _Sampling(ctypes.Structure):
         ("least_score", ctypes.c_double),
         ("num_banned", ctypes.c_int64),
         ("adjusted", ctypes.c_void_p),
+        ("mask", ctypes.c_void_p),
     )
 
 
@@ -43,6 +45,7 @@ class _Draws(ctypes.Structure):
         ("banned", ctypes.c_void_p),
         ("token_ids", ctypes.c_void_p),
         ("scratch", ctypes.c_void_p),
+        ("mask_words", ctypes.c_int64),
     )
 
 
@@ -62,7 +65,11 @@ class CompiledDraw:
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def __call__(
-        self, logits: torch.Tensor, samples: Sequence[Sample], adjusted: AdjustedRows | None = None
+        self,
+        logits: torch.Tensor,
+        samples: Sequence[Sample],
+        adjusted: AdjustedRows | None = None,
+        masked: MaskedRows | None = None,
     ) -> torch.Tensor | None:
         """Return token ids `[rows]`, or None for logits that are float64, contain NaN or have no finite maximum."""
         if logits.device.type != "cpu" or logits.dtype == torch.float64:
@@ -78,6 +85,8 @@ class CompiledDraw:
         samplings = _samplings(samples)
         if adjusted is not None:
             _read_adjusted(samplings, adjusted)
+        if masked is not None:
+            _read_masks(samplings, masked)
         banned = array("q", [token_id for sample in samples for token_id in sample.banned_token_ids])
         token_ids = torch.empty(rows, dtype=torch.int64)
         draws = _Draws(
@@ -90,6 +99,7 @@ class CompiledDraw:
             banned.buffer_info()[0],
             token_ids.data_ptr(),
             self._scratch.data_ptr(),
+            masked.words.shape[1] if masked is not None else 0,
         )
         self._draw(ctypes.byref(draws), self._widest)
         return token_ids if bool((token_ids >= 0).all()) else None
@@ -109,6 +119,7 @@ def _samplings(samples: Sequence[Sample]) -> "ctypes.Array[_Sampling]":
             least_score,
             len(sample.banned_token_ids),
             None,
+            None,
         )
     return samplings
 
@@ -118,3 +129,10 @@ def _read_adjusted(samplings: "ctypes.Array[_Sampling]", adjusted: AdjustedRows)
     first, row_bytes = adjusted.logits.data_ptr(), adjusted.logits.stride(0) * adjusted.logits.element_size()
     for place, row in enumerate(adjusted.rows):
         samplings[row].adjusted = first + place * row_bytes
+
+
+def _read_masks(samplings: "ctypes.Array[_Sampling]", masked: MaskedRows) -> None:
+    """Let the masks be read. The pointers are valid while `masked` is."""
+    first, row_bytes = masked.words.data_ptr(), masked.words.stride(0) * masked.words.element_size()
+    for place, row in enumerate(masked.rows):
+        samplings[row].mask = first + place * row_bytes

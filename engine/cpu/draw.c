@@ -92,6 +92,19 @@ ANY_INLINE int load(const td_draws *draws, int64_t row, float *to) {
     return all_numbers;
 }
 
+/* -inf for the tokens that a mask excludes. */
+ANY_INLINE void exclude(const uint32_t *mask, int64_t words, int64_t vocab, float *logits) {
+    const int64_t whole = vocab / 32 < words ? vocab / 32 : words;
+    for (int64_t w = 0; w < whole; w++) {
+        const uint32_t bits = mask[w];
+        float *const at = logits + w * 32;
+        if (bits == UINT32_MAX) continue;
+        for (int32_t l = 0; l < 32; l++) at[l] = bits >> l & 1 ? at[l] : -INFINITY;
+    }
+    for (int64_t i = whole * 32; i < vocab; i++)
+        if (i / 32 >= words || !(mask[i / 32] >> (i & 31) & 1)) logits[i] = -INFINITY;
+}
+
 ANY_INLINE float max_of(const row_of *row) {
     float most[BLOCK], best = -INFINITY;
     for (int l = 0; l < BLOCK; l++) most[l] = -INFINITY;
@@ -314,6 +327,7 @@ ANY_INLINE void draw_rows(const td_draws *draws, const keeping keep) {
     for (int64_t i = 0; i < draws->rows; i++) {
         const td_sampling *sampling = draws->samplings + i;
         const int all_numbers = load(draws, i, logits);
+        if (sampling->mask) exclude(sampling->mask, draws->mask_words, draws->vocab, logits);
         for (int64_t j = draws->vocab; j < padded; j++) logits[j] = -INFINITY;
         for (int64_t j = 0; j < sampling->num_banned; j++, banned++)
             if (*banned >= 0 && *banned < draws->vocab) logits[*banned] = -INFINITY;

@@ -106,6 +106,7 @@ typedef struct {
     double least_score;       /* log(min-p); -inf: all */
     int64_t num_banned;
     const float *adjusted;    /* [vocab]: the row's logits instead of td_draws.logits; NULL: those */
+    const uint32_t *mask;     /* [mask_words]: bit i: token i may be drawn, and none beyond; NULL: all may */
 } td_sampling;
 
 typedef struct {
@@ -115,6 +116,7 @@ typedef struct {
     const int64_t *banned;    /* token ids of all rows, one row's after the other's; others are nothing */
     int64_t *token_ids;       /* [rows] */
     void *scratch;            /* td_draw_scratch_bytes(vocab) */
+    int64_t mask_words;
 } td_draws;
 
 int64_t td_draw_scratch_bytes(int64_t vocab);

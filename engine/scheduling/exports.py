@@ -19,7 +19,6 @@ from cluster.errors import (
     DuplicateRequest,
     NotFound,
     QueueFull,
-    StepFailed,
     TandemError,
 )
 from cluster.messages import PrefillJob, SampledToken
@@ -29,7 +28,8 @@ from cluster.request_size import sealed_blocks, tail_length
 from engine.kv.block_pool import BlockPool
 from engine.scheduling.batching.batch import Batch
 from engine.scheduling.batching.block_tables import BlockTables
-from engine.scheduling.batching.sequences import Export, Group, LiveSequences, Sequence, finish_reason
+from engine.scheduling.batching.chunks import finish_reason
+from engine.scheduling.batching.sequences import Export, Group, LiveSequences, Sequence
 from engine.scheduling.commands import (
     AdmitExport,
     Event,
@@ -217,7 +217,7 @@ class PromptExports:
         sealed = self._seal(sequence)
         return (*sealed, self._finish(sequence, drawn, now_s)) if drawn else sealed
 
-    def fail(self, sequence: Sequence, error: StepFailed) -> tuple[Event, ...]:
+    def fail(self, sequence: Sequence, error: TandemError) -> tuple[Event, ...]:
         return self._abort(_export(sequence).ticket_id, error)
 
     def expire(self, group: Group) -> tuple[Event, ...]:

@@ -18,15 +18,12 @@ from engine.kv.block_pool import BlockPool
 from engine.scheduling.admission import SequenceAdmission
 from engine.scheduling.batching.batch import Batch
 from engine.scheduling.batching.block_tables import BlockTables, PreemptionCost, SwapSpace
+from engine.scheduling.batching.chunks import chunk_of, finish_reason_of, reaches_last_known, until_finished
 from engine.scheduling.batching.queues import Reservations
 from engine.scheduling.batching.sequences import (
     Group,
     LiveSequences,
     Sequence,
-    chunk_of,
-    finish_reason_of,
-    reaches_last_known,
-    until_finished,
 )
 from engine.scheduling.commands import (
     AdmitExport,
@@ -179,10 +176,12 @@ class SequenceScheduler:
         started = started_events(step)
         tokens: list[SequenceToken] = []
         exported: list[Event] = []
-        for sequence, chunk, drawn in zip(step.sequences, plan.chunks, result.tokens, strict=True):
+        for place, (sequence, chunk, drawn) in enumerate(zip(step.sequences, plan.chunks, result.tokens, strict=True)):
             self._tokens_computed += len(chunk.token_ids)
             if sequence.is_over:
                 self._batch.free_ended(sequence)
+            elif place in result.refused:
+                exported += self._refuse(sequence, result.refused[place], now_s)
             else:
                 num_advanced = 0 if step.is_assumed else len(chunk.token_ids)
                 if sequence.group.export is None:
@@ -327,6 +326,13 @@ class SequenceScheduler:
         return SequenceToken(router, handle, index, SampledToken(token.token_id, token.logprobs, reason))
 
     # Ends
+
+    def _refuse(self, sequence: Sequence, error: TandemError, now_s: float) -> tuple[Event, ...]:
+        """End a sequence whose grammar allows no token."""
+        if sequence.group.export is not None:
+            return self._exports.fail(sequence, error)
+        handles = tuple(start.handle for _, start in sequence.choices)
+        return (self._fail(sequence.group, handles, error, now_s),)
 
     def _expire(self, group: Group, now_s: float) -> tuple[Event, ...]:
         if group.export is not None:

@@ -9,12 +9,14 @@ early would seal no block sooner and would leave budget unused. Beside running s
 (`PromptTime`), which protects the time between tokens.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, runtime_checkable
 
+from cluster.errors import GrammarRejected
 from cluster.messages import Sampling, TokenLogprobs
 from cluster.service_times import PrefillTimes
+from engine.grammar.grammar_state import GrammarState
 from engine.sampling.logit_state import LogitState
 
 Command = TypeVar("Command", contravariant=True)
@@ -27,8 +29,8 @@ UNKNOWN_TOKEN = -1  # placeholder for a token that a running step has not return
 class Sample:
     """One token to draw from a chunk's last logits. The noise depends on (seed, position, token id) alone.
 
-    With a `logit_state` the logits are changed first (`engine/sampling/adjustment.py`). It is the sequence's own, and
-    is read during the step.
+    With a `logit_state` the logits are changed first (`engine/sampling/adjustment.py`), and with a `grammar_state` only
+    tokens that may follow are drawn (`engine/grammar/`). Both are the sequence's own, and are read during the step.
     """
 
     seed: int
@@ -36,7 +38,8 @@ class Sample:
     sampling: Sampling
     banned_token_ids: frozenset[int] = frozenset()  # stop tokens while min_tokens is not reached
     logit_state: LogitState | None = None  # None: the request changes no logits
-    draft_tokens: tuple[int, ...] = ()  # with a logit_state: those of the chunk before this position
+    draft_tokens: tuple[int, ...] = ()  # with one of the states: those of the chunk before this position
+    grammar_state: GrammarState | None = None  # None: the request has no grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +115,14 @@ class StepResult:
     `redrawn` are the samples, counted over the step, whose final token differs from the one that the next step was
     launched with. The KV that the next step computed from the wrong token is zeroed, and its sample is dropped.
     `draft_tokens`: for each chunk the draft model's answer to its DraftRequest; empty if no chunk has one. `swap_s`:
-    how long the swaps took.
+    how long the swaps took. `refused`: chunks, by their place in the plan, whose grammar allows no token.
     """
 
     tokens: tuple[tuple[DrawnToken, ...], ...]
     draft_tokens: tuple[tuple[int, ...], ...] = ()
     redrawn: tuple[int, ...] = ()
     swap_s: float = 0.0
+    refused: Mapping[int, GrammarRejected] = field(default_factory=dict)
 
 
 class PromptTime:

@@ -109,5 +109,7 @@ def _may_plan_ahead(plan: StepPlan) -> bool:
 
 def _is_awaited(chunk: Chunk) -> bool:
     """Return whether the sequence's next logits can be changed only when the token of this chunk is known."""
-    state = chunk.samples[0].logit_state if chunk.samples else None
-    return state is not None and state.reads_tokens
+    if not chunk.samples:
+        return False
+    state, grammar = chunk.samples[0].logit_state, chunk.samples[0].grammar_state
+    return grammar is not None or (state is not None and state.reads_tokens)

@@ -1,11 +1,13 @@
 """Computes steps on one device. Owns the order inside a step: copies, forward, draw; never decides its content."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 
+from cluster.errors import GrammarRejected
 from engine.batch import pack
+from engine.grammar.step_masks import NO_MASKS, PendingMasks, StepMasks
 from engine.kv.pool import KvPool
 from engine.scheduling.step import Chunk, DrawnToken, StepPlan, StepResult
 from engine.staging import to_device
@@ -33,6 +35,7 @@ class ModelRunner:
         self.compiled_draw: RowDraw | None = None  # draws instead of torch, if set
         self.feeds = True  # its steps may feed steps that are launched behind them
         self.drafts: Drafts | None = None  # answers DraftRequests, if a draft model is loaded
+        self.masks: StepMasks | None = None  # computes what grammars allow; without it no sample has a grammar
         self._newest: StartedStep | None = None
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -40,23 +43,30 @@ class ModelRunner:
 
     def start(self, plan: StepPlan) -> "StartedStep":
         """Launch the step: on a CPU compute it, on a GPU enqueue it without waiting."""
+        masks = self._begin_masks(plan)
         logits = self.logits(plan)
+        refused = masks.wait()
         draws = StepDraws(logits, plan, self.compiled_draw)
-        self._newest = StartedStep(self, plan, draws, self._mark(), can_feed=self.feeds and draws.is_whole)
+        can_feed = self.feeds and draws.is_whole
+        self._newest = StartedStep(self, plan, draws, self._mark(), refused, can_feed=can_feed)
         return self._newest
 
     def finish(self, started: "StartedStep") -> StepResult:
         plan, remaining = started.plan, iter(started.draws.read())
         tokens = tuple(tuple(next(remaining) for _ in chunk.samples) for chunk in plan.chunks)
         tokens = tuple(map(_accepted, plan.chunks, tokens))
-        tokens = tuple(() if place in started.misfed else drawn for place, drawn in enumerate(tokens))
+        dropped = started.misfed | started.refused.keys()
+        tokens = tuple(() if place in dropped else drawn for place, drawn in enumerate(tokens))
         if self._zero_rejected_draft_tokens(plan, tokens):
             started.written = self._mark()
         if started.written is not None:
             started.written.synchronize()
         redrawn = self._take_back(started)
         draft_tokens = self.drafts.draft(plan, tokens) if self.drafts is not None else ()
-        return StepResult(tokens, draft_tokens, redrawn)
+        return StepResult(tokens, draft_tokens, redrawn, refused=started.refused)
+
+    def _begin_masks(self, plan: StepPlan) -> PendingMasks:
+        return self.masks.begin(plan) if self.masks is not None else NO_MASKS
 
     def _take_back(self, started: "StartedStep") -> tuple[int, ...]:
         """Zero the KV that the next step computed from tokens that were drawn again. Return the indices of these
@@ -131,12 +141,14 @@ class StartedStep:
         plan: StepPlan,
         draws: StepDraws,
         written: torch.cuda.Event | None,
+        refused: Mapping[int, GrammarRejected],
         *,
         can_feed: bool,
     ) -> None:
         self.plan = plan
         self.draws = draws
         self.written = written
+        self.refused = refused
         self.misfed: frozenset[int] = frozenset()
         self.can_feed = can_feed
         self._runner = runner

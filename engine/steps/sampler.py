@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 
 from cluster.messages import Sampling, TokenLogprobs
+from engine.grammar.masked_rows import MaskedRows, masked_rows
 from engine.sampling.adjustment import AdjustedRows, adjusted_rows
 from engine.scheduling.step import DrawnToken, Sample, StepPlan
 from engine.staging import to_device, to_host
@@ -35,10 +36,14 @@ _ELEMENTS_AT_ONCE = 1 << 22  # bounds the temporaries to a few hundred megabytes
 
 class RowDraw(Protocol):
     """Another implementation of the same draws: returns tokens `[rows]`, or None for logits that it does not
-    support. Where there are `adjusted` rows, it draws from them."""
+    support. Where there are `adjusted` rows, it draws from them, and only tokens that the masks allow."""
 
     def __call__(
-        self, logits: torch.Tensor, samples: Sequence[Sample], adjusted: AdjustedRows | None = None
+        self,
+        logits: torch.Tensor,
+        samples: Sequence[Sample],
+        adjusted: AdjustedRows | None = None,
+        masked: MaskedRows | None = None,
     ) -> torch.Tensor | None: ...
 
 
@@ -67,11 +72,13 @@ class Draw:
         can_be_short = any(_can_be_short(sample.sampling, logits.shape[1]) for sample in samples)
         self._logits = logits = logits.clone() if can_be_short and logits.device.type != "cpu" else logits
         adjusted = adjusted_rows(logits, samples)
-        token_ids = compiled(logits, samples, adjusted) if compiled is not None else None
+        masked = masked_rows(samples)
+        token_ids = compiled(logits, samples, adjusted, masked) if compiled is not None else None
         if token_ids is not None:
             self._host: Sequence[torch.Tensor] = (token_ids,)
         else:
-            token_ids = self._draw_here(logits if adjusted is None else adjusted.in_place_of(logits))
+            changed = logits if adjusted is None else adjusted.in_place_of(logits)
+            token_ids = self._draw_here(changed if masked is None else masked.in_place_of(changed))
         self.token_ids = token_ids  # [rows], on the device of the logits
         self._logprobs = _Logprobs.of(logits, samples, token_ids)
         self._arrival = _mark(logits.device)

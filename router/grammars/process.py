@@ -141,4 +141,5 @@ def _write(answer: dict[str, object]) -> None:
 if __name__ == "__main__":
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # its router ends it
-    CompileProcess(GrammarEngine.load(Path(sys.argv[1])), *map(int, sys.argv[2:])).serve()
+    memory_bytes = int(sys.argv[2]) if len(sys.argv) > 2 else MEMORY_BYTES
+    CompileProcess(GrammarEngine.load(Path(sys.argv[1])), memory_bytes).serve()

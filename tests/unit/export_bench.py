@@ -9,7 +9,7 @@ from cluster.messages import MemberId, PrefillJob, Sampling, TokenStops
 from cluster.protocol.hashing import NATIVE, BlockChain, keyed_chains, nameless_chains
 from cluster.service_times import ServiceTimes
 from engine.scheduling.batching.block_tables import PreemptionCost
-from engine.scheduling.batching.sequences import banned_token_ids, finish_reason
+from engine.scheduling.batching.chunks import banned_token_ids, finish_reason
 from engine.scheduling.cache_commands import AdmitPull, LeasePrefix, PrefixLeased, PullReserved, ReservePull
 from engine.scheduling.commands import (
     AdmitExport,

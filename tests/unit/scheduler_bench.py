@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from cluster.messages import DecodeJob, FinishReason, LogitRules, MemberId, Sampling, SequenceStart, TokenStops
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
-from engine.scheduling.batching.sequences import Sequence, banned_token_ids, finish_reason
+from engine.scheduling.batching.chunks import banned_token_ids, finish_reason
+from engine.scheduling.batching.sequences import Sequence
 from engine.scheduling.commands import (
     AdmitImported,
     AdmitLocal,

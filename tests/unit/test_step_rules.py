@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from cluster.messages import FinishReason, TokenStops
 from cluster.request_size import blocks_for, sealed_blocks, tail_length
-from engine.scheduling.batching.sequences import Deadlines, banned_token_ids, finish_reason
+from engine.scheduling.batching.chunks import banned_token_ids, finish_reason
+from engine.scheduling.batching.sequences import Deadlines
 from engine.scheduling.step import ChunkBudget
 
 

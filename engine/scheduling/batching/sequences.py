@@ -10,21 +10,24 @@ last chunk every choice draws its own token and becomes a sequence of its own.
 
 import math
 from collections.abc import Hashable, Iterable, Iterator
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Generic, TypeVar
 
-from cluster.messages import DecodeJob, FinishReason, LogitRules, MemberId, PrefillJob, SequenceStart, TokenStops
+from cluster.messages import (
+    DecodeJob,
+    FinishReason,
+    MemberId,
+    PrefillJob,
+    SequenceStart,
+)
 from cluster.protocol.hashing import BlockChain
-from cluster.request_size import blocks_for
+from engine.grammar.grammar_state import GrammarState
 from engine.sampling.logit_state import LogitState
 from engine.scheduling.length_prediction import LengthPredictor
 from engine.scheduling.policies import Rank
-from engine.scheduling.step import Chunk, DraftRequest, DrawnToken, Sample
 from engine.speculation.drafter import Drafter
 
-_NONE: frozenset[int] = frozenset()
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -93,6 +96,7 @@ class Sequence:
     predicted_tokens: int = 0  # total length of the output; 0: unknown
     drafter: Drafter | None = None  # None until its first speculative step
     logit_state: LogitState | None = None  # None until it draws, and if its request changes no logits
+    grammar_state: GrammarState | None = None  # None until it draws, and if its request has no grammar
     # Input to policies (engine.scheduling.policies.Work).
     num_done: int = 0  # the highest num_computed so far
     num_done_waiting: int = 0  # num_done when its last wait ended
@@ -147,90 +151,8 @@ class Sequence:
             spare_ids=spare_ids,
             drafter=None,
             logit_state=None,
+            grammar_state=None,
         )
-
-
-def reaches_last_known(sequence: Sequence, num_tokens: int) -> bool:
-    """Return whether a chunk of `num_tokens` reaches the last known token, so that the next token is drawn."""
-    return sequence.num_computed + num_tokens == len(sequence.token_ids)
-
-
-def chunk_of(
-    sequence: Sequence,
-    num_tokens: int,
-    block_size: int,
-    draft_tokens: tuple[int, ...] = (),
-    draft: DraftRequest | None = None,
-) -> Chunk:
-    """Return a chunk of the next `num_tokens` known tokens and the draft tokens that may follow them."""
-    start = sequence.num_computed
-    end = start + num_tokens + len(draft_tokens)
-    return Chunk(
-        sequence_id=sequence.number,
-        token_ids=(*sequence.token_ids[start : start + num_tokens], *draft_tokens),
-        start=start,
-        block_ids=sequence.block_ids[: blocks_for(end, block_size)],
-        samples=_samples(sequence, draft_tokens) if reaches_last_known(sequence, num_tokens) else (),
-        num_draft_tokens=len(draft_tokens),
-        draft=draft,
-    )
-
-
-def until_finished(stops: TokenStops, drawn: SequenceOf[DrawnToken], num_output: int) -> SequenceOf[DrawnToken]:
-    """Return the drawn tokens up to and including the one that ends the sequence. `num_output`: output tokens
-    before."""
-    for place, token in enumerate(drawn, start=1):
-        if finish_reason(stops, token.token_id, num_output + place) is not None:
-            return drawn[:place]
-    return drawn
-
-
-def finish_reason_of(sequence: Sequence) -> FinishReason | None:
-    """Return why the sequence ends with its last token, or None if it continues."""
-    return finish_reason(sequence.group.job.stops, sequence.token_ids[-1], sequence.num_output)
-
-
-def banned_token_ids(stops: TokenStops, num_output: int) -> frozenset[int]:
-    """Return the tokens that must not be drawn after `num_output` output tokens because of `min_tokens`."""
-    return stops.stop_token_ids if num_output < stops.min_tokens else _NONE
-
-
-def finish_reason(stops: TokenStops, token_id: int, num_output: int) -> FinishReason | None:
-    """Return why a sequence ends with this token, its `num_output`-th (counted from 1), or None if it continues.
-
-    Stop strings are the router's: they end a request there.
-    """
-    if token_id in stops.stop_token_ids:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if num_output >= stops.max_tokens else None
-
-
-def _samples(sequence: Sequence, draft_tokens: tuple[int, ...]) -> tuple[Sample, ...]:
-    """Return one sample per choice; with draft tokens, one per draft token and one for the token after them."""
-    job, known, num_output = sequence.group.job, len(sequence.token_ids), sequence.num_output
-    state = None if job.sampling.rules is None else _logit_state(sequence, job.sampling.rules)
-    if not draft_tokens:
-        banned = banned_token_ids(job.stops, num_output)
-        return tuple(Sample(choice.seed, known, job.sampling, banned, state) for _, choice in sequence.choices)
-    ((_, choice),) = sequence.choices
-    return tuple(
-        Sample(
-            choice.seed,
-            known + place,
-            job.sampling,
-            banned_token_ids(job.stops, num_output + place),
-            state,
-            draft_tokens[:place] if state is not None else (),
-        )
-        for place in range(len(draft_tokens) + 1)
-    )
-
-
-def _logit_state(sequence: Sequence, rules: LogitRules) -> LogitState:
-    """Return the state that follows the sequence's tokens. Choices share it while they share a prompt."""
-    if sequence.logit_state is None:
-        sequence.logit_state = LogitState(rules, sequence.token_ids, sequence.group.num_prompt)
-    return sequence.logit_state
 
 
 Choices = tuple[tuple[int, SequenceStart], ...]

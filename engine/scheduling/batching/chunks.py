@@ -1,0 +1,107 @@
+"""What a step computes and draws for one sequence: its chunk, the samples of its next tokens, and how it ends. Pure."""
+
+from collections.abc import Sequence as SequenceOf
+
+from cluster.messages import FinishReason, Grammar, LogitRules, TokenStops
+from cluster.request_size import blocks_for
+from engine.grammar.grammar_state import GrammarState
+from engine.sampling.logit_state import LogitState
+from engine.scheduling.batching.sequences import Sequence
+from engine.scheduling.step import Chunk, DraftRequest, DrawnToken, Sample
+
+_NONE: frozenset[int] = frozenset()
+
+
+def reaches_last_known(sequence: Sequence, num_tokens: int) -> bool:
+    """Return whether a chunk of `num_tokens` reaches the last known token, so that the next token is drawn."""
+    return sequence.num_computed + num_tokens == len(sequence.token_ids)
+
+
+def chunk_of(
+    sequence: Sequence,
+    num_tokens: int,
+    block_size: int,
+    draft_tokens: tuple[int, ...] = (),
+    draft: DraftRequest | None = None,
+) -> Chunk:
+    """Return a chunk of the next `num_tokens` known tokens and the draft tokens that may follow them."""
+    start = sequence.num_computed
+    end = start + num_tokens + len(draft_tokens)
+    return Chunk(
+        sequence_id=sequence.number,
+        token_ids=(*sequence.token_ids[start : start + num_tokens], *draft_tokens),
+        start=start,
+        block_ids=sequence.block_ids[: blocks_for(end, block_size)],
+        samples=_samples(sequence, draft_tokens) if reaches_last_known(sequence, num_tokens) else (),
+        num_draft_tokens=len(draft_tokens),
+        draft=draft,
+    )
+
+
+def until_finished(stops: TokenStops, drawn: SequenceOf[DrawnToken], num_output: int) -> SequenceOf[DrawnToken]:
+    """Return the drawn tokens up to and including the one that ends the sequence. `num_output`: output tokens
+    before."""
+    for place, token in enumerate(drawn, start=1):
+        if finish_reason(stops, token.token_id, num_output + place) is not None:
+            return drawn[:place]
+    return drawn
+
+
+def finish_reason_of(sequence: Sequence) -> FinishReason | None:
+    """Return why the sequence ends with its last token, or None if it continues."""
+    return finish_reason(sequence.group.job.stops, sequence.token_ids[-1], sequence.num_output)
+
+
+def banned_token_ids(stops: TokenStops, num_output: int) -> frozenset[int]:
+    """Return the tokens that must not be drawn after `num_output` output tokens because of `min_tokens`."""
+    return stops.stop_token_ids if num_output < stops.min_tokens else _NONE
+
+
+def finish_reason(stops: TokenStops, token_id: int, num_output: int) -> FinishReason | None:
+    """Return why a sequence ends with this token, its `num_output`-th (counted from 1), or None if it continues.
+
+    Stop strings are the router's: they end a request there.
+    """
+    if token_id in stops.stop_token_ids:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if num_output >= stops.max_tokens else None
+
+
+def _samples(sequence: Sequence, draft_tokens: tuple[int, ...]) -> tuple[Sample, ...]:
+    """Return one sample per choice; with draft tokens, one per draft token and one for the token after them."""
+    job, known, num_output = sequence.group.job, len(sequence.token_ids), sequence.num_output
+    state = None if job.sampling.rules is None else _logit_state(sequence, job.sampling.rules)
+    grammar = None if job.grammar is None else _grammar_state(sequence, job.grammar)
+    if not draft_tokens:
+        banned = banned_token_ids(job.stops, num_output)
+        return tuple(
+            Sample(choice.seed, known, job.sampling, banned, state, (), grammar) for _, choice in sequence.choices
+        )
+    is_read = state is not None or grammar is not None
+    ((_, choice),) = sequence.choices
+    return tuple(
+        Sample(
+            choice.seed,
+            known + place,
+            job.sampling,
+            banned_token_ids(job.stops, num_output + place),
+            state,
+            draft_tokens[:place] if is_read else (),
+            grammar,
+        )
+        for place in range(len(draft_tokens) + 1)
+    )
+
+
+def _logit_state(sequence: Sequence, rules: LogitRules) -> LogitState:
+    """Return the state that follows the sequence's tokens. Choices share it while they share a prompt."""
+    if sequence.logit_state is None:
+        sequence.logit_state = LogitState(rules, sequence.token_ids, sequence.group.num_prompt)
+    return sequence.logit_state
+
+
+def _grammar_state(sequence: Sequence, grammar: Grammar) -> GrammarState:
+    """Return the state that follows the sequence's tokens. Choices share it while they share a prompt."""
+    if sequence.grammar_state is None:
+        sequence.grammar_state = GrammarState(grammar, sequence.token_ids, sequence.group.num_prompt)
+    return sequence.grammar_state
