@@ -89,6 +89,7 @@ class Member:
     fingerprint: LayoutFingerprint | None = None
     transports: tuple[str, ...] = ()  # best first
     capacity: Capacity | None = None
+    grammar_engine: str = ""  # of a worker: what its masks depend on (cluster/grammar/engine.py); empty: it has none
     protocol_oldest: int = OUR_VERSIONS.oldest
     protocol_newest: int = OUR_VERSIONS.newest
 
@@ -136,6 +137,7 @@ def from_json(text: str) -> Member:
             fingerprint=LayoutFingerprint(**_known(LayoutFingerprint, fingerprint)) if fingerprint else None,
             transports=tuple(values["transports"]),
             capacity=Capacity(**_known(Capacity, capacity)) if capacity else None,
+            grammar_engine=values["grammar_engine"],
             protocol_oldest=protocol.oldest,
             protocol_newest=protocol.newest,
         )
@@ -148,7 +150,7 @@ def from_json(text: str) -> Member:
 def _require_bounds(member: Member) -> None:
     """Check every value: all members compute with what one member registers. Raises ValueError."""
     addresses = (member.address, member.http_address, member.metrics_address)
-    texts = (member.id.id, member.id.incarnation, member.model, *addresses, *member.transports)
+    texts = (member.id.id, member.id.incarnation, member.model, member.grammar_engine, *addresses, *member.transports)
     for value in (*texts, *_values_of(member.fingerprint, str)):
         _require(_TEXT, value)
     for count in (member.protocol_oldest, member.protocol_newest, *_values_of(member.fingerprint, int)):

@@ -103,7 +103,7 @@ class GrammarKind(StrEnum):
     GRAMMAR = "grammar"  # Lark, or GBNF
 
 
-MAX_GRAMMAR_CHARACTERS = 1 << 17
+MAX_GRAMMAR_BYTES = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from decode_worker.imports import Imports
 from decode_worker.live_handles import Arrival, LiveHandles
 from decode_worker.streams import RouterStreams, failed_message, leaving_message, started_message, step_message
 from decode_worker.work_reports import WorkReports
+from engine.grammar.compiled_grammars import CompiledGrammars
 from engine.scheduling import commands
 from engine.scheduling.limits import SchedulerLimits
 from engine.steps.step_loop import StepLoop
@@ -56,10 +57,12 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         new_chain: NewChain,
         wire_dtype: str,
         stream_grace_s: float,
+        grammars: CompiledGrammars,
         refuse_if_unhealthy: Callable[[], None],
         telemetry: Telemetry,
     ) -> None:
         self._refuse_if_unhealthy = refuse_if_unhealthy
+        self._grammars = grammars
         self._member = member
         self._steps = steps
         self._vocab_size = vocab_size
@@ -94,7 +97,9 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
     async def Start(
         self, request: worker_pb2.StartRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> worker_pb2.StartResponse:
-        job = self._checked(wire.decode_job_from_wire(request))
+        job = wire.decode_job_from_wire(request)
+        await self._grammars.prepare(job.grammar)
+        job = self._checked(job)
         self._handles.add_job(job.router, [s.handle for s in job.sequences])
         self.outstanding.add_sequences(job.router, _outlooks(job), _prompt_work(job), _now_s())
         self._telemetry.count("tandem_decode_starts_total", source="local" if job.signed_ticket is None else "handoff")

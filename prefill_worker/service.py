@@ -21,6 +21,7 @@ from cluster.outstanding_work import OutstandingWork, PromptWork
 from cluster.protocol import tickets, wire
 from cluster.protocol.hashing import hash_prompt
 from cluster.protocol.received import checked
+from engine.grammar.compiled_grammars import CompiledGrammars
 from engine.scheduling import commands
 from engine.scheduling.commands import Release
 from engine.steps.step_loop import StepLoop
@@ -58,6 +59,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         vocab_size: int,
         max_calls: int,  # at once, including calls that wait for a pull or a fetch
         cluster_key: bytes,
+        grammars: CompiledGrammars,
         refuse_if_unhealthy: Callable[[], None],
         telemetry: Telemetry,
     ) -> None:
@@ -72,6 +74,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         self._max_calls = max_calls
         self._rate = ServiceRate()
         self._cluster_key = cluster_key
+        self._grammars = grammars
         self._telemetry = telemetry
         self._calls: dict[bytes, _Call] = {}
         self._draining = False
@@ -81,7 +84,9 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
     async def Prefill(
         self, request: worker_pb2.PrefillRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> AsyncIterator[worker_pb2.PrefillEvent]:
-        job = self._checked(wire.prefill_job_from_wire(request))
+        job = wire.prefill_job_from_wire(request)
+        await self._grammars.prepare(job.grammar)
+        job = self._checked(job)
         ticket_id = secrets.token_bytes(16)
         call = self._open(ticket_id, job)
         try:

@@ -37,6 +37,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.membership import advertised_routers
 from router.fleet.prefix_locator import CacheEventFollower, PrefixLocator
 from router.fleet.supervision import WorkerTimeouts
+from router.grammars.checker import grammar_checker
 from router.grpc_api.service import AdminService, ApiKeyInterceptor, InferenceService, WriteTimeout
 from router.http.divided_chat import ChatSettings
 from router.http.openai_api import build_app
@@ -121,6 +122,7 @@ class Router:
             router=self._member.id, fleet=self._fleet, policy=self._policy, telemetry=self._telemetry
         )
         self._evacuation = Evacuation(fleet=self._fleet, migrations=self._migrations)
+        self._grammars = grammar_checker(config.model)
         self._pipeline = self._make_pipeline()
         self._app = self._http_app()
         self._scaling = ScaleTargetView(ScaleTargets(self._registry), self._fleet.set_scale_target)
@@ -153,6 +155,7 @@ class Router:
             self._ports.health.stop()
             self._ports.metrics.stop()
             await self._ports.grpc.stop(_STOP_GRACE_S)
+            await self._grammars.close()
             await registration.deregister()
             await self._registry.close()
 
@@ -276,6 +279,7 @@ class Router:
             fleet=self._fleet,
             migrations=self._migrations,
             prefixes=PrefixLocator(self._fleet, self._prefix_index, key),
+            grammars=self._grammars,
             key=key,
             settings=PipelineSettings(
                 request_timeout_s=config.request_timeout_s,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.messages import FinishReason, TokenLogprobs
+from cluster.messages import FinishReason, Grammar, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +121,8 @@ class GenerateRequest:
     priority: int = 0  # lower goes first, if the workers' scheduling policy uses priorities
     is_batch: bool = False  # uses only capacity that no other request needs
     slo_ttft_s: float | None = None  # asks for its first token within this time; None: any time will do
+    grammar: Grammar | None = None  # that the text of each choice must match
+    grammar_field: str = "grammar"  # the client's field that holds it
     slo_tpot_s: float | None = None  # asks for this mean time between the tokens of a choice
     stream_interval: int = 1  # tokens of a choice that come together, except at its beginning and its end
     resume_from: tuple[ResumedChoice, ...] | None = None  # one per choice: resumes an accepted request

@@ -49,6 +49,7 @@ class EnumWords(Generic[EnumT]):
 
 
 FINISH_REASONS = EnumWords(inference_pb2.FinishReason)
+GRAMMAR_KINDS = EnumWords(inference_pb2.GrammarKind)
 CHAT_ROLES = EnumWords(inference_pb2.ChatRole)
 REQUEST_PHASES = EnumWords(inference_pb2.RequestPhase)
 MEMBER_ROLES = EnumWords(admin_pb2.MemberRole)

@@ -21,6 +21,7 @@ from cluster.service_times import ServiceTimes, StepLimit
 from cluster.settings.config import WorkerConfig
 from decode_worker.service import DecodeService
 from engine.build import Engine, build_engine
+from engine.grammar.step_masks import StepMasks
 from engine.kv.host_blocks import HostBlocks, allocate_host_blocks, with_swaps
 from engine.scheduling import commands
 from engine.scheduling.batching.block_tables import PreemptionCost
@@ -39,6 +40,7 @@ from kvtransfer.importer.link_check import Destination
 from kvtransfer.wire.wire_format import WireDtype
 from tandem.internal.v1 import worker_pb2_grpc
 from worker.canary import CanaryGeneration
+from worker.grammars import worker_grammars
 from worker.heartbeats import Heartbeats
 from worker.life import WorkerLife
 from worker.metrics import WorkerMetrics
@@ -73,6 +75,8 @@ class WorkerApp:
         self._fit = ServiceTimeFit()
         has_vllm_names = config.metric_aliases == "vllm"
         self._metrics = WorkerMetrics(life.telemetry, vllm_model_name=config.model_name if has_vllm_names else "")
+        self._grammars = worker_grammars(config.model)
+        engine.runner.masks = StepMasks(self._grammars)
         runner = with_swaps(engine.runner, host_blocks) if host_blocks else engine.runner
         self._time_steps = partial(time_steps, engine, runner, config.max_num_seqs)
         self._steps = self._step_loop(self._scheduler(engine, limits, host_blocks), runner)
@@ -119,7 +123,7 @@ class WorkerApp:
             asyncio.create_task(self._heartbeats.run(), name="heartbeats"),
             asyncio.create_task(self._watch.canaries.run(), name="canaries"),
         ]
-        profile, watch = self._transfer.profile(self._capacity), self._watch.health.watch
+        profile, watch = self._transfer.profile(self._capacity, self._grammars.engine_id), self._watch.health.watch
         try:
             await self._life.live(profile, announce=announce, drain=self._drain, watch=watch)
         finally:
@@ -167,6 +171,7 @@ class WorkerApp:
             outstanding=self._decode.outstanding,
             compute_s=self._compute_s,
             handoff_ids=handoff_ids,
+            grammars=self._grammars,
             refuse_if_unhealthy=self._watch.health.refuse_if_unhealthy,
             clock=self._clock,
         )
@@ -185,6 +190,7 @@ class WorkerApp:
             new_chain=life.new_chain,
             wire_dtype=life.config.kv_wire_dtype,
             stream_grace_s=life.config.stream_grace_s,
+            grammars=self._grammars,
             refuse_if_unhealthy=self._watch.health.refuse_if_unhealthy,
             telemetry=life.telemetry,
         )

@@ -65,6 +65,7 @@ class WorkerProfile:
     fingerprint: LayoutFingerprint
     capacity: Capacity
     transports: Sequence[str]
+    grammar_engine: str
 
 
 class WorkerLife:
@@ -228,6 +229,7 @@ class WorkerLife:
             fingerprint=profile.fingerprint,
             transports=tuple(profile.transports),
             capacity=profile.capacity,
+            grammar_engine=profile.grammar_engine,
         )
 
     def _set_fatal(self, error: Exception) -> None:

@@ -8,6 +8,7 @@ from cluster.errors import DrainIncomplete, Unhealthy
 from cluster.outstanding_work import OutstandingWork
 from cluster.protocol.hashing import NATIVE
 from engine.build import Engine
+from engine.grammar.compiled_grammars import CompiledGrammars
 from engine.scheduling import commands
 from engine.steps.step_loop import StepLoop
 from kvtransfer.importer.calls import GrpcChannelPool
@@ -35,6 +36,7 @@ class PrefillPart:
         outstanding: OutstandingWork,
         compute_s: ComputeSeconds,
         handoff_ids: Iterator[int],
+        grammars: CompiledGrammars,
         refuse_if_unhealthy: Callable[[], None],
         clock: Clock,
     ) -> None:
@@ -59,6 +61,7 @@ class PrefillPart:
             vocab_size=engine.model_info.vocab_size,
             max_calls=life.config.max_queue + life.config.max_num_seqs,
             cluster_key=life.key,
+            grammars=grammars,
             refuse_if_unhealthy=refuse_if_unhealthy,
             telemetry=life.telemetry,
         )

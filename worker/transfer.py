@@ -62,10 +62,10 @@ class WorkerTransfer:
         servicer = KvTransferServicer(exporter=self.exporter, link_checks=self._opening, prefixes=self.prefixes)
         kv_pb2_grpc.add_KvTransferServicer_to_server(servicer, life.server.grpc)
 
-    def profile(self, capacity: Capacity) -> WorkerProfile:
+    def profile(self, capacity: Capacity, grammar_engine: str) -> WorkerProfile:
         """Return what the worker registers. `capacity`: the largest requests that its scheduler accepts."""
         capacity = replace(capacity, block_bytes=self.block_bytes)
-        return WorkerProfile(self._layout, capacity, self.transports.names)
+        return WorkerProfile(self._layout, capacity, self.transports.names, grammar_engine)
 
     def link_check(self, destination: Destination) -> LinkCheck:
         """Return a check of the link to `destination`."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from google.protobuf.message import Message
 
+from cluster.messages import MAX_GRAMMAR_BYTES
 from cluster.protocol.field_rules import (
     LARGEST_INT,
     TEXT_CHARACTERS,
@@ -97,6 +98,10 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
     },
     worker_pb2.TokenBias: {"token_id": _COUNT, "bias": Real(least=-1e6, most=1e6)},
     worker_pb2.TokenStops: {"max_tokens": Whole(least=1), "min_tokens": _COUNT, "stop_token_ids": _IDS},
+    inference_pb2.Grammar: {
+        "kind": _enum(inference_pb2.GrammarKind),
+        "text": Text(most=MAX_GRAMMAR_BYTES, least=1),
+    },
     worker_pb2.PrefillRequest: {
         "request_id": _NAME,
         "attempt": _COUNT,
@@ -115,6 +120,7 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
         "is_unproven": _FLAG,
         "router": _MEMBER_OR_NONE,
         "num_expected_cached": _COUNT,
+        "grammar": _OPTIONAL,
     },
     worker_pb2.PrefixSource: {"member": _MEMBER, "address": _ADDRESS, "num_tokens": _COUNT},
     worker_pb2.PrefillEvent: {"accepted": _OPTIONAL, "first_tokens": _OPTIONAL},
@@ -151,6 +157,7 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
         "is_unproven": _FLAG,
         "num_expected_cached": _COUNT,
         "num_expected_output": _AMOUNT,
+        "grammar": _OPTIONAL,
     },
     worker_pb2.StartResponse: {},
     worker_pb2.FreezeRequest: {"router": _MEMBER, "handle": _UINT32, "importer": _MEMBER, "attempt": _COUNT},

@@ -16,6 +16,8 @@ from cluster.messages import (
     DecodeJob,
     Epoch,
     FinishReason,
+    Grammar,
+    GrammarKind,
     LayoutFingerprint,
     LogitRules,
     MemberId,
@@ -30,7 +32,7 @@ from cluster.messages import (
 )
 from cluster.protocol.hashing import MAX_PREFIX_BLOCKS, split_hashes
 from cluster.protocol.received import checked
-from tandem.enum_words import FINISH_REASONS, EnumWords
+from tandem.enum_words import FINISH_REASONS, GRAMMAR_KINDS, EnumWords
 from tandem.internal.v1 import kv_pb2, worker_pb2
 from tandem.v1 import inference_pb2
 
@@ -99,6 +101,15 @@ def stops_to_wire(stops: TokenStops) -> worker_pb2.TokenStops:
 
 def stops_from_wire(message: worker_pb2.TokenStops) -> TokenStops:
     return TokenStops(message.max_tokens, message.min_tokens, frozenset(unpack_ids(message.stop_token_ids)))
+
+
+def grammar_to_wire(grammar: Grammar) -> inference_pb2.Grammar:
+    return inference_pb2.Grammar(kind=GRAMMAR_KINDS.number(grammar.kind), text=grammar.text)
+
+
+def grammar_from_wire(message: inference_pb2.Grammar) -> Grammar:
+    """Convert part of a checked message."""
+    return Grammar(GrammarKind(GRAMMAR_KINDS.word(message.kind)), message.text)
 
 
 def prefill_job_to_wire(job: PrefillJob) -> worker_pb2.PrefillRequest:
@@ -331,7 +342,12 @@ def _rules_from_wire(message: worker_pb2.LogitRules) -> LogitRules:
 def _job_to_wire(job: PrefillJob | DecodeJob) -> dict[str, Any]:
     """Return the fields that the jobs of both roles have."""
     sampling, stops = sampling_to_wire(job.sampling), stops_to_wire(job.stops)
-    return {name: getattr(job, name) for name in _JOB_FIELDS} | {"sampling": sampling, "stops": stops}
+    grammar = grammar_to_wire(job.grammar) if job.grammar is not None else None
+    return {name: getattr(job, name) for name in _JOB_FIELDS} | {
+        "sampling": sampling,
+        "stops": stops,
+        "grammar": grammar,
+    }
 
 
 def _job_from_wire(message: worker_pb2.PrefillRequest | worker_pb2.StartRequest) -> dict[str, Any]:
@@ -339,6 +355,7 @@ def _job_from_wire(message: worker_pb2.PrefillRequest | worker_pb2.StartRequest)
         "sampling": sampling_from_wire(message.sampling),
         "stops": stops_from_wire(message.stops),
         "age_s": max(0.0, message.age_s),
+        "grammar": grammar_from_wire(message.grammar) if message.HasField("grammar") else None,
     }
 
 

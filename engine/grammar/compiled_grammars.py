@@ -4,6 +4,7 @@ The tokens of the model are loaded with the first grammar, and a grammar is comp
 neither stops a step. Routers have compiled each grammar within their bounds before they send it.
 """
 
+import asyncio
 import threading
 from collections import OrderedDict
 from pathlib import Path
@@ -33,9 +34,11 @@ class CompiledGrammars:
             self._engine = GrammarEngine.load(self._folder)
         return self._engine
 
-    def has(self, grammar: Grammar) -> bool:
-        """Return whether `matcher` would not have to compile."""
-        return grammar.digest in self._compiled
+    async def prepare(self, grammar: Grammar | None) -> None:
+        """Compile the grammar of a job that will be admitted, on another thread. Raises ConfigError, InvalidGrammar,
+        NoGrammarWorker."""
+        if grammar is not None and grammar.digest not in self._compiled:
+            await asyncio.to_thread(self.matcher, grammar)
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """Return a new state before the first token. Raises ConfigError, InvalidGrammar, NoGrammarWorker."""

@@ -322,6 +322,7 @@ def _load(peer: Peer, now_s: float) -> WorkerLoad:
         full_for_s=peer.backlog.full_for_s(now_s),
         work=_work_ahead(peer, now_s),
         unmodelled=peer.unmodelled.at(now_s),
+        grammar_engine=peer.member.grammar_engine,
         role=peer.member.role,
     )
 

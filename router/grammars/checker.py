@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Protocol
 
 from cluster.errors import InvalidGrammar, Overloaded, Unavailable, UnsupportedField
-from cluster.messages import MAX_GRAMMAR_CHARACTERS, Grammar
+from cluster.grammar.engine import grammar_engine_id
+from cluster.grammar.tokenizer_files import locate
+from cluster.messages import MAX_GRAMMAR_BYTES, Grammar
+from router.requests import GenerateRequest
 
 _LOG = logging.getLogger("tandem.router.grammars")
 _AT_ONCE = 2  # grammars that are compiled at the same time
@@ -41,6 +44,24 @@ class GrammarCheck(Protocol):
         ...
 
 
+async def check_grammar_of(request: GenerateRequest, grammars: GrammarCheck) -> None:
+    """Check the grammar of a new request, if it has one; that of a resumed one was checked before it was accepted.
+    Raises InvalidGrammar with the client's field, and the other errors of GrammarCheck."""
+    if request.grammar is None:
+        return
+    try:
+        await grammars.check(request.grammar)
+    except InvalidGrammar as error:
+        field = request.grammar_field
+        raise InvalidGrammar(f"{field}: {error.message}", param=field) from error
+
+
+def grammar_checker(model: str) -> "GrammarChecker":
+    """Return the checker of a router that serves this model. Raises ConfigError."""
+    folder = locate(model)
+    return GrammarChecker(folder, grammar_engine_id(folder))
+
+
 class GrammarChecker:
     """Implements GrammarCheck with a compile process (process.py)."""
 
@@ -60,8 +81,9 @@ class GrammarChecker:
                 "this router applies no grammars: llguidance is not installed here, or the model has no tokenizer or no"
                 " end-of-sequence token"
             )
-        if len(grammar.text) > MAX_GRAMMAR_CHARACTERS:
-            raise InvalidGrammar(f"it has {len(grammar.text)} characters; at most {MAX_GRAMMAR_CHARACTERS} are read")
+        num_bytes = len(grammar.text.encode("utf-8", "surrogatepass"))
+        if num_bytes > MAX_GRAMMAR_BYTES:
+            raise InvalidGrammar(f"it has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES} are read")
         digest = grammar.digest
         if digest not in self._checked:
             await self._compiled(digest, grammar)

@@ -4,6 +4,7 @@ This module checks shapes only: the checks of values are in router/request/valid
 """
 
 from cluster.errors import InvalidRequest
+from cluster.messages import Grammar, GrammarKind
 from cluster.protocol import wire
 from router.requests import (
     Accepted,
@@ -21,7 +22,7 @@ from router.requests import (
     TokenPrompt,
 )
 from router.text.model_files import ModelInfo
-from tandem.enum_words import CHAT_ROLES, FINISH_REASONS, REQUEST_PHASES
+from tandem.enum_words import CHAT_ROLES, FINISH_REASONS, GRAMMAR_KINDS, REQUEST_PHASES
 from tandem.v1 import inference_pb2
 
 
@@ -47,6 +48,7 @@ def generate_request_from_wire(
         cache_salt=message.cache_salt,
         priority=message.priority,
         is_batch=message.is_batch,
+        grammar=_grammar(message.grammar) if message.HasField("grammar") else None,
         slo_ttft_s=message.slo_ttft_s if message.HasField("slo_ttft_s") else None,
         slo_tpot_s=message.slo_tpot_s if message.HasField("slo_tpot_s") else None,
         stream_interval=message.stream_interval or 1,
@@ -137,6 +139,16 @@ def _stop(message: inference_pb2.StopConditions) -> StopConditions:
         stop_token_ids=tuple(message.stop_token_ids),
         include_stop_str_in_output=message.include_stop_str_in_output,
     )
+
+
+def _grammar(message: inference_pb2.Grammar) -> Grammar:
+    try:
+        kind = GRAMMAR_KINDS.word(message.kind)
+    except ValueError as error:
+        raise InvalidRequest(f"grammar: kind: {error}") from None
+    if not kind:
+        raise InvalidRequest(f"grammar has no kind: set one of {', '.join(GRAMMAR_KINDS.words)}")
+    return Grammar(GrammarKind(kind), message.text)
 
 
 def _resume_from(message: inference_pb2.ResumeFrom) -> tuple[ResumedChoice, ...]:

@@ -14,6 +14,7 @@ from cluster.errors import InvalidRequest
 from router.http.bodies.messages import MAX_MESSAGES, MAX_TOOLS, Message, Tool
 from router.http.bodies.openapi import TOKEN_IDS
 from router.http.bodies.strict_body import NeutralValues, StrictBody
+from router.http.bodies.structured_outputs import StructuredOutputFields
 from router.http.logit_fields import LogitFields
 from router.request.validation import (
     MAX_CACHE_SALT_CHARACTERS,
@@ -47,7 +48,6 @@ _LEAST_MS = 0.001  # of a latency target
 # Fields of OpenAI's and vLLM's published protocols that Tandem does not have, with the values (besides null) that ask
 # for nothing.
 _ASKS_FOR_NOTHING: NeutralValues = {
-    "response_format": ({"type": "text"},),
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "watermarking": (False,),
@@ -55,7 +55,6 @@ _ASKS_FOR_NOTHING: NeutralValues = {
     "truncation_side": ("left",),
     "prompt_logprobs": (),
     "logprob_token_ids": (),
-    "structured_outputs": (),
     "thinking_token_budget": (-1,),
     "routed_experts_prompt_start": (0,),
     "return_token_offsets": (False,),
@@ -166,7 +165,7 @@ class SloHeaders(BaseModel):
         return [replace(request, slo_ttft_s=ttft_s, slo_tpot_s=tpot_s) for request in requests]
 
 
-class _Request(LogitFields):
+class _Request(LogitFields, StructuredOutputFields):
     """The fields of both endpoints. Unset sampling fields default to the model's generation_config.json."""
 
     default_max_tokens: ClassVar[int | None] = None
@@ -252,7 +251,8 @@ class _Request(LogitFields):
         return value
 
     def request(self, prompt: Prompt, label: str, *, max_tokens: int | None, logprobs: int | None) -> GenerateRequest:
-        """Return the request for the pipeline. The router chooses its request id."""
+        """Return the request for the pipeline. The router chooses its request id. Raises InvalidGrammar."""
+        grammar, grammar_field = self.grammar()
         return GenerateRequest(
             prompt=prompt,
             label=label,
@@ -282,6 +282,8 @@ class _Request(LogitFields):
             stream_interval=self.stream_interval,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             skip_special_tokens=self.skip_special_tokens,
+            grammar=grammar,
+            grammar_field=grammar_field,
         )
 
 

@@ -19,6 +19,7 @@ from cluster.observe.telemetry import Telemetry
 from cluster.request_size import most_output
 from router.fleet.fleet import Fleet
 from router.fleet.prefix_locator import PrefixLocator
+from router.grammars.checker import GrammarCheck, check_grammar_of
 from router.pipeline.attempt import Attempt, AttemptContext
 from router.pipeline.failures import AttemptFailed, RetryBudget
 from router.pipeline.hedges import Hedges, Hedging, Overtaken
@@ -72,6 +73,7 @@ class Pipeline:
         fleet: Fleet,
         migrations: Migrations,
         prefixes: PrefixLocator,
+        grammars: GrammarCheck,
         key: bytes,
         settings: PipelineSettings,
         clock: Clock,
@@ -83,6 +85,7 @@ class Pipeline:
         self._model = tokenization.model_info
         self._live_requests = live_requests
         self._fleet = fleet
+        self._grammars = grammars
         pairs = PairHealth(policy=settings.breakers, fleet=fleet, telemetry=telemetry)
         self._worker_choice = WorkerChoice(
             fleet=fleet, policy=policy, prefixes=prefixes, pairs=pairs, telemetry=telemetry
@@ -185,6 +188,7 @@ class Pipeline:
         live.account.enter(PhaseName.ADMIT, self._clock.now_s())
         if shown is not None:
             return shown.resolved(request, prompt_token_ids, self._model, bad_words), shown
+        await check_grammar_of(request, self._grammars)
         resolved = await self._resolved(request, prompt_token_ids, bad_words)
         stream_id = secrets.token_bytes(STREAM_ID_BYTES)
         return resolved, accept(
@@ -226,6 +230,7 @@ class Pipeline:
             expected_output=self._outputs.expected(request.stops.max_tokens),
             targets=SloTargets.of_request(live.request.slo_ttft_s, live.request.slo_tpot_s),
             keeps_queue_position=acceptance.is_recent(self._wall_us()),
+            grammar_engine=self._grammars.engine_id if request.grammar is not None else "",
         )
 
     async def _resume(
@@ -255,7 +260,9 @@ class Pipeline:
             with self._worker_choice.waiting(too_large):
                 await self._fleet.changed()
         admitted.waits(admitted.choices[0], None)
-        refusal = too_large or self._worker_choice.early_refusal(admitted)
+        refusal = (
+            too_large or self._worker_choice.grammar_refusal(admitted) or self._worker_choice.early_refusal(admitted)
+        )
         if refusal is not None:
             raise refusal
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from cluster.errors import NoWorkerLargeEnough, Overloaded
+from cluster.errors import NoGrammarWorker, NoWorkerLargeEnough, Overloaded
 from cluster.messages import MemberId, Role
 from cluster.observe.telemetry import Telemetry
 from cluster.request_size import RequestSize, decode_shortage, prefill_shortage, too_large
@@ -152,7 +152,7 @@ class WorkerChoice:
                     now_s, modelled = _now_s(), None if admitted.request.is_batch else self._modelled(chosen)
                     admitted.account.predict(predicted.ttft_s, predicted.itl_s, now_s, modelled)
                 return placement
-            shortage = self._shortage(facts.size) if placement is None else None
+            shortage = self._shortage(facts) if placement is None else None
             admitted.waits(choices[0], shortage)
             with self.waiting(shortage):
                 await self._fleet.changed()
@@ -178,6 +178,16 @@ class WorkerChoice:
             if any(not prefill_shortage(capacity, size) for capacity in prefills):
                 return None
         return too_large(size, decodes)
+
+    def grammar_refusal(self, admitted: AdmittedRequest) -> NoGrammarWorker | None:
+        """Return why no worker applies the request's grammar; None if one does, or none answers now."""
+        facts, decodes = facts_of(admitted, admitted.size()), self._fleet.decode_loads()
+        if not decodes or any(map(facts.has_grammar_engine, decodes)):
+            return None
+        return NoGrammarWorker(
+            f"no worker of this cluster applies grammars as this router does, by {admitted.grammar_engine}: install the"
+            " same version of llguidance and the same tokenizer everywhere"
+        )
 
     @contextmanager
     def waiting(self, shortage: NoWorkerLargeEnough | None) -> Iterator[None]:
@@ -235,11 +245,12 @@ class WorkerChoice:
         cached_tokens = self._prefixes.cached_tokens(prompt, admitted.request.cache_salt)
         return replace(_facts(admitted, choices, choices[0].num_committed), cached_tokens=cached_tokens)
 
-    def _shortage(self, size: RequestSize) -> NoWorkerLargeEnough | None:
-        """Return why no worker can hold a request without a placement; None if there is no decode worker at all."""
-        decodes = self._fleet.decode_loads()
+    def _shortage(self, facts: RequestFacts) -> NoWorkerLargeEnough | None:
+        """Return why no worker can hold a request without a placement; None if there is no decode worker at all that
+        applies its grammar."""
+        decodes = list(filter(facts.has_grammar_engine, self._fleet.decode_loads()))
         capacities = [load.capacity for load in decodes if load.capacity is not None]
-        return too_large(size, capacities) if decodes else None
+        return too_large(facts.size, capacities) if decodes else None
 
     def _choose(self, facts: RequestFacts, *, without_prefill: bool) -> Placement | None:
         prefills, decodes = self._fleet.prefill_loads(), self._fleet.decode_loads()
@@ -262,4 +273,5 @@ def facts_of(admitted: AdmittedRequest, size: RequestSize) -> RequestFacts:
         too_small=frozenset(admitted.too_small),
         expected_output=max(1.0, admitted.expected_output - size.num_committed),
         targets=admitted.targets,
+        grammar_engine=admitted.grammar_engine,
     )

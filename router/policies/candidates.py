@@ -63,6 +63,7 @@ class WorkerLoad:
     full_for_s: float = 0.0  # its queue is full for this long, as it reported; 0: it accepts more
     work: WorkAhead | None = None  # for predictions; None: the worker has not reported its speed
     unmodelled: Unmodelled = NOTHING_UNMODELLED
+    grammar_engine: str = ""  # empty: it applies no grammars
     role: Role | None = None  # the work that its operator prefers it to do; None: any
 
     @property
@@ -87,11 +88,16 @@ class RequestFacts:
     too_small: Collection[MemberId] = frozenset()  # workers that have refused this request for its size
     expected_output: float = 1.0  # tokens of `max_tokens` that it is expected to generate, the first one included
     targets: SloTargets = NO_TARGETS  # of this request
+    grammar_engine: str = ""  # that a worker must have; empty: the request has no grammar
 
     @property
     def size(self) -> RequestSize:
         num_prompt, num_output = self.num_prompt_tokens - self.num_committed, self.num_committed + self.max_tokens
         return RequestSize(num_prompt, num_output, self.num_committed, self.num_choices)
+
+    def has_grammar_engine(self, load: WorkerLoad) -> bool:
+        """Return whether the worker applies the request's grammar as the router that checked it, if it has one."""
+        return self.grammar_engine in ("", load.grammar_engine)
 
     def fits_prefill(self, load: WorkerLoad) -> bool:
         return self._fits(load, prefill_shortage)
@@ -110,7 +116,7 @@ class RequestFacts:
         return self.fits_decode(load) and self._fits(load, handoff_shortage)
 
     def _fits(self, load: WorkerLoad, shortage: Callable[[Capacity, RequestSize], str]) -> bool:
-        if load.member in self.too_small:
+        if load.member in self.too_small or not self.has_grammar_engine(load):
             return False
         return load.capacity is None or not shortage(load.capacity, self.size)
 

@@ -147,10 +147,13 @@ class AdmittedRequest:
         expected_output: float,
         targets: SloTargets = NO_TARGETS,
         keeps_queue_position: bool = False,
+        grammar_engine: str = "",
     ) -> None:
         """`expected_output`: tokens that a choice is expected to generate in all, at least 1.
 
         `targets`: the times that the client asked for, from the request's arrival.
+
+        `grammar_engine`: what a worker must have in common with this router; empty: the request has no grammar.
 
         `keeps_queue_position`: the request is new, or it resumes one whose first deadline has not passed."""
         self.request_id = request_id
@@ -163,6 +166,7 @@ class AdmittedRequest:
         self.execution = Execution()
         for choice in self.choices:
             choice.execution = self.execution
+        self.grammar_engine = grammar_engine
         self._targets = targets
         self._deadline_s = deadline_s
         self._outbox = outbox
@@ -268,6 +272,7 @@ class AdmittedRequest:
             is_batch=self.request.is_batch,
             age_s=self._clock.now_s() - self.account.began_s,
             is_unproven=self._is_unproven,
+            grammar=self.request.grammar,
         )
 
     def decode_job(
@@ -307,6 +312,7 @@ class AdmittedRequest:
             is_batch=self.request.is_batch,
             age_s=self._clock.now_s() - self.account.began_s,
             is_unproven=self._is_unproven,
+            grammar=self.request.grammar,
         )
 
     def dispatched(self, *, prefill: MemberId | None = None, decode: MemberId | None = None) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cluster.errors import InvalidRequest, NoTokenizer, PromptTooLong, RequestTooLarge, UnknownModel
-from cluster.messages import LogitRules, Sampling, TokenStops
+from cluster.messages import MAX_GRAMMAR_BYTES, Grammar, LogitRules, Sampling, TokenStops
 from router.request.logit_rules import check_logit_rules, resolved_logit_rules
 from router.requests import Accepted, GenerateRequest, ResumedChoice, SamplingParams, StopConditions
 from router.text.model_files import ModelInfo
@@ -44,6 +44,7 @@ class ResolvedRequest:
     cache_salt: str
     priority: int
     is_batch: bool
+    grammar: Grammar | None = None
 
     def at_most(self, num_output: int) -> "ResolvedRequest":
         """Return the request with `max_tokens` reduced to what a worker can hold. Unchanged if that is less than 1 or
@@ -112,6 +113,8 @@ def check(request: GenerateRequest, model: ModelInfo) -> None:
     _check_sampling(request.sampling)
     check_logit_rules(request.sampling, model)
     _check_stop(request.stop, model)
+    if request.grammar is not None:
+        _check_grammar(request, model)
     if request.resume_from is not None:
         _check_resumption(request, request.resume_from, model)
 
@@ -171,6 +174,7 @@ def resolve(
         cache_salt=request.cache_salt,
         priority=request.priority,
         is_batch=request.is_batch,
+        grammar=request.grammar,
     )
 
 
@@ -199,6 +203,18 @@ def _check_stop(stop: StopConditions, model: ModelInfo) -> None:
     if stop.stop and not model.has_tokenizer:
         raise NoTokenizer(f"the model {model.name} has no tokenizer: it takes stop_token_ids, no stop strings")
     check_token_ids(stop.stop_token_ids, model)
+
+
+def _check_grammar(request: GenerateRequest, model: ModelInfo) -> None:
+    """Check what contradicts a grammar. What it says is checked by router/grammars/."""
+    field = request.grammar_field
+    if not model.has_tokenizer:
+        raise NoTokenizer(f"the model {model.name} has no tokenizer: it takes no {field}")
+    _require(bool(model.eos_token_ids), f"{field} needs an end-of-sequence token, which the model {model.name} has not")
+    _require(not request.stop.ignore_eos, f"{field} ends the text with the model's end of sequence: drop ignore_eos")
+    _require(request.stop.min_tokens == 0, f"{field} says where the text may end: drop min_tokens")
+    has_other = bool(request.sampling.allowed_token_ids) or bool(request.sampling.bad_words)
+    _require(not has_other, f"{field} says which tokens may follow: drop allowed_token_ids and bad_words")
 
 
 def _check_resumption(request: GenerateRequest, choices: tuple[ResumedChoice, ...], model: ModelInfo) -> None:
@@ -264,8 +280,9 @@ _TOKEN_BYTES = 4  # of a token id at most: packed to workers; as a varint from c
 _CHOICE_BYTES = 48  # of a choice without its tokens: tags and lengths, handle, seed, characters, reason of its end
 # A resumed message has more than the first, apart from tokens: sampling, max_tokens, acceptance, resume number.
 _ACCEPTED_BYTES = 288
-# A message to a worker has, apart from tokens: ids, addresses, stop token ids, salt, ticket, holders of prefixes.
-_JOB_BYTES = 64 * 1024
+# A message to a worker has, apart from tokens: ids, addresses, stop token ids, salt, ticket, sources of prefixes, and a
+# grammar.
+_JOB_BYTES = 64 * 1024 + MAX_GRAMMAR_BYTES
 
 
 @dataclass(frozen=True, slots=True)

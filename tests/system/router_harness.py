@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from cluster.clock import Clock, MonotonicClock
+from cluster.grammar.engine import grammar_engine_id
 from cluster.member import Capacity, Member
 from cluster.messages import LayoutFingerprint, MemberId, Role
 from cluster.observe.telemetry import Telemetry
@@ -16,6 +17,7 @@ from router.drain.evacuation import Evacuation
 from router.fleet.fleet import Fleet
 from router.fleet.prefix_locator import CacheEventFollower, PrefixLocator
 from router.fleet.supervision import WorkerTimeouts
+from router.grammars.checker import GrammarChecker
 from router.pipeline.migration import Migrations
 from router.pipeline.pipeline import Pipeline, PipelineSettings
 from router.policies.breakers import BreakerPolicy
@@ -104,6 +106,7 @@ class RouterUnderTest:
             timeout_s=migration_timeout_s,
         )
         self.evacuation = Evacuation(fleet=self.fleet, migrations=self.migrations)
+        self.grammars = GrammarChecker(DEMO_MODEL, grammar_engine_id(DEMO_MODEL))
         self.pipeline = Pipeline(
             router=self.member.id,
             tokenization=self.tokenization,
@@ -112,6 +115,7 @@ class RouterUnderTest:
             fleet=self.fleet,
             migrations=self.migrations,
             prefixes=PrefixLocator(self.fleet, index, b"key"),
+            grammars=self.grammars,
             key=b"key",
             settings=PipelineSettings(
                 request_timeout_s=request_timeout_s,
@@ -197,6 +201,7 @@ async def router_under_test(**settings: object) -> AsyncIterator[RouterUnderTest
     """Run a router. On exit all workers are stopped and every invariant is checked."""
     router = RouterUnderTest(**settings)  # type: ignore[arg-type]
     async with AsyncExitStack() as stack:
+        stack.push_async_callback(router.grammars.close)
         await stack.enter_async_context(running(router.fleet.run()))
         await stack.enter_async_context(running(router.evacuation.run()))
         try:

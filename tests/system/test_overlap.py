@@ -18,6 +18,7 @@ from cluster.protocol.hashing import hash_prompt, nameless_chains
 from cluster.settings.engine_settings import EngineSettings
 from cluster.settings.transfer_settings import TransferSettings
 from engine.build import Engine, build_engine
+from engine.grammar.compiled_grammars import CompiledGrammars
 from engine.kv.pool import KvPool
 from engine.scheduling import commands
 from engine.scheduling.commands import Release
@@ -193,6 +194,7 @@ async def _prefill_worker() -> AsyncIterator[_PrefillWorker]:
         cache_events=CacheEventPublisher(MemberId("p0", "1"), steps),
         outstanding=OutstandingWork(),
         max_calls=64,
+        grammars=CompiledGrammars(None),
         refuse_if_unhealthy=lambda: None,
         vocab_size=engine.model_info.vocab_size,
         cluster_key=_KEY,

@@ -15,6 +15,7 @@ from cluster.protocol import wire
 from cluster.settings.transfer_settings import TransferSettings
 from decode_worker.exports import FreezeOrder, FrozenSequence
 from decode_worker.service import DecodeService
+from engine.grammar.compiled_grammars import CompiledGrammars
 from engine.scheduling import commands
 from engine.steps.step_loop import StepLoop
 from kvtransfer.exporter.exporter import Exporter
@@ -66,6 +67,7 @@ class FrozenWorker:
             new_chain=self.bench.new_chain,
             wire_dtype="native",
             stream_grace_s=GRACE_S,
+            grammars=CompiledGrammars(None),
             refuse_if_unhealthy=lambda: None,
             telemetry=self.telemetry,
         )

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from cluster.errors import InvalidGrammar, UnsupportedField
 from cluster.grammar.engine import grammar_engine_id
-from cluster.messages import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
+from cluster.messages import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from router.grammars.checker import GrammarChecker
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
@@ -81,8 +81,8 @@ async def test_a_dead_process_is_replaced(checker: GrammarChecker) -> None:
 
 
 async def test_a_grammar_beyond_the_bounds_of_its_text_is_not_compiled(checker: GrammarChecker) -> None:
-    with pytest.raises(InvalidGrammar, match=f"at most {MAX_GRAMMAR_CHARACTERS}"):
-        await checker.check(Grammar(GrammarKind.REGEX, "a" * (MAX_GRAMMAR_CHARACTERS + 1)))
+    with pytest.raises(InvalidGrammar, match=f"at most {MAX_GRAMMAR_BYTES}"):
+        await checker.check(Grammar(GrammarKind.REGEX, "a" * (MAX_GRAMMAR_BYTES + 1)))
     assert checker._process is None
 
 

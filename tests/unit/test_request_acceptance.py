@@ -14,7 +14,7 @@ from cluster.errors import (
     PromptChanged,
     RequestChanged,
 )
-from cluster.messages import Sampling
+from cluster.messages import Grammar, GrammarKind, Sampling
 from cluster.request_size import LengthLimits
 from router.request.request_acceptance import (
     ACCEPTANCE_BYTES,
@@ -141,6 +141,7 @@ def test_another_prompt_is_refused_by_name(token: bytes, prompt: tuple[int, ...]
         {"cache_salt": "other"},
         {"priority": -1},
         {"is_batch": True},
+        {"grammar": Grammar(GrammarKind.REGEX, "a")},
     ],
     ids=str,
 )
@@ -164,6 +165,7 @@ def test_the_parameters_digest_covers_every_field_of_a_resolved_request() -> Non
         "cache_salt": "other",
         "priority": 4,
         "is_batch": True,
+        "grammar": Grammar(GrammarKind.REGEX, "a"),
     }
     fields = {field.name for field in dataclasses.fields(ResolvedRequest)} - {"prompt_token_ids"}
     assert set(other) == fields, "a new field needs a place in the digest"

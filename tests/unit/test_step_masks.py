@@ -147,7 +147,7 @@ def test_both_ways_of_drawing_draw_the_same_allowed_tokens(dtype: torch.dtype, v
         if sample.grammar_state is not None:
             masks = sample.grammar_state.masks
             assert isinstance(masks, torch.Tensor)
-            assert token_id < 32 * masks.shape[1] and masks[0, token_id // 32].item() >> token_id % 32 & 1
+            assert token_id < 32 * masks.shape[1] and int(masks[0, token_id // 32]) >> token_id % 32 & 1
     for widest in (512, 256, 128):
         try:
             compiled = CompiledDraw(load_library(), widest=widest)

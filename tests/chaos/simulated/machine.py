@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +19,14 @@ from cluster.clock import Clock
 from cluster.member import from_json, to_json
 from cluster.service_times import StepWork
 from cluster.settings.config import WorkerConfig
+from engine.grammar.compiled_grammars import CompiledGrammars
 from engine.kv.host_blocks import SwappingRunner
 from engine.timing.service_time_fit import TimedStep
 from kvtransfer.exporter.exporter import Exporter
 from kvtransfer.transports.available import Available
 from kvtransfer.transports.base import TransportSetup
 from router.fleet.decode_events import Sequences
+from router.grammars.checker import GrammarChecker
 from router.text.tokenization import Tokenization
 from tests.chaos.simulated.calls import Channel
 from tests.chaos.simulated.coverage import counted
@@ -224,6 +227,8 @@ def simulated_machine() -> Iterator[None]:
         "secrets.randbits": lambda bits: world().ids.getrandbits(bits),
     }
     replaced["worker.app.build_engine"] = _engine
+    replaced["worker.app.worker_grammars"] = lambda _: CompiledGrammars(None)
+    replaced["router.app.grammar_checker"] = lambda _: GrammarChecker(Path(), "")
     replaced["worker.app.StepLoop"] = SimulatedStepLoop
     replaced["worker.app.MonotonicClock"] = SimulatedClock
     replaced["worker.app.fixed_rows"] = lambda _: _FIXED_ROWS

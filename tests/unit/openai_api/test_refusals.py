@@ -20,7 +20,6 @@ from tests.unit.small_tokenizers import byte_level
     [
         ("length_penalty", 0.5),
         ("use_beam_search", True),
-        ("response_format", {"type": "json_object"}),
         ("best_of", 2),
         ("made_up", None),
         ("timeout", 3),
