@@ -97,6 +97,7 @@ class ScriptedWorker:
         self.state = MemberState.READY
         self.fingerprint = FINGERPRINT
         self.capacity: Capacity | None = None
+        self.grammar_engine = ""
         self.links: tuple[LinkSpeed, ...] = ()  # sent in its heartbeats, as the service times
         self.service_times: ServiceTimes | None = None
         self.drained = asyncio.Event()
@@ -122,6 +123,7 @@ class ScriptedWorker:
             fingerprint=self.fingerprint,
             transports=("tcp",),
             capacity=self.capacity,
+            grammar_engine=self.grammar_engine,
         )
 
     async def start(self, port: int = 0) -> None:

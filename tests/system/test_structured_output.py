@@ -27,7 +27,7 @@ _SCHEMA: dict[str, Any] = {
 }
 _FORMAT = {"type": "json_schema", "json_schema": {"name": "city", "strict": True, "schema": _SCHEMA}}
 _PROMPT = "def city():\n    return "
-# A multiple of a large prime among numbers of 30 digits takes ten seconds to compile.
+# A multiple of a large prime among numbers of 30 digits takes seconds of CPU time to compile.
 _HOSTILE = {"type": "integer", "multipleOf": 1_000_003, "maximum": 10**30}
 
 

@@ -16,7 +16,7 @@ from cluster.messages import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from router.grammars.checker import GrammarChecker
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
-# A multiple of a large prime among numbers of 30 digits: an automaton with a million states, ten seconds of work.
+# A multiple of a large prime among numbers of 30 digits takes seconds of CPU time.
 HOSTILE = {"type": "integer", "multipleOf": 1_000_003, "maximum": 10**30}
 
 
@@ -46,7 +46,7 @@ async def test_grammars_of_every_kind_are_accepted_or_refused_with_the_cause(che
 
 async def test_a_hostile_schema_is_refused_while_others_are_checked(checker: GrammarChecker) -> None:
     await checker.check(schema({"type": "object"}))
-    hostile = [asyncio.create_task(checker.check(schema(HOSTILE | {"minimum": n}))) for n in range(3)]
+    hostile = [asyncio.create_task(checker.check(schema(HOSTILE | {"maximum": 10**30 + n}))) for n in range(2)]
     await asyncio.sleep(0)
     await checker.check(schema({"type": "array", "maxItems": 3}))
     for refused in await asyncio.gather(*hostile, return_exceptions=True):

@@ -61,6 +61,15 @@ REACHED_BY = {
     "deadline_exceeded": (
         "tests/system/test_pipeline.py::test_a_request_without_a_worker_until_its_deadline_names_the_reason"
     ),
+    "grammar_rejected": (
+        "tests/unit/test_step_masks.py::test_tokens_that_the_grammar_rejects_end_their_request_alone_with_a_named_error"
+    ),
+    "invalid_grammar": (
+        "tests/system/test_structured_output.py::test_refused_grammars_name_their_field_and_cost_no_other_request"
+    ),
+    "no_grammar_worker": (
+        "tests/system/test_grammar_workers.py::test_without_such_a_worker_a_request_with_a_grammar_is_refused_at_once"
+    ),
     "invalid_request": ("tests/system/test_scale_target.py::test_an_impossible_target_is_refused"),
     "malformed_handoff_message": (
         "tests/contract/test_handoff_malformed.py::test_any_malformed_message_of_an_exporter_ends_that_hand_off_only"
