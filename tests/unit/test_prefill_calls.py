@@ -11,6 +11,7 @@ from cluster.errors import QueueFull
 from cluster.observe.telemetry import Telemetry
 from cluster.outstanding_work import OutstandingWork
 from cluster.protocol import wire
+from engine.grammar.compiled_grammars import CompiledGrammars
 from prefill_worker.service import PrefillService
 from tests.prefill_jobs import prefill_job
 
@@ -39,6 +40,7 @@ def _service(steps: _Steps, telemetry: Telemetry) -> PrefillService:
         outstanding=OutstandingWork(),
         max_calls=2,
         cluster_key=b"key",
+        grammars=CompiledGrammars(None),
         refuse_if_unhealthy=lambda: None,
         telemetry=telemetry,
         **parts,
