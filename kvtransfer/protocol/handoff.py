@@ -28,6 +28,7 @@ duplicates, and nothing depends on the order in which messages arrive.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from cluster.errors import HandOffReason
 from cluster.messages import Epoch
@@ -42,9 +43,8 @@ class Outcome(StrEnum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteBlock:
-    """A sealed block in the exporter's pool."""
+class RemoteBlock(NamedTuple):
+    """A sealed block in the exporter's pool. Hand-offs have thousands, and a named tuple is made at half the price."""
 
     block_id: int
     digest: bytes  # empty: the exporter computes none

@@ -243,13 +243,15 @@ def _completed(state: ImporterState, read_id: int, digests: tuple[bytes, ...], n
     state = changed(state, reading=None)
     if state.phase is ImporterPhase.DRAINING:
         return read_ended(state, reading, guards)
-    complete, wrong = set(state.complete), set[int]()
+    is_exempt = {drawn: guards.exempt_as_drawn(drawn) for drawn in (False, True)}
+    wrong = set[int]()
     for place, digest in zip(reading.places, digests, strict=True):
         block = state.offered[place]
-        is_exempt = guards.exempt_as_drawn(place in state.unverified)
-        good = is_exempt or (block is not None and guards.same_digest(block.digest, digest))
-        (complete if good else wrong).add(place)
-    state = changed(state, complete=frozenset(complete))
+        if is_exempt[place in state.unverified]:
+            continue
+        if block is None or not guards.same_digest(block.digest, digest):
+            wrong.add(place)
+    state = changed(state, complete=state.complete.union(reading.places).difference(wrong))
     if not all(guards.pulled_again_once(int(place in state.pulled_again)) for place in wrong):
         return fail(state, now_s, guards, HandOffReason.DIGEST_MISMATCH, f"blocks {sorted(wrong)}, pulled twice")
     return _go_on(changed(state, pulled_again=state.pulled_again | wrong), now_s, guards)
@@ -347,8 +349,10 @@ def _go_on(state: ImporterState, now_s: float, guards: Guards) -> Step:
     if state.phase not in (ImporterPhase.RESERVING, ImporterPhase.PULLING):
         return state, ()
     plan = state.plan
-    num_offered = sum(block is not None for block in state.offered)
-    num_wanted = guards.whole_reservation(plan.num_blocks, num_offered)
+    num_wanted = state.num_asked
+    if num_wanted < plan.num_blocks:
+        num_offered = sum(block is not None for block in state.offered)
+        num_wanted = guards.whole_reservation(plan.num_blocks, num_offered)
     if num_wanted > state.num_asked and state.num_asked == len(state.local_block_ids):
         num_lacking = num_wanted - state.num_asked
         state, actions = _go_on(changed(state, num_asked=num_wanted), now_s, guards)
@@ -372,7 +376,8 @@ def _read(state: ImporterState, now_s: float, guards: Guards) -> Step:
         detail = f"the exporter gives no digests of blocks {unverifiable}"
         return fail(state, now_s, guards, HandOffReason.UNVERIFIABLE, detail)
     verifies_all = state.plan.verifies_all
-    unproven = [place for place, block in named if not guards.provenance_accepted(block.is_unverified, verifies_all)]
+    is_accepted = {unproven: guards.provenance_accepted(unproven, verifies_all) for unproven in (False, True)}
+    unproven = [place for place, block in named if not is_accepted[block.is_unverified]]
     if unproven:
         detail = f"the exporter had blocks {unproven} from another worker and did not verify them"
         return fail(state, now_s, guards, HandOffReason.UNVERIFIED_PROVENANCE, detail)
@@ -381,7 +386,7 @@ def _read(state: ImporterState, now_s: float, guards: Guards) -> Step:
         reading.read_id,
         tuple(block.block_id for block in blocks),
         tuple(state.local_block_ids[place] for place in places),
-        frozenset(state.local_block_ids[place] for place in places if place in state.unverified),
+        frozenset(state.local_block_ids[place] for place in state.unverified.intersection(places)),
     )
     return changed(state, reading=reading, num_reads=state.num_reads + 1), (start,)
 

@@ -313,8 +313,8 @@ class ImporterState:
     @property
     def missing_places(self) -> tuple[int, ...]:
         """Return the places that were offered and reserved but are not complete."""
-        known = zip(self.offered, self.local_block_ids, strict=False)
-        return tuple(place for place, (block, _) in enumerate(known) if block and place not in self.complete)
+        offered, complete = self.offered[: len(self.local_block_ids)], self.complete
+        return tuple([place for place, block in enumerate(offered) if block and place not in complete])
 
     @property
     def unverified_block_ids(self) -> frozenset[int]:

@@ -5,9 +5,10 @@ side it opens a channel, which belongs to one hand-off until it is finished or d
 """
 
 import ssl
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar
 
 from cluster.messages import Epoch, MemberId
 from cluster.settings.transfer_settings import READ_STALL_TIMEOUT_S
@@ -77,13 +78,13 @@ class Channel(Protocol):
         ...
 
 
-@runtime_checkable
-class DigestingChannel(Channel, Protocol):
-    """A channel that digests blocks while it copies them, for less than a copy and a digest cost."""
+class DigestingChannel(ABC):
+    """A Channel that digests blocks while it copies them, for less than a copy and a digest cost. It is no Protocol,
+    because each hand-off asks whether its channel is one."""
 
+    @abstractmethod
     async def read_digested(self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> tuple[bytes, ...]:
         """As `read`; return the digests of the bytes that were written."""
-        ...
 
 
 class ImporterTransport(Protocol):

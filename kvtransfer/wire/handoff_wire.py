@@ -134,7 +134,7 @@ def _sealed_from_wire(wire: kv_pb2.Sealed) -> Sealed:
     digests = split_digests(wire.digests) if wire.digests else (b"",) * len(block_ids)
     unverified = frozenset(unpack_ids(wire.unverified_block_ids))
     pairs = zip(block_ids, digests, strict=True)
-    blocks = tuple(RemoteBlock(block_id, digest, block_id in unverified) for block_id, digest in pairs)
+    blocks = tuple([RemoteBlock(block_id, digest, block_id in unverified) for block_id, digest in pairs])
     return Sealed(epoch_from_wire(wire.epoch), wire.first_index, blocks)
 
 

@@ -13,7 +13,7 @@ from engine.kv.pool import KvPool
 from kvtransfer.digests import digest_blocks
 from kvtransfer.importer import reads
 from kvtransfer.importer.reads import GPU_PIECE_BYTES, PIECE_BYTES, BlockReader, PieceSize
-from kvtransfer.transports.base import TransportError
+from kvtransfer.transports.base import DigestingChannel, TransportError
 from kvtransfer.wire.wire_format import NativeFormat
 from tests.contract.kv_pools import random_pool
 
@@ -118,7 +118,7 @@ async def test_a_short_read_needs_no_other_thread(pools: tuple[KvPool, KvPool]) 
     assert digests == digest_blocks(source, (4,))
 
 
-class _Digesting(_Channel):
+class _Digesting(_Channel, DigestingChannel):
     """A channel that digests as it copies."""
 
     async def read_digested(self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> tuple[bytes, ...]:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from cluster.shared_memory import has_fixed_size
 from kvtransfer.digests import compiled_digests
 from kvtransfer.memory import SHORT_BYTES, HostMemory, PoolMemory, runs
-from kvtransfer.transports.base import TransportError, TransportSetup
+from kvtransfer.transports.base import DigestingChannel, TransportError, TransportSetup
 from kvtransfer.transports.shm.pool_file import PoolFileChannel, PoolFileExporter, PoolFileImporter, RemotePool
 
 NAME = "shm"
@@ -51,11 +51,12 @@ class ShmExporter(PoolFileExporter):
         assert memory.memfd is not None, "shm needs a pool in a memfd"
         # Opened again for reading only. An importer that opens it once more for writing is stopped by the pool's seals.
         self._read_only = os.open(f"/proc/self/fd/{memory.memfd}", os.O_RDONLY | os.O_CLOEXEC)
+        self._identity = host_identity()
         num_blocks, block_bytes = memory.num_blocks, memory.block_bytes
         super().__init__(self._read_only, num_blocks, block_bytes, num_blocks * block_bytes)
 
     def reachable(self, importer_endpoint: bytes) -> bool:
-        return importer_endpoint == host_identity()
+        return importer_endpoint == self._identity
 
     async def close(self) -> None:
         await super().close()
@@ -64,8 +65,8 @@ class ShmExporter(PoolFileExporter):
             self._read_only = -1
 
 
-class DigestingShmChannel(PoolFileChannel[_Pool]):
-    """The DigestingChannel of `shm`."""
+class DigestingShmChannel(PoolFileChannel[_Pool], DigestingChannel):
+    """The channel of `shm` that digests."""
 
     def __init__(
         self,
