@@ -280,11 +280,11 @@ def test_a_dead_worker_is_replaced_and_ctrl_c_leaves_nothing(tmp_path: Path) -> 
         address = up.until("ready http=").split("grpc=")[1].strip()
         children = up.children()
         assert sorted(children) == ["cli.local.fork_server", "redis-server", "router", "worker"]
-        for forked in ("worker", "router"):  # the environment of a program would show where Redis is
-            assert b"TANDEM_REDIS" not in Path(f"/proc/{children[forked]}/environ").read_bytes()
+        assert are_forked(children)
         os.kill(children["worker"], signal.SIGKILL)
         assert "killed by signal 9; starting it again" in up.until("colocated-0 was killed")
         up.until("colocated-0 is back")
+        assert are_forked(up.children())
         with Client(address) as client:
             assert len(answered(client)) == 4
         handles = [os.pidfd_open(pid) for pid in up.pids()]
@@ -299,6 +299,12 @@ def test_a_dead_worker_is_replaced_and_ctrl_c_leaves_nothing(tmp_path: Path) -> 
             find_address(None, up.environment)
     finally:
         up.end()
+
+
+def are_forked(children: dict[str, int]) -> bool:
+    """Whether the members are forks: the environment of a program would show where Redis is."""
+    environments = [Path(f"/proc/{children[name]}/environ").read_bytes() for name in ("worker", "router")]
+    return all(b"TANDEM_REDIS" not in environment for environment in environments)
 
 
 def answered(client: Client) -> tuple[int, ...]:
