@@ -17,18 +17,26 @@ from types import FrameType
 
 import pytest
 
-_MOST = 3  # snapshots of one test
 _TITLE = "Stacks while the test ran"
 
 
 class StacksOfSlowTests:
     """Keeps the snapshots of the test that runs now. One instance serves one test process."""
 
-    def __init__(self, *, first_s: float = 10.0, every_s: float = 20.0, limit_s: float, spare_s: float = 5.0) -> None:
-        """The first snapshot is made after `first_s`: the waits of most tests have deadlines of 20 or 60 s. The last
-        one is printed `spare_s` before the test's limit, on what is standard error now. `limit_s`: of a test that has
-        no mark `timeout`."""
-        self._first_s, self._every_s, self._limit_s, self._spare_s = first_s, every_s, limit_s, spare_s
+    def __init__(
+        self,
+        *,
+        first_s: float = 10.0,
+        every_s: float = 20.0,
+        most: int = 3,
+        limit_s: float,
+        spare_s: float = 5.0,
+    ) -> None:
+        """The first of the `most` snapshots of a test is made after `first_s`: the waits of most tests have deadlines
+        of 20 or 60 s. One more is printed `spare_s` before the test's limit, on what is standard error now.
+        `limit_s`: of a test that has no mark `timeout`."""
+        self._first_s, self._every_s, self._most = first_s, every_s, most
+        self._limit_s, self._spare_s = limit_s, spare_s
         self._last_s = 0.0  # of the test that runs now
         self._error_output = os.dup(2)  # tests run with another one
         self._changed = threading.Condition()
@@ -67,15 +75,15 @@ class StacksOfSlowTests:
                 self._changed.wait(self._due_in_s())
                 if self._due_in_s() == 0.0 and self._began_s is not None:
                     self._snapshots.append(_snapshot(time.monotonic() - self._began_s))
-                    if len(self._snapshots) > _MOST:
+                    if len(self._snapshots) > self._most:
                         self._print(f"{self._test} is about to reach its time limit\n{self._snapshots[-1]}\n")
 
     def _due_in_s(self) -> float | None:
         """Return the time to the next snapshot; None if there will be none."""
         num_made = len(self._snapshots)
-        if self._began_s is None or num_made > _MOST:
+        if self._began_s is None or num_made > self._most:
             return None
-        due_s = self._first_s + self._every_s * num_made if num_made < _MOST else self._last_s
+        due_s = self._first_s + self._every_s * num_made if num_made < self._most else self._last_s
         return max(0.0, self._began_s + due_s - time.monotonic())
 
     def _print(self, text: str) -> None:

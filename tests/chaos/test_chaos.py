@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
-
 from tests.chaos.__main__ import run_plan
 from tests.chaos.members import forked_cluster
 from tests.chaos.plan import Fault, Kind, Phase, Round
@@ -16,7 +14,6 @@ _FAULTS = (
 )
 
 
-@pytest.mark.timeout(300)
 async def test_members_that_end_at_the_worst_moments_lose_no_token() -> None:
     plan = [Round(number, number, fault, victim=0, for_s=0.5, jump_s=0.0) for number, fault in enumerate(_FAULTS)]
     questions = replace(make_questions(num_mixed=6), long_prompts=())  # of other phases

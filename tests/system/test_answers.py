@@ -82,7 +82,6 @@ def transport_and_cluster(request: pytest.FixtureRequest) -> tuple[str, LocalClu
     return request.param, request.getfixturevalue(f"{request.param}_cluster")
 
 
-@pytest.mark.timeout(300)
 async def test_200_mixed_prompts_equal_transformers_and_every_one_is_handed_over(
     transport_and_cluster: tuple[str, LocalCluster], cases: list[_Case], expected: list[tuple[int, ...]]
 ) -> None:

@@ -16,7 +16,7 @@ from tests.faults.control import FaultControl
 from tests.faults.faulty_transport import Fault
 from tests.system.local_cluster import LocalCluster
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 
 _FLAGS = (
     *("--dtype", "float32", "--num-blocks", "64", "--canary-interval-s", "0.1"),

@@ -19,7 +19,7 @@ from tests.system.asking import GREEDY, Answer, ask, asked, question
 from tests.system.local_cluster import LocalCluster, Member
 from tests.system.polling import until
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 _GRACE_S = 2.5  # of the decode worker; too short for those with most left
 _WARM = inference_pb2.SamplingParams(temperature=0.9, top_p=0.95, seed=11)

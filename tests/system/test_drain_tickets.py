@@ -14,7 +14,7 @@ from tests.faults.faulty_transport import Fault
 from tests.system.asking import ask, asked, question
 from tests.system.local_cluster import LocalCluster
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 
 _QUESTION = question(range(20, 220), max_tokens=6, ignore_eos=True)
 _FLAGS = (

@@ -10,7 +10,7 @@ from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tests.system.asking import ask, question
 from tests.system.local_cluster import LocalCluster
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(240)]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 _ROUTER = MemberId("router-of-a-test", "1")
 _PROMPT = tuple(range(20, 120))

@@ -10,7 +10,7 @@ from tests.system.asking import Answer, ask, asked, held_hand_off, question
 from tests.system.local_cluster import LocalCluster
 from tests.system.polling import until
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 _DEADLINE_S = 60.0
 _LONG = tuple(20 + i % 800 for i in range(960))  # fifteen chunks

@@ -37,7 +37,6 @@ in_session = pytest.mark.asyncio(loop_scope="session")
 
 
 @in_session
-@pytest.mark.timeout(180)
 async def test_a_worker_whose_name_was_taken_exits_fenced_and_its_streams_continue_elsewhere(
     cluster: LocalCluster,
 ) -> None:
@@ -83,7 +82,6 @@ async def _registered_incarnation(cluster: LocalCluster, name: str) -> str:
 
 @in_session
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 async def test_a_router_whose_name_was_taken_exits_fenced_and_its_clients_resume_at_another(
     cluster: LocalCluster,
 ) -> None:

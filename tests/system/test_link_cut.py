@@ -20,7 +20,7 @@ from tests.faults.faulty_transport import Fault
 from tests.system.asking import Answer, ask, asked, question
 from tests.system.local_cluster import LocalCluster
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 _QUESTION = question([20 + i % 700 for i in range(200)], max_tokens=6, ignore_eos=True)
 _STREAM = question(range(30, 70), max_tokens=300, ignore_eos=True)

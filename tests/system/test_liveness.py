@@ -25,7 +25,7 @@ from tests.system.asking import Answer, ask, question
 from tests.system.local_cluster import LocalCluster, Member
 from tests.system.polling import until
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 _QUESTION = question([20 + i % 700 for i in range(100)], max_tokens=24, ignore_eos=True)
 _FLAGS = ("--dtype", "float32", "--kv-transports", "shm", "--max-prefill-tokens", "64", "--num-blocks", "512")

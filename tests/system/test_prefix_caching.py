@@ -71,7 +71,6 @@ async def test_tenants_share_no_cached_blocks(small_pools: LocalCluster) -> None
     assert cached[2] == (64, False) or (cached[2] == (64, True) and after["blocks_evicted"] > before["blocks_evicted"])
 
 
-@pytest.mark.timeout(180)
 async def test_answers_are_those_of_requests_that_share_nothing(small_pools: LocalCluster) -> None:
     """Many concurrent requests use pools that are too small for all, with several choices and clients that leave. Then
     each request runs alone."""

@@ -22,7 +22,7 @@ ray = pytest.importorskip("ray", reason="ray is not installed: it is the extra [
 from deploy.ray.follower import RayFollower  # noqa: E402
 from deploy.ray.pools import RayPools, Resources  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 _ROOT = Path(__file__).parents[2]
 

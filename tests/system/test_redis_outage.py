@@ -25,7 +25,7 @@ from tests.system.asking import Answer, ask, question
 from tests.system.local_cluster import LocalCluster
 from tests.system.registry_rig import until
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 LEASE_S = 3.0  # a silent worker is doubted before it is over: long enough for a busy machine
 _LONGER_S = 1.2 * LEASE_S

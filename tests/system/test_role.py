@@ -17,7 +17,7 @@ from tests.system.polling import until
 from tests.system.router_harness import answer_to, ask_and_hold, expected_tokens, router_under_test
 from tests.system.router_harness import ask as request_of
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(240)]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 _DEADLINE_S = 60.0
 

@@ -17,7 +17,7 @@ from tandem.client import AsyncClient, AsyncGeneration
 from tandem.results import Result
 from tests.system.up_command import DEADLINE_S, Up
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 MAX_TOKENS = 500
 NUM_STREAMS = 3
 Command = Callable[..., Coroutine[None, None, tuple[int, str]]]

@@ -7,7 +7,7 @@ import pytest
 from tests.system.asking import ask, held_hand_off, question
 from tests.system.local_cluster import LocalCluster
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 _LONG = tuple(20 + i % 800 for i in range(960))  # fifteen chunks
 

@@ -17,7 +17,7 @@ from tandem.v1 import inference_pb2
 from tests.system.asking import ask, asked, question
 from tests.system.local_cluster import LocalCluster
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 _FLAGS = ("--dtype", "float32", "--block-size", "16", "--max-prefill-tokens", "64")
 _BEFORE_DEATH = 20  # tokens that the client has received

@@ -16,7 +16,6 @@ _LAYOUT = lay_out([LayerShape(2, 32, 32)] * 4, 16, "bfloat16")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 async def test_a_cluster_with_8_bits_on_the_wire_answers(redis_url: str, tmp_path: Path) -> None:
     cluster = LocalCluster(redis_url, tmp_path, flags=("--kv-wire-dtype", "int8", "--num-blocks", "64"))
     try:

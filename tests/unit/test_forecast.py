@@ -123,7 +123,6 @@ _tokens = st.one_of(st.integers(0, 5000), st.integers(0, (1 << 64) - 1))
 _counts = st.one_of(st.integers(0, 300), st.integers(0, 1 << 31))
 
 
-@pytest.mark.timeout(60)
 @settings(deadline=None, max_examples=150)
 @given(
     prefill=st.tuples(_seconds, _seconds, _seconds),

@@ -10,7 +10,7 @@ _PLUGIN = """
     from tests.stacks_of_slow_tests import StacksOfSlowTests
 
     def pytest_configure(config):
-        config.pluginmanager.register(StacksOfSlowTests(first_s=0.02, every_s=0.02, limit_s=120.0))
+        config.pluginmanager.register(StacksOfSlowTests(first_s=0.02, every_s=0.02, most=50, limit_s=120.0))
 """
 _TESTS = """
     import asyncio
@@ -43,7 +43,7 @@ _HANGS = """
     import asyncio
     import pytest
 
-    @pytest.mark.timeout(1, method="thread")
+    @pytest.mark.timeout(2, method="thread")
     def test_that_hangs():
         asyncio.run(a_wait_without_end())
 
@@ -55,7 +55,7 @@ _HANGS = """
 def test_a_test_that_ends_its_process_shows_its_stacks_before(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytester.makeconftest(_PLUGIN.replace("limit_s=120.0", "limit_s=120.0, spare_s=0.9"))
+    pytester.makeconftest(_PLUGIN.replace("most=50, limit_s=120.0", "limit_s=120.0, spare_s=0.6"))
     pytester.makepyfile(_HANGS)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     result = pytester.runpytest_subprocess(
