@@ -301,6 +301,7 @@ class Router:
             api_key=self._config.api_key,
             max_message_bytes=self._config.max_message_bytes,
             client_stall_s=self._config.client_stall_s,
+            allowed_origins=[origin for origin in self._config.allowed_origins.split(",") if origin],
             chats=ChatSettings(self._answers, self._config.trust_request_chat_template == "on"),
         )
 

@@ -103,6 +103,9 @@ class RouterConfig(ClusterSettings):
     port: int = setting(8000, "HTTP port; 0: a free port")
     grpc_port: int = setting(50051, "gRPC port; 0: a free port")
     api_key: str = setting("", "bearer token that clients must send; empty: no authentication")
+    allowed_origins: str = setting(
+        "", "origins, separated by commas, whose pages may use the HTTP API from browsers (CORS); *: all"
+    )
     tool_call_parser: str = setting("", "format of the model's tool calls, such as hermes; empty: no tools")
     reasoning_parser: str = setting("", "format of the model's reasoning, such as qwen3; empty: it is content")
     trust_request_chat_template: str = setting(

@@ -18,12 +18,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.errors import InvalidRequest, Overloaded, TandemError, Unauthenticated
 from cluster.observe.telemetry import Telemetry
+from router.http.bodies.openapi import GUARDED_PREFIXES
 from router.http.connection import ABORT, StreamedBody, streamed_body
 from router.http.openai_errors import error_response, internal_error, status_response
 from router.request.validation import MAX_REQUEST_ID_CHARACTERS
 
 _REQUEST_ID_HEADER = "x-request-id"
-_GUARDED_PREFIX = "/v1/"
 # Brackets and colons, in strings too: parsing a body of nothing else would block the event loop. A text of 4 MB that
 # has this many is longer than any context.
 _MAX_STRUCTURE = 250_000
@@ -90,7 +90,7 @@ class Edge:
         """Check the headers before the body is read. Raises InvalidRequest, Unauthenticated."""
         if len(request_id) > MAX_REQUEST_ID_CHARACTERS or not (request_id.isascii() and request_id.isprintable()):
             raise InvalidRequest(f"x-request-id must be at most {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters")
-        if self._expected is not None and scope["path"].startswith(_GUARDED_PREFIX):
+        if self._expected is not None and scope["path"].startswith(GUARDED_PREFIXES):
             given = headers.get("authorization", "").encode("latin-1")  # as it came
             if not hmac.compare_digest(given, self._expected):
                 raise Unauthenticated("send the API key of this router as: Authorization: Bearer KEY")

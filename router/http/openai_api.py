@@ -5,40 +5,39 @@ openai_stream.py sends them, and openai_errors.py shapes refusals. The pipeline,
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import PlainTextResponse, Response
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 
 from cluster.errors import TandemError
-from cluster.observe.telemetry import CONTENT_TYPE, Telemetry
+from cluster.observe.telemetry import Telemetry
 from cluster.settings.config import CLIENT_STALL_S
-from router.http.bodies.openapi import answers, complete_document, generation_responses, refusals
+from router.http.bodies.openapi import complete_document, generation_responses
 from router.http.bodies.openapi_bodies import (
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
     CompletionChunk,
-    Model,
-    ModelList,
-    Status,
 )
+from router.http.bodies.request_headers import RequestHeaders
 from router.http.divided_chat import ChatSettings
 from router.http.edge import Edge
-from router.http.openai_errors import error_response, invalid_body, json_bytes, status_response
+from router.http.endpoints.operations import add_models, add_operations
+from router.http.endpoints.tokens import add_tokens
+from router.http.openai_errors import error_response, invalid_body, status_response
 from router.http.openai_responses import CompletionShape, Envelope, Shape
-from router.http.openai_schema import ChatCompletionRequest, CompletionRequest, SloHeaders
+from router.http.openai_schema import ChatCompletionRequest, CompletionRequest
 from router.http.openai_stream import EventStream, Generates, WholeResponse
 from router.request.live_requests import LiveRequests
-from router.request.validation import check_model
-from router.text.model_files import ModelInfo
 from router.text.tokenization import Tokenization
 
-_SloHeaders = Annotated[SloHeaders, Header()]
+_Headers = Annotated[RequestHeaders, Header()]
 _NO_PARSERS = ChatSettings()
 _NO_PATH = "there is no such path; GET /docs lists the paths"
 
@@ -54,9 +53,11 @@ def build_app(
     max_message_bytes: int,
     client_stall_s: float = CLIENT_STALL_S,
     chats: ChatSettings = _NO_PARSERS,
+    allowed_origins: Sequence[str] = (),
 ) -> FastAPI:
     """Build the app. `ready` returns whether a request would succeed now. An empty `api_key` requires none.
-    `client_stall_s`: the router ends the response of a client that reads nothing of it for this long."""
+    `client_stall_s`: the router ends the response of a client that reads nothing of it for this long.
+    `allowed_origins`: pages of these origins, or of all for "*", may use the API from browsers."""
     app = FastAPI(
         title="Tandem",
         description="LLM serving with prefill and decode on separate pools. OpenAI-compatible; docs/api.md.",
@@ -69,12 +70,21 @@ def build_app(
         client_stall_s=client_stall_s,
         telemetry=telemetry,
     )
+    if allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(allowed_origins),
+            allow_methods=["GET", "HEAD", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
     app.add_exception_handler(RequestValidationError, _invalid_body)
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_exception_handler(TandemError, _tandem_error)
     _add_generation(app, pipeline, live_requests, tokenization, chats)
-    _add_models(app, tokenization.model_info)
-    _add_operations(app, telemetry, ready)
+    add_models(app, tokenization.model_info)
+    add_operations(app, telemetry, ready)
+    add_tokens(app, tokenization)
     events = (CompletionChunk, ChatCompletionChunk)
     complete_document(
         app,
@@ -97,7 +107,7 @@ def _add_generation(
         summary="Continues one or more prompts",
         responses=generation_responses(Completion, CompletionChunk),
     )
-    async def completions(body: CompletionRequest, slo: _SloHeaders, request: Request) -> Response:
+    async def completions(body: CompletionRequest, headers: _Headers, request: Request) -> Response:
         shape = CompletionShape(
             tokenization,
             body.return_token_ids,
@@ -105,28 +115,28 @@ def _add_generation(
             body.skip_special_tokens,
             body.echoes(),
         )
-        return await answer(body, slo, request, shape, ("cmpl", "text_completion", "text_completion"))
+        return await answer(body, headers, request, shape, ("cmpl", "text_completion", "text_completion"))
 
     @app.post(
         "/v1/chat/completions",
         summary="Continues a conversation",
         responses=generation_responses(ChatCompletion, ChatCompletionChunk),
     )
-    async def chat_completions(body: ChatCompletionRequest, slo: _SloHeaders, request: Request) -> Response:
+    async def chat_completions(body: ChatCompletionRequest, headers: _Headers, request: Request) -> Response:
         names = "chatcmpl", "chat.completion", "chat.completion.chunk"
         shape = chats.shape(body, tokenization, f"chatcmpl-{body.request_id or request.state.request_id}")
-        return await answer(body, slo, request, shape, names)
+        return await answer(body, headers, request, shape, names)
 
     async def answer(
         body: CompletionRequest | ChatCompletionRequest,
-        slo: SloHeaders,
+        headers: RequestHeaders,
         request: Request,
         shape: Shape,
         names: tuple[str, str, str],
     ) -> Response:
         prefix, kind, chunk_kind = names
         label: str = body.request_id or request.state.request_id
-        requests = slo.apply(body.requests(label))
+        requests = headers.apply(body.requests(label))
         options = body.stream_options
         envelope = Envelope(
             f"{prefix}-{label}",
@@ -136,48 +146,11 @@ def _add_generation(
             chunk_kind,
             options.include_usage,
             options.include_usage and options.continuous_usage_stats,
+            headers.wants_ledger,
         )
         if body.stream:
             return EventStream(pipeline, requests, shape, envelope)
         return WholeResponse(pipeline, live_requests, requests, shape, envelope)
-
-
-def _add_models(app: FastAPI, model: ModelInfo) -> None:
-    started = int(time.time())
-    entry = {
-        "id": model.name,
-        "object": "model",
-        "created": started,
-        "owned_by": "tandem",
-        "max_model_len": model.max_model_len,
-    }
-
-    @app.get("/v1/models", summary="The model that is served", responses=answers(ModelList))
-    async def models() -> Response:
-        return _json({"object": "list", "data": [entry]})
-
-    @app.get("/v1/models/{name:path}", summary="One model by name", responses=answers(Model) | refusals(404))
-    async def one_model(name: str) -> Response:
-        check_model(name, model)
-        return _json(entry)
-
-
-def _add_operations(app: FastAPI, telemetry: Telemetry, ready: Callable[[], bool]) -> None:
-    @app.get("/health", summary="This process answers", responses=answers(Status))
-    async def health() -> Response:
-        return _json({"status": "alive"})
-
-    @app.get("/ready", summary="A request would succeed now; 503 while not", responses=answers(Status, 200, 503))
-    async def readiness() -> Response:
-        return _json({"status": "ready"}) if ready() else _json({"status": "not ready"}, status=503)
-
-    @app.get("/metrics", summary="Figures for Prometheus", response_class=PlainTextResponse)
-    async def metrics() -> Response:
-        return Response(telemetry.render(), media_type=CONTENT_TYPE)
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(json_bytes(value), status, media_type="application/json")
 
 
 async def _invalid_body(_: Request, error: Exception) -> Response:

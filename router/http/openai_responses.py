@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from cluster.messages import TokenLogprobs
-from router.requests import ChoiceDelta, Output, Prompt, TextPrompt, TokenPrompt, Usage
+from router.requests import ChoiceDelta, Ledger, Output, Prompt, TextPrompt, TokenPrompt, Usage
 from router.text.text_stream import TextStream
 from router.text.tokenization import Tokenization
 
@@ -45,6 +45,7 @@ class Envelope:
     chunk_object: str
     include_usage: bool
     continuous_usage: bool = False  # with include_usage: every chunk has the usage so far
+    with_ledger: bool = False
 
     def chunk(self, choices: list[Json], so_far: Usage | None = None) -> Json:
         body = self._body(self.chunk_object, choices)
@@ -55,8 +56,12 @@ class Envelope:
     def usage_chunk(self, usage: Usage) -> Json:
         return self._body(self.chunk_object, []) | {"usage": usage_body(usage)}
 
-    def answer(self, choices: list[Json], usage: Usage) -> Json:
-        return self._body(self.object, choices) | {"usage": usage_body(usage)}
+    def ledger_chunk(self, ledgers: Sequence[Ledger]) -> Json:
+        return self._body(self.chunk_object, []) | {"ledger": [ledger_body(ledger) for ledger in ledgers]}
+
+    def answer(self, choices: list[Json], usage: Usage, ledgers: Sequence[Ledger]) -> Json:
+        body = self._body(self.object, choices) | {"usage": usage_body(usage)}
+        return body | {"ledger": [ledger_body(ledger) for ledger in ledgers]} if self.with_ledger else body
 
     def _body(self, kind: str, choices: list[Json]) -> Json:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
@@ -72,6 +77,18 @@ class UsageSoFar:
         more_prompt = output.accepted.num_prompt_tokens if output.accepted is not None else 0
         more_output = sum(len(delta.token_ids) for delta in output.deltas)
         self.usage = Usage(self.usage.prompt_tokens + more_prompt, self.usage.completion_tokens + more_output)
+
+
+def ledger_body(ledger: Ledger) -> Json:
+    return {
+        "phases": [{"name": phase.name, "duration_s": phase.duration_s} for phase in ledger.phases],
+        "wall_s": ledger.wall_s,
+        "ttft_s": ledger.ttft_s,
+        "members": list(ledger.members),
+        "transport": ledger.transport,
+        "kv_bytes": ledger.kv_bytes,
+        "reasons": list(ledger.reasons),
+    }
 
 
 def usage_body(usage: Usage) -> Json:

@@ -4,11 +4,11 @@ No field is ignored: a field that Tandem does not support is refused by name, un
 behaviour. The pipeline, which gRPC shares, checks the ranges.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, FailFast, Field, PlainValidator, WithJsonSchema, field_validator
+from pydantic import BeforeValidator, FailFast, Field, PlainValidator, WithJsonSchema, field_validator
 
 from cluster.errors import InvalidRequest
 from router.http.bodies.messages import MAX_MESSAGES, MAX_TOOLS, Message, Tool
@@ -43,7 +43,6 @@ _MAX_LISTED = 4096
 # What a chat template is given by other fields, or by the model's files.
 _TEMPLATE_FIELDS: tuple[str, ...] = ("messages", "tools", "documents", "chat_template", "add_generation_prompt")
 _TEMPLATE_FIELDS += ("continue_final_message", "strftime_now", "tokenize", *NAMED_TOKENS)
-_LEAST_MS = 0.001  # of a latency target
 
 # Fields of OpenAI's and vLLM's published protocols that Tandem does not have, with the values (besides null) that ask
 # for nothing.
@@ -145,24 +144,6 @@ class StreamOptions(StrictBody):
     continuous_usage_stats: bool = Field(
         default=False, description="with include_usage: every chunk has the usage so far"
     )
-
-
-class SloHeaders(BaseModel):
-    """The latency targets of a request, in headers: bodies stay as OpenAI defines them."""
-
-    x_slo_ttft_ms: float | None = Field(
-        None,
-        ge=_LEAST_MS,
-        allow_inf_nan=False,
-        description="refuse the request at once if its first token is predicted later than this many milliseconds",
-    )
-    x_slo_tpot_ms: float | None = Field(
-        None, ge=_LEAST_MS, allow_inf_nan=False, description="the same for the mean time between the tokens of a choice"
-    )
-
-    def apply(self, requests: Sequence[GenerateRequest]) -> list[GenerateRequest]:
-        ttft_s, tpot_s = (None if ms is None else ms / 1000 for ms in (self.x_slo_ttft_ms, self.x_slo_tpot_ms))
-        return [replace(request, slo_ttft_s=ttft_s, slo_tpot_s=tpot_s) for request in requests]
 
 
 class _Request(LogitFields, StructuredOutputFields):

@@ -20,9 +20,11 @@ from router.http.openai_errors import error_body, internal_error, json_bytes
 from router.http.openai_responses import Envelope, Shape, UsageSoFar
 from router.request.live_requests import LiveRequests
 from router.request.outbox import WholeAnswer
-from router.requests import ChoiceDelta, GenerateRequest, Output, Usage
+from router.requests import ChoiceDelta, GenerateRequest, Ledger, Output, Usage
 from router.running import running
 
+KEEPALIVE_INTERVAL_S = 15.0  # without an output
+_COMMENT = b": waiting\n\n"
 _QUEUED_OUTPUTS = 1  # between the generators of several prompts and the client: what waits, waits in the outboxes
 _HOLE = "\x00text\x00"  # no other field of a chunk can have it
 _PART_BYTES = 64 << 10  # of a whole answer: the next one is sent when the client has taken most of it
@@ -101,13 +103,15 @@ class WholeResponse(Response):
             await _unless_ended(answer, self._send_body(body, answer, send))
 
     async def _collected(self, answer: WholeAnswer) -> bytes:
-        usage = Usage(0, 0)
+        usage, ledgers = Usage(0, 0), list[Ledger]()
         async with opened(self._pipeline, self._requests) as outputs:
             async for output in outputs:
                 answer.add(output.deltas)
-                usage = _plus(usage, output)
+                if output.summary is not None:
+                    usage = _plus(usage, output)
+                    ledgers.append(output.summary.ledger)
         choices = [self._shape.whole(deltas) for deltas in answer.choices()]
-        return json_bytes(self._envelope.answer(choices, usage))
+        return json_bytes(self._envelope.answer(choices, usage, ledgers))
 
     async def _send_body(self, body: bytes, answer: WholeAnswer, send: Send) -> None:
         answer.begin_sending()
@@ -129,8 +133,8 @@ async def _unless_ended(answer: WholeAnswer, sending: Coroutine[None, None, None
 
 
 class EventStream(Response):
-    """A response as server-sent events. The status line waits for the first output, so that a refusal has its own
-    status.
+    """A response as server-sent events. The status line waits for the first token, so that a refusal has its own
+    status, but no longer than `KEEPALIVE_INTERVAL_S`: then a comment is sent, which keeps connections open.
 
     A failure after that is sent as an event `error` and ends the stream without [DONE].
     """
@@ -143,7 +147,7 @@ class EventStream(Response):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._pipeline = pipeline
-        self._requests = requests
+        self._requests = [replace(request, keepalive_interval_s=KEEPALIVE_INTERVAL_S) for request in requests]
         self._shape = shape
         self._envelope = envelope
 
@@ -169,7 +173,7 @@ class EventStream(Response):
 
     async def _events(self, outputs: AsyncIterator[Output]) -> AsyncIterator[bytes]:
         """Yield the bytes to send; never an empty portion."""
-        usage, events_of = Usage(0, 0), _Events(self._shape, self._envelope)
+        usage, ledgers, events_of = Usage(0, 0), list[Ledger](), _Events(self._shape, self._envelope)
         so_far = UsageSoFar() if self._envelope.continuous_usage else None
         async for output in outputs:
             if so_far is not None:
@@ -178,10 +182,15 @@ class EventStream(Response):
             events = b"".join([events_of.delta(delta, counted) for delta in output.deltas])
             if output.summary is not None:
                 usage = _plus(usage, output)
+                ledgers.append(output.summary.ledger)
             if events:
                 yield events
+            elif not output.deltas and output.summary is None and output.accepted is None:
+                yield _COMMENT
         if self._envelope.include_usage:
             yield _event(self._envelope.usage_chunk(usage))
+        if self._envelope.with_ledger:
+            yield _event(self._envelope.ledger_chunk(ledgers))
         yield b"data: [DONE]\n\n"
 
 

@@ -72,10 +72,10 @@ class Tokenization:
         named = special_tokens(tokenizer_config)
         return Tokenization(info, tokenizer, chat_template, special_tokens=named, markers=markers)
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Encode a text with the special tokens that the tokenizer's post-processor adds. Raises NoTokenizer,
-        InvalidRequest."""
-        return self._encode(text, add_special_tokens=True)
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Encode a text, by default with the special tokens that the tokenizer's post-processor adds. Raises
+        NoTokenizer, InvalidRequest."""
+        return self._encode(text, add_special_tokens=add_special_tokens)
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:
         """Encode as `encode` does. Of a text that is far too long, only the beginning is encoded. Raises PromptTooLong

@@ -40,6 +40,7 @@ class ScriptedPipeline:
     script: str = "The quick brown fox."
     error: Exception | None = None
     error_after: int = 0  # tokens of each choice that come before `error`
+    signs_of_life: int = 0  # outputs without content that come first
     hold_after: int | None = None  # tokens of each choice after which nothing comes until the client leaves
     seen: list[GenerateRequest] = field(default_factory=list)
     holding: threading.Event = field(default_factory=threading.Event)
@@ -59,6 +60,8 @@ class ScriptedPipeline:
         resolved = resolve(request, truncated(request, self._prompt(request), model), model)
         choices = [self._choice(number, resolved) for number in range(request.n)]
         scripts = [self._tokens(number) for number in range(request.n)]
+        for _ in range(self.signs_of_life):
+            yield Output(request.request_id)
         yield Output(request.request_id, accepted=resolved.accepted(request.sampling, b""))
         index = 0
         while any(not choice.ended for choice in choices):

@@ -27,10 +27,11 @@ _MEANINGS = {
     HTTPStatus.INTERNAL_SERVER_ERROR: "a fault of Tandem; its log has it under the request's id",
     HTTPStatus.SERVICE_UNAVAILABLE: "no worker can serve the request now",
 }
-TOKEN_IDS = "Token ids"  # the title of a list of token ids, in every schema of a request
+# The titles of lists of token ids in schemas of requests: those of a prompt, and others.
+TOKEN_IDS, ANY_TOKEN_IDS = "Token ids", "Any token ids"
 _REFERENCE = "#/components/schemas/{model}"
 _API_KEY = "api key"
-_GUARDED_PREFIX = "/v1/"
+GUARDED_PREFIXES = ("/v1/", "/tokenize", "/detokenize")
 _REQUEST_ID = {
     "x-request-id": {"description": "names the request in logs", "schema": {"type": "string"}, "required": True}
 }
@@ -75,7 +76,7 @@ def complete_document(
         document = get_openapi(title=app.title, version=app.version, routes=app.routes, description=app.description)
         for path, operation in _operations(document):
             operation["responses"].pop("422", None)  # FastAPI's; Tandem refuses with 400
-            if asks_for_key and path.startswith(_GUARDED_PREFIX):
+            if asks_for_key and path.startswith(GUARDED_PREFIXES):
                 _guard(operation, document)
             for parameter in operation.get("parameters", ()):
                 _never_null(parameter)
@@ -130,12 +131,13 @@ def _limit_to_model(schemas: dict[str, Any], model: ModelInfo) -> None:
     for schema in schemas.values():
         for token_ids in _token_id_lists(schema):
             token_ids["items"] = token_ids["items"] | {"maximum": model.vocab_size - 1}
-            token_ids.setdefault("maxItems", model.max_model_len - 1)
+            if token_ids["title"] == TOKEN_IDS:
+                token_ids.setdefault("maxItems", model.max_model_len - 1)
         properties = schema.get("properties", {})
         for alternative in properties.get("logit_bias", {}).get("anyOf", ()):
             if "propertyNames" in alternative:
                 alternative["propertyNames"] = {"pattern": numbers_up_to(model.vocab_size - 1)}
-        if {"model", "stream"} <= set(properties):
+        if "model" in properties and schema.get("additionalProperties") is False and "id" not in properties:
             properties["model"] = {"enum": [None, "", model.name]} | {
                 name: value for name, value in properties["model"].items() if name == "description"
             }
@@ -162,7 +164,7 @@ def _leave_out(schemas: dict[str, Any], name: str, nothing: object) -> None:
 
 def _token_id_lists(schema: object) -> Iterator[dict[str, Any]]:
     if isinstance(schema, dict):
-        if schema.get("type") == "array" and schema.get("title") == TOKEN_IDS:
+        if schema.get("type") == "array" and schema.get("title") in (TOKEN_IDS, ANY_TOKEN_IDS):
             yield schema
         for inner in schema.values():
             yield from _token_id_lists(inner)

@@ -3,7 +3,7 @@
 openai_responses.py builds the responses; the tests compare every response with these classes.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -37,6 +37,26 @@ class UsageBody(Body):
     prompt_tokens_details: CachedTokens
 
 
+class PhaseBody(Body):
+    name: str
+    duration_s: float
+
+
+class LedgerBody(Body):
+    phases: list[PhaseBody] = Field(description="disjoint; they sum to wall_s")
+    wall_s: float
+    ttft_s: float
+    members: list[str]
+    transport: str
+    kv_bytes: int
+    reasons: list[str]
+
+
+Ledgers = Annotated[
+    list[LedgerBody] | None, Field(description="with the header x-tandem-ledger: 1; one ledger per prompt")
+]
+
+
 class CompletionLogprobs(Body):
     tokens: list[str]
     token_logprobs: list[float]
@@ -60,6 +80,7 @@ class Completion(Body):
     model: str
     choices: list[CompletionChoice]
     usage: UsageBody
+    ledger: Ledgers = None
 
 
 class CompletionChunk(Body):
@@ -69,6 +90,7 @@ class CompletionChunk(Body):
     model: str
     choices: list[CompletionChoice] = Field(description="none in the chunk of stream_options.include_usage")
     usage: UsageBody | None = Field(None, description="with stream_options.include_usage")
+    ledger: Ledgers = None
 
 
 class TokenLogprob(Body):
@@ -122,6 +144,7 @@ class ChatCompletion(Body):
     model: str
     choices: list[ChatChoice]
     usage: UsageBody
+    ledger: Ledgers = None
 
 
 class FunctionDelta(Body):
@@ -160,6 +183,7 @@ class ChatCompletionChunk(Body):
     model: str
     choices: list[ChatChunkChoice] = Field(description="none in the chunk of stream_options.include_usage")
     usage: UsageBody | None = Field(None, description="with stream_options.include_usage")
+    ledger: Ledgers = None
 
 
 class Model(Body):
@@ -173,6 +197,21 @@ class Model(Body):
 class ModelList(Body):
     object: Literal["list"]
     data: list[Model]
+
+
+class Version(Body):
+    version: str
+
+
+class Tokens(Body):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = Field(description="with return_token_strs")
+
+
+class Text(Body):
+    prompt: str
 
 
 class Status(Body):

@@ -3,7 +3,7 @@ scripted.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,6 +50,7 @@ def endpoint(
     api_key: str = "",
     max_buffered_tokens: int = 100_000,
     chats: ChatSettings | None = None,
+    allowed_origins: Sequence[str] = (),
     **behaviour: Any,
 ) -> Iterator[Endpoint]:
     pipeline, telemetry = ScriptedPipeline(tokenization, **behaviour), Telemetry()
@@ -65,6 +66,7 @@ def endpoint(
         api_key=api_key,
         max_message_bytes=100_000,
         chats=chats or ChatSettings(),
+        allowed_origins=allowed_origins,
     )
     with served(app) as url:
         running = Endpoint(url, pipeline, telemetry)

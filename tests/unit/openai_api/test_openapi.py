@@ -23,7 +23,7 @@ def _validate(value: object, schema: dict[str, Any], document: dict[str, Any]) -
 
 
 def _content(document: dict[str, Any], path: str, status: int, media_type: str) -> dict[str, Any]:
-    operation = document["paths"][path].get("post") or document["paths"][path]["get"]
+    operation = document["paths"][path].get("get") or document["paths"][path]["post"]
     content: dict[str, Any] = operation["responses"][str(status)]["content"][media_type]
     return content
 
@@ -74,7 +74,7 @@ def _request_schema(document: dict[str, Any], path: str) -> dict[str, Any]:
     return schema
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/demo_model", "/health", "/ready"])
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/demo_model", "/health", "/ready", "/ping", "/version"])
 def test_answers_to_get_are_as_declared(shared: Endpoint, document: dict[str, Any], path: str) -> None:
     declared = path.replace("demo_model", "{name}")
     schema = _content(document, declared, 200, "application/json")["schema"]
@@ -107,7 +107,8 @@ def test_the_api_key_is_declared_where_it_is_needed(demo: Tokenization, document
         _validate(answer.json(), _content(declared, _COMPLETION[0], 401, "application/json")["schema"], declared)
     assert declared["components"]["securitySchemes"] == {"api key": {"type": "http", "scheme": "bearer"}}
     guarded = {path for path, item in declared["paths"].items() if all("security" in op for op in item.values())}
-    assert guarded == {path for path in declared["paths"] if path.startswith("/v1/")}
+    open_paths = {"/health", "/ready", "/ping", "/version", "/metrics"}
+    assert guarded == set(declared["paths"]) - open_paths
 
 
 @pytest.mark.parametrize("most", [0, 7, 9, 10, 99, 100, 1023, 1024])

@@ -1,0 +1,39 @@
+"""What a request asks for in headers: bodies stay as OpenAI defines them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+from router.requests import GenerateRequest
+
+_LEAST_MS = 0.001
+
+
+def _milliseconds(description: str) -> Any:
+    return Field(None, ge=_LEAST_MS, allow_inf_nan=False, description=description)
+
+
+class RequestHeaders(BaseModel):
+    x_slo_ttft_ms: float | None = _milliseconds(
+        "refuse the request at once if its first token is predicted later than this many milliseconds"
+    )
+    x_slo_tpot_ms: float | None = _milliseconds("the same for the mean time between the tokens of a choice")
+    x_request_timeout_ms: float | None = _milliseconds(
+        "the request's deadline in milliseconds from its arrival; without it the router's --request-timeout-s applies"
+    )
+    x_tandem_ledger: Literal["0", "1"] | None = Field(
+        None, description="1: the answer, or a last event of a stream, has ledger: where the time went"
+    )
+
+    @property
+    def wants_ledger(self) -> bool:
+        return self.x_tandem_ledger == "1"
+
+    def apply(self, requests: Sequence[GenerateRequest]) -> list[GenerateRequest]:
+        ttft_s, tpot_s, timeout_s = (
+            None if ms is None else ms / 1000
+            for ms in (self.x_slo_ttft_ms, self.x_slo_tpot_ms, self.x_request_timeout_ms)
+        )
+        return [replace(request, slo_ttft_s=ttft_s, slo_tpot_s=tpot_s, timeout_s=timeout_s) for request in requests]

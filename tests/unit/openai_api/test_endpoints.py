@@ -1,0 +1,108 @@
+"""Endpoints beside generation, and what requests ask for in headers."""
+
+from typing import Any
+
+import pytest
+
+from router.text.tokenization import Tokenization
+from tests.unit.openai_api.endpoint import SCRIPT, USER, Endpoint, endpoint, refused
+from tests.unit.scripted_pipeline import LEDGER
+
+
+def test_a_text_becomes_tokens_and_the_tokens_the_text(shared: Endpoint, demo: Tokenization) -> None:
+    answer = shared.post("/tokenize", {"prompt": "def f(x):", "return_token_strs": True}).json()
+    assert tuple(answer["tokens"]) == demo.encode("def f(x):")
+    assert answer["count"] == len(answer["tokens"])
+    assert answer["max_model_len"] == 1024
+    assert "".join(answer["token_strs"]) == "def f(x):"
+    assert shared.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "def f(x):"}
+
+
+def test_messages_become_the_tokens_that_a_chat_has(shared: Endpoint) -> None:
+    answer = shared.post("/tokenize", {"messages": USER}).json()
+    chat = shared.client.chat.completions.create(model="", messages=USER)
+    assert chat.usage is not None
+    assert answer["count"] == chat.usage.prompt_tokens
+    shorter = shared.post("/tokenize", {"messages": USER, "add_generation_prompt": False}).json()
+    assert shorter["tokens"] == answer["tokens"][: shorter["count"]]
+    assert shorter["count"] < answer["count"]
+
+
+def test_tokens_are_refused_with_the_field_that_must_change(shared: Endpoint) -> None:
+    for body in ({}, {"prompt": "x", "messages": USER}):
+        refused(shared.post("/tokenize", body), 400, "invalid_request", None, "exactly one of prompt and messages")
+    refused(shared.post("/tokenize", {"text": "x"}), 400, "unsupported_field", "text")
+    refused(shared.post("/tokenize", {"prompt": "x", "model": "gpt-9"}), 404, "unknown_model", None)
+    refused(shared.post("/detokenize", {"tokens": [1024]}), 400, "invalid_request", None, "0 to 1023")
+    refused(shared.post("/detokenize", {}), 400, "invalid_request", "tokens")
+
+
+def test_tokens_need_the_api_key(demo: Tokenization) -> None:
+    with endpoint(demo, api_key="secret") as running:
+        refused(running.post("/tokenize", {"prompt": "x"}), 401, "unauthenticated", None)
+        refused(running.post("/detokenize", {"tokens": [5]}), 401, "unauthenticated", None)
+        assert running.http.get("/version").status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/ping", "/version", "/metrics", "/v1/models"])
+def test_head_has_the_status_and_headers_of_get_without_a_body(shared: Endpoint, path: str) -> None:
+    get, head = shared.http.get(path), shared.http.head(path)
+    assert (head.status_code, head.content) == (get.status_code, b"")
+    assert head.headers["content-type"] == get.headers["content-type"]
+
+
+def test_ping_and_version_are_answered(shared: Endpoint) -> None:
+    assert shared.http.get("/ping").json() == shared.post("/ping", b"").json() == {"status": "alive"}
+    assert set(shared.http.get("/version").json()) == {"version"}
+
+
+def test_a_request_sets_its_deadline_in_a_header(shared: Endpoint) -> None:
+    shared.client.completions.create(model="", prompt=["a", "b"], extra_headers={"x-request-timeout-ms": "2500"})
+    assert [request.timeout_s for request in shared.pipeline.seen[-2:]] == [2.5, 2.5]
+    answer = shared.post("/v1/completions", {"prompt": "x"}, **{"x-request-timeout-ms": "0"})
+    refused(answer, 400, "invalid_request", "x-request-timeout-ms")
+
+
+_LEDGER = {
+    "phases": [{"name": "prefill", "duration_s": 0.25}, {"name": "decode", "duration_s": 0.5}],
+    "wall_s": LEDGER.wall_s,
+    "ttft_s": LEDGER.ttft_s,
+    "members": list(LEDGER.members),
+    "transport": LEDGER.transport,
+    "kv_bytes": LEDGER.kv_bytes,
+    "reasons": list(LEDGER.reasons),
+}
+
+
+def test_the_ledger_of_each_prompt_comes_when_it_is_asked_for(shared: Endpoint) -> None:
+    headers = {"x-tandem-ledger": "1"}
+    body: dict[str, Any] = {"prompt": ["a", "b"]}
+    assert shared.post("/v1/completions", body, **headers).json()["ledger"] == [_LEDGER, _LEDGER]
+    assert "ledger" not in shared.post("/v1/completions", body).json()
+    create = shared.client.chat.completions.create
+    parts: list[Any] = list(create(model="", messages=USER, stream=True, extra_headers=headers))
+    assert parts[-1].choices == []
+    assert parts[-1].model_extra["ledger"] == [_LEDGER]
+    assert all("ledger" not in (part.model_extra or {}) for part in parts[:-1])
+
+
+def test_a_stream_without_a_token_sends_comments(demo: Tokenization) -> None:
+    with endpoint(demo, signs_of_life=2) as running:
+        answer = running.post("/v1/completions", {"prompt": "x", "stream": True, "max_tokens": 64})
+        assert answer.text.startswith(": waiting\n\n: waiting\n\ndata: ")
+        parts = running.client.completions.create(model="", prompt="x", stream=True, max_tokens=64)
+        assert "".join(part.choices[0].text for part in parts) == SCRIPT
+        assert running.post("/v1/completions", {"prompt": "x", "max_tokens": 64}).json()["choices"][0]["text"] == SCRIPT
+    assert {request.keepalive_interval_s for request in running.pipeline.seen} == {15.0, None}
+
+
+def test_pages_of_allowed_origins_may_use_the_api(demo: Tokenization, shared: Endpoint) -> None:
+    asks = {"origin": "https://page.example", "access-control-request-method": "POST"}
+    with endpoint(demo, api_key="secret", allowed_origins=["https://page.example"]) as running:
+        allowed = running.http.options("/v1/completions", headers=asks)
+        other = running.http.options("/v1/completions", headers=asks | {"origin": "https://other.example"})
+        refusal = running.http.post("/v1/completions", headers={"origin": "https://page.example"})
+    assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, "https://page.example")
+    assert "access-control-allow-origin" not in other.headers
+    assert (refusal.status_code, refusal.headers["access-control-allow-origin"]) == (401, "https://page.example")
+    assert "access-control-allow-origin" not in shared.http.options("/v1/completions", headers=asks).headers
