@@ -204,7 +204,7 @@ class _Request(LogitFields, StructuredOutputFields):
     truncate_prompt_tokens: int | None = Field(
         None,
         description="keeps so many last tokens of the prompt; -1: as many as the context leaves for max_tokens",
-        json_schema_extra=_range(-1),
+        json_schema_extra=_range(-1) | {"not": {"const": 0}},
     )
     echo: bool = Field(False, description="the text begins with the prompt or, in a chat, the message it continues")
     return_token_ids: bool = Field(False, description="adds token_ids to every choice")

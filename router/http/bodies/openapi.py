@@ -125,7 +125,7 @@ def _guard(operation: dict[str, Any], document: dict[str, Any]) -> None:
 
 
 def _limit_to_model(schemas: dict[str, Any], model: ModelInfo) -> None:
-    """Set the name of the model, the largest token id and the longest prompt in token ids."""
+    """Set the name of the model, the largest token id and the longest prompt in tokens."""
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
     for schema in schemas.values():
@@ -134,6 +134,8 @@ def _limit_to_model(schemas: dict[str, Any], model: ModelInfo) -> None:
             if token_ids["title"] == TOKEN_IDS:
                 token_ids.setdefault("maxItems", model.max_model_len - 1)
         properties = schema.get("properties", {})
+        if "truncate_prompt_tokens" in properties:
+            properties["truncate_prompt_tokens"]["maximum"] = model.max_model_len
         for alternative in properties.get("logit_bias", {}).get("anyOf", ()):
             if "propertyNames" in alternative:
                 alternative["propertyNames"] = {"pattern": numbers_up_to(model.vocab_size - 1)}
