@@ -11,7 +11,7 @@ import asyncio
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from benchmarks import machine
@@ -25,8 +25,14 @@ _SHORT_REQUESTS = 4  # per client and round, so that both rounds take seconds
 _CLIENTS = 64
 _STEP_S = 0.02
 _OURS, _BASELINE = "this", "baseline"
-_PROMPTS: dict[str, str | list[int]] = {"text": "How does a router stream tokens? " * 4, "tokens": list(range(1, 65))}
+_PROMPTS: dict[str, str | list[int]] = {
+    "text": "How does a router stream tokens? " * 4,
+    "tokens": list(range(1, 65)),
+    "long": [1 + number * 7 % 1000 for number in range(100_000)],
+}
+_LONG_REQUESTS = 8  # of one client, one after another
 PATHS = ("http text", "http tokens", "https text", "https tokens", "grpc text", "grpc tokens")
+LONG_PATHS = ("http tokens", "grpc tokens")  # with prompts of 100,000 token ids too
 _CORE_SHARE = 0.5  # of one core, for the delays
 
 
@@ -35,6 +41,7 @@ class Measured:
     """What was measured of one path and one arm."""
 
     pairs: list[Pair] = field(default_factory=list)
+    long_prompt_ms: list[float] = field(default_factory=list)  # CPU of a request with a prompt of 100,000 tokens
     delay_p50_ms: list[float] = field(default_factory=list)
     delay_p99_ms: list[float] = field(default_factory=list)
 
@@ -55,6 +62,12 @@ class Bench:
         result, _ = await self._parties.load.run(self._job(path, router, _LONG, 1, measures_delay=True), router)
         workers.set_step(_STEP_S)
         return [1e3 * delay_s for delay_s in result.delays_s]
+
+    async def long_prompt_ms(self, path: str, router: Router) -> float:
+        """Return the CPU of a request with 100,000 token ids and a short answer."""
+        job = self._job(path.partition(" ")[0] + " long", router, 2, _LONG_REQUESTS)
+        _, cpu_s = await self._parties.load.run(replace(job, num_clients=1), router)
+        return 1e3 * cpu_s / _LONG_REQUESTS
 
     async def _round(self, path: str, router: Router, max_tokens: int, num_requests: int) -> Round:
         result, cpu_s = await self._parties.load.run(self._job(path, router, max_tokens, num_requests), router)
@@ -92,8 +105,11 @@ async def _measure(options: argparse.Namespace) -> dict[tuple[str, str], Measure
                     routers = present.routers[path.startswith("https")]
                     for router in routers if turn % 2 else reversed(routers):
                         pair = await bench.pair(path, router)
+                        long_prompt_ms = await bench.long_prompt_ms(path, router) if path in LONG_PATHS else None
                         if turn >= 0:
                             measured[path, router.arm].pairs.append(pair)
+                        if turn >= 0 and long_prompt_ms is not None:
+                            measured[path, router.arm].long_prompt_ms.append(long_prompt_ms)
                 print(".", end="", flush=True)
             print()
             for path in options.paths if options.delays else ():
@@ -117,9 +133,9 @@ def _shown(value: Interval, digits: int = 1) -> str:
 
 def _table(measured: dict[tuple[str, str], Measured]) -> list[str]:
     lines = [
-        "| path | us per token | ms per request | all in, us per token | tokens/s per core | added ms, p50 / p99 |"
-        " load generator, us per token |",
-        "|---|---|---|---|---|---|---|",
+        "| path | us per token | ms per request | all in, us per token | tokens/s per core | ms per prompt of 100,000 |"
+        " added ms, p50 / p99 | load generator, us per token |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for (path, arm), figures in measured.items():
         pairs = figures.pairs
@@ -130,6 +146,7 @@ def _table(measured: dict[tuple[str, str], Measured]) -> list[str]:
         lines.append(
             f"| {path}{'' if arm == _OURS else ', ' + arm} | {_shown(of_pairs(pairs, lambda pair: pair.token_us))} |"
             f" {_shown(of_pairs(pairs, lambda pair: pair.request_ms), 2)} | {_shown(all_in)} | {1e6 / all_in[0]:,.0f} |"
+            f" {_shown(interval(figures.long_prompt_ms)) if figures.long_prompt_ms else '-'} |"
             f" {delay} | {of_pairs(pairs, lambda pair: pair.load_all_in_us)[0]:.1f} |"
         )
     return lines

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
@@ -17,6 +18,7 @@ from cli.verbs.up import DEMO_MODEL
 from cluster.registry.redis_server import RedisServer
 
 _ROOT = Path(__file__).parents[2]
+MAX_MODEL_LEN = 1 << 17
 _LINE_BYTES = 64 << 20
 _START_S = 60.0
 _STOP_S = 10.0
@@ -94,7 +96,7 @@ async def parties(arms: dict[str, Path], folder: Path, with_tls: Sequence[bool])
         workers: dict[bool, Workers] = {}
         routers: dict[bool, list[Router]] = {}
         for tls in with_tls:
-            flags = [f"--redis={redis.url}", f"--cluster-name=bench-{tls}", f"--model={DEMO_MODEL}"]
+            flags = [f"--redis={redis.url}", f"--cluster-name=bench-{tls}", f"--model={_model(folder)}"]
             flags += tls_flags if tls else []
             steps_flags = ["--steps", steps_files[tls]]
             process = await _start(stack, _ROOT, ["benchmarks.router.worker", *flags, *steps_flags])
@@ -103,6 +105,16 @@ async def parties(arms: dict[str, Path], folder: Path, with_tls: Sequence[bool])
             routers[tls] = [await _router(stack, arm, checkout, flags, tls) for arm, checkout in arms.items()]
         load = await _start(stack, _ROOT, ["benchmarks.router.load"])
         yield Parties(LoadGenerator(load), workers, routers, steps_files, str(authority.cert))
+
+
+def _model(folder: Path) -> Path:
+    """Return the demo model with room for long prompts; nothing here computes with it."""
+    model = folder / DEMO_MODEL.name
+    if not model.exists():
+        shutil.copytree(DEMO_MODEL, model, ignore=shutil.ignore_patterns("*.safetensors"))
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": MAX_MODEL_LEN}))
+    return model
 
 
 async def _router(stack: AsyncExitStack, arm: str, checkout: Path, flags: list[str], tls: bool) -> Router:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.identity import advertised_host, new_member_id
-from cluster.member import Member, MemberState
+from cluster.member import Capacity, Member, MemberState
 from cluster.messages import FinishReason, LayoutFingerprint, Role
 from cluster.observe.telemetry import Telemetry
 from cluster.process import announce_ready, exit_process, run_process, stop_requested
@@ -40,6 +40,7 @@ NUM_STEPS = 1000  # a token names the step that made it, modulo this
 _HEARTBEAT_S = 1.0
 _FIRST_STEP_S = 0.02
 _FIRST_TOKEN = 1
+_CAPACITY = Capacity(num_blocks=1 << 20, block_size=16, max_num_seqs=4096, max_model_len=1 << 20)
 _LENGTH = FINISH_REASONS.number(FinishReason.LENGTH)
 
 
@@ -170,6 +171,7 @@ async def _serve_role(config: WorkerConfig, role: Role, steps: StepTimes, stop: 
         state=MemberState.READY,
         fingerprint=LayoutFingerprint("weights", "config", "float32", "table"),
         transports=("tcp",),
+        capacity=_CAPACITY,
     )
     registry = Registry(url=config.redis, cluster_name=config.cluster_name, ttl_s=config.registration_ttl_s)
     registration = Registration(registry, member)

@@ -100,7 +100,7 @@ def _prompts(value: object) -> list[Prompt]:
     if isinstance(value, str):
         return [TextPrompt(value)]
     if isinstance(value, list) and value:
-        if all(type(item) is int for item in value):
+        if set(map(type, value)) == {int}:
             return [TokenPrompt(tuple(value))]
         if all(isinstance(item, str) for item in value):
             return _bounded([TextPrompt(item) for item in value])

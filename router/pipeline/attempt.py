@@ -267,8 +267,8 @@ class Attempt:
                 self._note_outputs(decode_id)
 
     def _chain(self, worker: MemberId, committed: tuple[int, ...]) -> BlockChain:
-        request = self._admitted.request
-        return self._prefixes.chain(worker, request.prompt_token_ids + committed, request.cache_salt)
+        token_ids = self._admitted.request.prompt_token_ids + committed
+        return self._prefixes.chain(worker, token_ids, self._admitted.chains)
 
     def _note_outputs(self, decode_id: MemberId) -> None:
         """Record that the worker has the KV of the outputs: the next turn of a conversation starts with them. The KV of

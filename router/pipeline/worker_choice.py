@@ -242,7 +242,7 @@ class WorkerChoice:
 
     def _facts_with_prefixes(self, admitted: AdmittedRequest, choices: Sequence[Choice]) -> RequestFacts:
         prompt = admitted.request.prompt_token_ids + choices[0].committed
-        cached_tokens = self._prefixes.cached_tokens(prompt, admitted.request.cache_salt)
+        cached_tokens = self._prefixes.cached_tokens(prompt, admitted.chains)
         return replace(_facts(admitted, choices, choices[0].num_committed), cached_tokens=cached_tokens)
 
     def _shortage(self, facts: RequestFacts) -> NoWorkerLargeEnough | None:

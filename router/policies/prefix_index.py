@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from cluster.messages import CacheEvents, MemberId
 
 _MAX_WORKERS = 4  # per routed block, the latest ones
+_NO_WORKERS: frozenset[MemberId] = frozenset()
 
 
 class PrefixIndex:
@@ -97,12 +98,15 @@ class ReportedBlocks:
         """Return the number of leading blocks of this chain per worker that has any."""
         lengths: dict[MemberId, int] = {}
         holding = set(self._blocks)
-        for length, block_hash in enumerate(block_hashes, start=1):
-            holding &= self._workers.get(block_hash, set())
+        for num_before, block_hash in enumerate(block_hashes):
+            left = holding & self._workers.get(block_hash, _NO_WORKERS)
+            if len(left) < len(holding):
+                lengths |= dict.fromkeys(holding - left, num_before)
+                holding = left
             if not holding:
                 break
-            lengths |= dict.fromkeys(holding, length)
-        return lengths
+        lengths |= dict.fromkeys(holding, len(block_hashes))
+        return {worker: length for worker, length in lengths.items() if length}
 
     def check(self) -> None:
         """Raises AssertionError when the two directions of the index differ."""
@@ -142,9 +146,14 @@ class RoutedBlocks:
 
     def add(self, block_hashes: Sequence[bytes], worker: MemberId) -> None:
         """Record cached blocks. A restarted worker replaces its previous incarnation."""
+        known: tuple[MemberId, ...] = ()  # of the block before: mostly the next one has the same workers
+        added: tuple[MemberId, ...] = (worker,)
         for block_hash in reversed(block_hashes):  # the beginning is dropped last: without it nothing is found
-            others = [other for other in self._workers.get(block_hash, ()) if other.id != worker.id]
-            self._workers[block_hash] = (worker, *others[: _MAX_WORKERS - 1])
+            workers = self._workers.get(block_hash, ())
+            if workers != known:
+                others = [other for other in workers if other.id != worker.id]
+                known, added = workers, (worker, *others[: _MAX_WORKERS - 1])
+            self._workers[block_hash] = added
             self._workers.move_to_end(block_hash)
         while len(self._workers) > self._max_blocks:
             self._workers.popitem(last=False)
@@ -161,11 +170,16 @@ class RoutedBlocks:
         """Return the number of leading blocks of this chain for each worker that was sent its beginning. Counts as a
         use of the blocks that are found."""
         lengths: dict[MemberId, int] = {}
-        for length, block_hash in enumerate(block_hashes, start=1):
-            continuing = [w for w in self._workers.get(block_hash, ()) if lengths.get(w, 0) == length - 1]
+        continuing = known = self._workers.get(block_hashes[0], ()) if block_hashes else ()
+        for num_before, block_hash in enumerate(block_hashes):
+            workers = self._workers.get(block_hash, ())
+            if workers != known:  # mostly a block has the same workers as the one before
+                known = workers
+                lengths |= dict.fromkeys(continuing, num_before)
+                continuing = tuple(worker for worker in continuing if worker in workers)
             if not continuing:
                 break
-            lengths |= dict.fromkeys(continuing, length)
+        lengths |= dict.fromkeys(continuing, len(block_hashes))
         for block_hash in reversed(block_hashes[: max(lengths.values(), default=0)]):
             self._workers.move_to_end(block_hash)
         return lengths

@@ -19,6 +19,7 @@ from cluster.messages import DecodeJob, FinishReason, MemberId, PrefillJob, Pref
 from cluster.request_size import RequestSize
 from router.fleet.decode_events import SequencesStarted
 from router.fleet.peer import FirstTokens
+from router.fleet.prefix_locator import RequestChains
 from router.policies.candidates import NO_TARGETS, SloTargets
 from router.policies.hedging import Execution, Race, may_append
 from router.request.account import PhaseName, RequestAccount
@@ -163,6 +164,7 @@ class AdmittedRequest:
         self.expected_output = expected_output
         self.failed_members: set[MemberId] = set()
         self.too_small: set[MemberId] = set()  # workers that refused this request for its size
+        self.chains = RequestChains(request.prompt_token_ids, request.cache_salt)
         self.execution = Execution()
         for choice in self.choices:
             choice.execution = self.execution

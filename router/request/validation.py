@@ -127,8 +127,9 @@ def check_model(name: str, model: ModelInfo) -> None:
 
 def check_token_ids(token_ids: tuple[int, ...], model: ModelInfo) -> None:
     """Check that all token ids are in the vocabulary. Raises InvalidRequest."""
-    wrong = next((token_id for token_id in token_ids if not 0 <= token_id < model.vocab_size), None)
-    _require(wrong is None, f"token id {wrong} is outside the vocabulary: 0 to {model.vocab_size - 1}")
+    for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
+        in_vocabulary = 0 <= token_id < model.vocab_size
+        _require(in_vocabulary, f"token id {token_id} is outside the vocabulary: 0 to {model.vocab_size - 1}")
 
 
 def truncated(request: GenerateRequest, prompt_token_ids: tuple[int, ...], model: ModelInfo) -> tuple[int, ...]:

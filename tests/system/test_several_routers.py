@@ -16,7 +16,7 @@ from cluster.observe.telemetry import Telemetry
 from cluster.registry.registry import Registry
 from cluster.serving.serving import open_channel
 from router.fleet.fleet import Fleet
-from router.fleet.prefix_locator import CacheEventFollower, PrefixLocator
+from router.fleet.prefix_locator import CacheEventFollower, PrefixLocator, RequestChains
 from router.fleet.supervision import WorkerTimeouts
 from router.policies.candidates import WorkerLoad
 from router.policies.prefix_index import PrefixIndex
@@ -52,7 +52,11 @@ class View:
 
     def cached(self) -> dict[str, int]:
         """By worker: how many tokens of the prompt are cached there."""
-        return {member.id: number for member, number in self.locator.cached_tokens((*PROMPT, 1), "").items()}
+        tokens = (*PROMPT, 1)
+        return {
+            member.id: number
+            for member, number in self.locator.cached_tokens(tokens, RequestChains(tokens, "")).items()
+        }
 
     async def until(self, num_sequences: int) -> None:
         """Wait until this view has so many sequences at the workers, and no prompt."""

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass, field, replace
 
+import pytest
+
 from cluster.member import Capacity, Member
 from cluster.messages import CacheEvents, LayoutFingerprint, MemberId, PrefixSource, Role
 from cluster.protocol.hashing import NATIVE, NamelessChain, keyed_chains
-from router.fleet.prefix_locator import PrefixLocator
+from router.fleet.prefix_locator import PrefixLocator, RequestChains
 from router.policies.candidates import WorkerLoad
 from router.policies.prefix_index import PrefixIndex
 
@@ -67,9 +69,9 @@ def _locator(index: PrefixIndex | None = None) -> tuple[_Fleet, PrefixLocator]:
 
 def test_sources_are_workers_of_both_pools_except_the_puller() -> None:
     _, locator = _locator()
-    locator.note_routed(locator.chain(_P0, _TOKENS[:20], "salt"), _P0)
-    locator.note_routed(locator.chain(_D0, _TOKENS, "salt"), _D0)
-    chain = locator.chain(_P1, (*_TOKENS, 7, 7, 7), "salt")
+    locator.note_routed(locator.chain(_P0, _TOKENS[:20], RequestChains(_TOKENS[:20], "salt")), _P0)
+    locator.note_routed(locator.chain(_D0, _TOKENS, RequestChains(_TOKENS, "salt")), _D0)
+    chain = locator.chain(_P1, (*_TOKENS, 7, 7, 7), RequestChains((*_TOKENS, 7, 7, 7), "salt"))
 
     assert locator.sources(chain, puller=_P1) == (PrefixSource(_D0, "d0:1", 48), PrefixSource(_P0, "p0:1", 16))
     assert [source.member for source in locator.sources(chain, puller=_P0)] == [_D0]
@@ -77,17 +79,17 @@ def test_sources_are_workers_of_both_pools_except_the_puller() -> None:
 
 def test_a_different_salt_or_beginning_has_no_source() -> None:
     _, locator = _locator()
-    locator.note_routed(locator.chain(_P0, _TOKENS, "a"), _P0)
+    locator.note_routed(locator.chain(_P0, _TOKENS, RequestChains(_TOKENS, "a")), _P0)
 
-    assert locator.sources(locator.chain(_P1, _TOKENS, "b"), puller=_P1) == ()
-    assert locator.sources(locator.chain(_P1, (9, *_TOKENS), "a"), puller=_P1) == ()
+    assert locator.sources(locator.chain(_P1, _TOKENS, RequestChains(_TOKENS, "b")), puller=_P1) == ()
+    assert locator.sources(locator.chain(_P1, (9, *_TOKENS), RequestChains((9, *_TOKENS), "a")), puller=_P1) == ()
 
 
 def test_lost_draining_and_incompatible_workers_are_no_sources() -> None:
     fleet, locator = _locator()
     for worker in (_P0, _D0):
-        locator.note_routed(locator.chain(worker, _TOKENS, ""), worker)
-    chain = locator.chain(_P1, _TOKENS, "")
+        locator.note_routed(locator.chain(worker, _TOKENS, RequestChains(_TOKENS, "")), worker)
+    chain = locator.chain(_P1, _TOKENS, RequestChains(_TOKENS, ""))
 
     fleet.drained.add(_P0)
     assert [source.member for source in locator.sources(chain, puller=_P1)] == [_D0]
@@ -101,8 +103,8 @@ def test_blocks_have_no_hashes_if_kv_is_transferred_quantised() -> None:
     fleet, locator = _locator()
     fleet.add(_P0, Role.PREFILL, replace(_LAYOUT, wire_dtype="int8"))
 
-    assert isinstance(locator.chain(_P0, _TOKENS, ""), NamelessChain)
-    assert isinstance(locator.chain(MemberId("gone", "1"), _TOKENS, ""), NamelessChain)
+    assert isinstance(locator.chain(_P0, _TOKENS, RequestChains(_TOKENS, "")), NamelessChain)
+    assert isinstance(locator.chain(MemberId("gone", "1"), _TOKENS, RequestChains(_TOKENS, "")), NamelessChain)
 
 
 def _report(index: PrefixIndex, worker: MemberId, num_tokens: int, *, salt: str = "") -> None:
@@ -115,21 +117,36 @@ def test_reported_and_routed_blocks_both_count_as_cached() -> None:
     index = PrefixIndex()
     _, locator = _locator(index)
     _report(index, _P0, 48)
-    locator.note_routed(locator.chain(_P1, _TOKENS[:16], ""), _P1)
+    locator.note_routed(locator.chain(_P1, _TOKENS[:16], RequestChains(_TOKENS[:16], "")), _P1)
 
-    assert locator.cached_tokens(_TOKENS, "") == {_P0: 48, _P1: 16}
-    assert locator.cached_tokens(_TOKENS[:48], "") == {_P0: 32, _P1: 16}  # the last token is computed
-    assert locator.cached_tokens(_TOKENS, "another") == {}
-    assert locator.sources(locator.chain(_P1, _TOKENS, ""), puller=_P1) == (PrefixSource(_P0, "p0:1", 48),)
+    assert locator.cached_tokens(_TOKENS, RequestChains(_TOKENS, "")) == {_P0: 48, _P1: 16}
+    assert locator.cached_tokens(_TOKENS[:48], RequestChains(_TOKENS[:48], "")) == {
+        _P0: 32,
+        _P1: 16,
+    }  # the last token is computed
+    assert locator.cached_tokens(_TOKENS, RequestChains(_TOKENS, "another")) == {}
+    assert locator.sources(locator.chain(_P1, _TOKENS, RequestChains(_TOKENS, "")), puller=_P1) == (
+        PrefixSource(_P0, "p0:1", 48),
+    )
 
 
 def test_what_was_sent_to_a_decode_worker_counts_too_and_one_worker_alone_needs_no_look_up() -> None:
     index = PrefixIndex()
     fleet, locator = _locator(index)
-    locator.note_routed(locator.chain(_D0, _TOKENS[:32], ""), _D0)
+    locator.note_routed(locator.chain(_D0, _TOKENS[:32], RequestChains(_TOKENS[:32], "")), _D0)
     _report(index, _P0, 48)
-    assert locator.cached_tokens(_TOKENS, "") == {_D0: 32, _P0: 48}
-    assert locator.num_cached(locator.chain(_D0, _TOKENS, ""), _D0) == 32
-    assert locator.num_cached(locator.chain(_P1, _TOKENS, ""), _P1) == 0
+    assert locator.cached_tokens(_TOKENS, RequestChains(_TOKENS, "")) == {_D0: 32, _P0: 48}
+    assert locator.num_cached(locator.chain(_D0, _TOKENS, RequestChains(_TOKENS, "")), _D0) == 32
+    assert locator.num_cached(locator.chain(_P1, _TOKENS, RequestChains(_TOKENS, "")), _P1) == 0
     fleet.drained |= {_P1, _D0}
-    assert locator.cached_tokens(_TOKENS, "") == {}
+    assert locator.cached_tokens(_TOKENS, RequestChains(_TOKENS, "")) == {}
+
+
+@pytest.mark.parametrize("num_tokens", range(41))
+def test_a_chain_of_a_request_is_that_of_its_tokens_however_many_it_has_by_now(num_tokens: int) -> None:
+    tokens = tuple(range(40))
+    chains = RequestChains(tokens[:18], "salt")
+    expected = keyed_chains(b"key", 4)("salt", NATIVE)
+    expected.extend(tokens[:num_tokens])
+    for _ in range(2):
+        assert chains.chain(b"key", 4, tokens[:num_tokens]).hashes == expected.hashes
