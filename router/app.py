@@ -210,6 +210,8 @@ class Router:
     async def _drain(self) -> int:
         """Refuse new requests and wait for the live ones. Returns how many were left; their streams were ended."""
         self._pipeline.refuse_new()
+        if self._config.share_port == "on":
+            self._ports.http.leave_port()
         await self._ports.grpc.set_ready(False)
         _LOG.info("draining", extra={"live_requests": len(self._live_requests)})
         try:
@@ -351,7 +353,7 @@ def _tokenization(config: RouterConfig, markers: Sequence[str]) -> Tokenization:
 
 
 def _ports(config: RouterConfig, host: str, telemetry: Telemetry, tls: ClusterTls | None) -> Ports:
-    http = HttpServer(host=config.host, port=config.port, tls=tls)
+    http = HttpServer(host=config.host, port=config.port, tls=tls, shares_port=config.share_port == "on")
     grpc = GrpcServer(
         service_names=_SERVICES,
         telemetry=telemetry,

@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks import machine
 from benchmarks.router.figures import ALL_IN_TOKENS, Interval, Pair, Round, interval, of_pairs, percentile, ratio
 from benchmarks.router.load import Job
-from benchmarks.router.parties import Parties, Router, parties
+from benchmarks.router.parties import Arm, Parties, Router, parties
 
 _RESULTS = Path(__file__).parents[1] / "results"
 _SHORT, _LONG = 16, 208  # tokens of an answer
@@ -92,9 +92,9 @@ class Bench:
 
 
 async def _measure(options: argparse.Namespace) -> dict[tuple[str, str], Measured]:
-    arms = {_OURS: Path(__file__).parents[2]}
+    arms = {_OURS: Arm(Path(__file__).parents[2], options.processes)}
     if options.baseline:
-        arms[_BASELINE] = options.baseline.resolve()
+        arms[_BASELINE] = Arm(options.baseline.resolve())
     with_tls = sorted({path.startswith("https") for path in options.paths})
     measured = {(path, arm): Measured() for path in options.paths for arm in arms}
     with tempfile.TemporaryDirectory(prefix="tandem-bench-router-") as folder:
@@ -184,6 +184,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8, help="pairs of rounds per path")
     parser.add_argument("--paths", type=lambda text: text.split(","), default=list(PATHS), help="separated by commas")
     parser.add_argument("--baseline", type=Path, help="another checkout, whose router is measured in turns")
+    parser.add_argument("--processes", type=int, default=1, help="router processes on one HTTP port")
     parser.add_argument("--no-delays", dest="delays", action="store_false")
     parser.add_argument("--extra", default="{}", help="more fields of the HTTP requests, as JSON")
     parser.add_argument("--write", action="store_true", help="write the page and the figures into benchmarks/results")

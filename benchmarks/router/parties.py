@@ -25,6 +25,14 @@ _STOP_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
+class Arm:
+    """What is compared: the router of a checkout, in one process or in several that share the HTTP port."""
+
+    checkout: Path
+    num_processes: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Router:
     """One router of a checkout; `processes` has more than one where several serve one port."""
 
@@ -84,8 +92,8 @@ class Parties:
 
 
 @asynccontextmanager
-async def parties(arms: dict[str, Path], folder: Path, with_tls: Sequence[bool]) -> AsyncIterator[Parties]:
-    """Start everything. `arms`: name -> checkout whose router is measured. `folder` is for files of this run."""
+async def parties(arms: dict[str, Arm], folder: Path, with_tls: Sequence[bool]) -> AsyncIterator[Parties]:
+    """Start everything. `folder` is for files of this run."""
     async with AsyncExitStack() as stack:
         redis = await RedisServer.start()
         stack.push_async_callback(redis.stop)
@@ -102,7 +110,7 @@ async def parties(arms: dict[str, Path], folder: Path, with_tls: Sequence[bool])
             process = await _start(stack, _ROOT, ["benchmarks.router.worker", *flags, *steps_flags])
             await _ready(process)
             workers[tls] = Workers(process)
-            routers[tls] = [await _router(stack, arm, checkout, flags, tls) for arm, checkout in arms.items()]
+            routers[tls] = [await _router(stack, name, arm, flags, tls) for name, arm in arms.items()]
         load = await _start(stack, _ROOT, ["benchmarks.router.load"])
         yield Parties(LoadGenerator(load), workers, routers, steps_files, str(authority.cert))
 
@@ -117,11 +125,17 @@ def _model(folder: Path) -> Path:
     return model
 
 
-async def _router(stack: AsyncExitStack, arm: str, checkout: Path, flags: list[str], tls: bool) -> Router:
-    arguments = ["router", *flags, "--port=0", "--grpc-port=0", "--log-level=error"]
-    process = await _start(stack, checkout, arguments)
-    fields = await _ready(process)
-    return Router(arm, fields["http"], fields["grpc"], (process,), tls)
+async def _router(stack: AsyncExitStack, name: str, arm: Arm, flags: list[str], tls: bool) -> Router:
+    processes, http, grpc = list[Process](), "", ""
+    for _ in range(arm.num_processes):
+        port = http.rpartition(":")[2] or "0"
+        sharing = ["--share-port=on"] if arm.num_processes > 1 else []
+        arguments = ["router", *flags, f"--port={port}", "--grpc-port=0", "--log-level=error", *sharing]
+        process = await _start(stack, arm.checkout, arguments)
+        fields = await _ready(process)
+        http, grpc = fields["http"], grpc or fields["grpc"]
+        processes.append(process)
+    return Router(name, http, grpc, tuple(processes), tls)
 
 
 async def _start(stack: AsyncExitStack, checkout: Path, arguments: list[str]) -> Process:

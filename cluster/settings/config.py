@@ -101,6 +101,11 @@ class RouterConfig(ClusterSettings):
     model: str = setting("", "local folder or hub name of the model; only its tokenizer and configuration are read")
     served_model_name: str = setting("", "name that clients use; default: last part of --model")
     port: int = setting(8000, "HTTP port; 0: a free port")
+    share_port: str = setting(
+        "off",
+        "several routers on this machine may serve --port; the kernel distributes connections",
+        choices=("on", "off"),
+    )
     grpc_port: int = setting(50051, "gRPC port; 0: a free port")
     api_key: str = setting("", "bearer token that clients must send; empty: no authentication")
     allowed_origins: str = setting(

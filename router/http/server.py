@@ -44,12 +44,14 @@ class HttpAcceptor:
         encryption: Encryption | None,
         max_connections: int,
         telemetry: Telemetry,
+        leaves_port: asyncio.Event,
     ) -> None:
         """The protocol that `make_protocol` returns must report to its AcceptedConnection when it is opened, when a
-        request begins and is complete, and when it is closed."""
+        request begins and is complete, and when it is closed. Once `leaves_port` is set, no connection is accepted."""
         self._listener, self._make_protocol, self._encryption = listener, make_protocol, encryption
         self._places = ConnectionPlaces(max_connections)
         self._telemetry = telemetry
+        self._leaves_port = leaves_port
         self._handshakes: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -57,16 +59,34 @@ class HttpAcceptor:
         self._listener.listen(_BACKLOG)
         loop = asyncio.get_running_loop()
         try:
-            while True:
-                try:
-                    connection, _ = await loop.sock_accept(self._listener)
-                    self._begin(connection)
-                except (OSError, MemoryError):
-                    await asyncio.sleep(_PAUSE_S)
+            async with running(self._accept_all()) as accepting, running(self._leaves_port.wait()) as leaving:
+                await asyncio.wait({accepting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+                if accepting.done():
+                    accepting.result()  # it ends by an error only
+            self._close_listener()
+            await loop.create_future()  # the present handshakes end by themselves
         finally:
             for handshake in self._handshakes:
                 handshake.cancel()
             await asyncio.gather(*self._handshakes, return_exceptions=True)
+
+    async def _accept_all(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(self._listener)
+                self._begin(connection)
+            except (OSError, MemoryError):
+                await asyncio.sleep(_PAUSE_S)
+
+    def _close_listener(self) -> None:
+        """Take the connections that the kernel has completed for this listener: closing it would reset them."""
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                connection.setblocking(False)
+                self._begin(connection)
+        self._listener.close()
 
     def _begin(self, connection: socket.socket) -> None:
         accepted = AcceptedConnection(self._places)
@@ -140,13 +160,23 @@ class HttpServer:
     starts."""
 
     def __init__(
-        self, *, host: str, port: int, tls: ClusterTls | None = None, limits: HttpLimits | None = None
+        self,
+        *,
+        host: str,
+        port: int,
+        tls: ClusterTls | None = None,
+        limits: HttpLimits | None = None,
+        shares_port: bool = False,
     ) -> None:
-        """`port` 0 chooses a free port. With `tls` the server speaks HTTPS. Raises ConfigError."""
+        """`port` 0 chooses a free port. With `tls` the server speaks HTTPS. `shares_port`: the kernel distributes new
+        connections over all servers on the port that share it. Raises ConfigError."""
         self._tls, self._limits = tls, limits or HttpLimits()
+        self._leaves_port = asyncio.Event()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shares_port:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
             self._socket.bind((host, port))
         except OSError as error:
@@ -180,6 +210,7 @@ class HttpServer:
             encryption=self._encryption(),
             max_connections=max_connections,
             telemetry=telemetry,
+            leaves_port=self._leaves_port,
         )
         serving = asyncio.create_task(server.serve(sockets=[]), name="serve HTTP")
         try:
@@ -193,6 +224,10 @@ class HttpServer:
             self._socket.close()
             server.should_exit = True
             await serving
+
+    def leave_port(self) -> None:
+        """Accept no more connections: on a shared port the other servers get them. Present connections stay."""
+        self._leaves_port.set()
 
     def close(self) -> None:
         self._socket.close()
