@@ -14,7 +14,7 @@ from cluster.messages import FinishReason
 from router.http.openai_errors import BadField
 from router.http.openai_responses import ChatShape, Json, choice_end, chunk_choice, token_ids
 from router.http.openai_schema import ChatCompletionRequest
-from router.requests import ChoiceDelta
+from router.requests import ChatPrompt, ChoiceDelta
 from router.text.tokenization import Tokenization
 from router.tools.formats import AnswerFormat, AnswerParser
 from router.tools.pieces import Arguments, CallBegun, Content, Piece, Reasoning
@@ -156,26 +156,42 @@ class ChatSettings:
                 "chat_template",
             )
         tools = body.callable_tools
+        names, echo = (body.return_token_ids, body.return_tokens_as_token_ids), body.continued()
+        if tools is None and self.answers.reasoning is None:
+            return ChatShape(tokenization, *names, echo=echo)
+        division = self.division(
+            body.chat,
+            tools,
+            tokenization,
+            answer_id,
+            has_reasoning=body.include_reasoning,
+            is_parallel=body.parallel_tool_calls,
+        )
+        return DividedChatShape(tokenization, *names, echo=echo, division=division)
+
+    def division(
+        self,
+        chat: ChatPrompt,
+        tools: Tools | None,
+        tokenization: Tokenization,
+        answer_id: str,
+        *,
+        has_reasoning: bool = True,
+        is_parallel: bool = True,
+    ) -> Division:
+        """Return how the answers to a chat are divided. Raises InvalidRequest for tools where the router has no parser
+        for calls."""
         if tools is not None and self.answers.tools is None:
             raise BadField(
                 "tools: this router reads no calls from answers: send tool_choice none, or start the router with"
                 " --tool-call-parser",
                 "tools",
             )
-        names, echo = (body.return_token_ids, body.return_tokens_as_token_ids), body.continued()
-        if tools is None and self.answers.reasoning is None:
-            return ChatShape(tokenization, *names, echo=echo)
-        division = self._division(body, tools, tokenization, answer_id)
-        return DividedChatShape(tokenization, *names, echo=echo, division=division)
-
-    def _division(
-        self, body: ChatCompletionRequest, tools: Tools | None, tokenization: Tokenization, answer_id: str
-    ) -> Division:
-        prompt_end = tokenization.prompt_end(body.chat) if self.answers.reasoning is not None else ""
+        prompt_end = tokenization.prompt_end(chat) if self.answers.reasoning is not None else ""
         return Division(
             new_parser=partial(self.answers.parser, tools, prompt_end),
             answer_id=answer_id,
             id_characters=self.answers.tools.id_characters if self.answers.tools is not None else _ID_CHARACTERS,
-            has_reasoning=body.include_reasoning,
-            is_parallel=body.parallel_tool_calls,
+            has_reasoning=has_reasoning,
+            is_parallel=is_parallel,
         )

@@ -72,15 +72,15 @@ class Edge:
             self._telemetry.count("tandem_stalled_clients_total", surface="http")
             scope.get(ABORT, lambda: None)()
         except HTTPException as refusal:
-            await status_response(refusal.status_code, str(refusal.detail))(scope, receive, answer)
+            await status_response(refusal.status_code, str(refusal.detail), path=scope["path"])(scope, receive, answer)
         except ClientGone:
             answer.status = answer.status or 499  # nginx's status for it, used by the counter only
         except TandemError as error:
-            await error_response(error)(scope, receive, answer)
+            await error_response(error, scope["path"])(scope, receive, answer)
         except Exception as error:  # noqa: BLE001  # logged there; the last one who can answer
             failure = internal_error(error, request_id)
             if answer.status is None:
-                await error_response(failure)(scope, receive, answer)
+                await error_response(failure, scope["path"])(scope, receive, answer)
         finally:
             route = getattr(scope.get("route"), "path", "other")
             status = str(answer.status or 499)
@@ -92,6 +92,8 @@ class Edge:
             raise InvalidRequest(f"x-request-id must be at most {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters")
         if self._expected is not None and scope["path"].startswith(GUARDED_PREFIXES):
             given = headers.get("authorization", "").encode("latin-1")  # as it came
+            if not given and "x-api-key" in headers:  # clients of Anthropic
+                given = b"Bearer " + headers["x-api-key"].encode("latin-1")
             if not hmac.compare_digest(given, self._expected):
                 raise Unauthenticated("send the API key of this router as: Authorization: Bearer KEY")
 

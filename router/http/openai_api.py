@@ -18,6 +18,8 @@ from starlette.responses import Response
 from cluster.errors import TandemError
 from cluster.observe.telemetry import Telemetry
 from cluster.settings.config import CLIENT_STALL_S
+from router.http.anthropic.api import add_messages
+from router.http.anthropic.openapi_bodies import MessageEvent
 from router.http.bodies.openapi import complete_document, generation_responses
 from router.http.bodies.openapi_bodies import (
     ChatCompletion,
@@ -82,10 +84,11 @@ def build_app(
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_exception_handler(TandemError, _tandem_error)
     _add_generation(app, pipeline, live_requests, tokenization, chats)
+    add_messages(app, pipeline, live_requests, tokenization, chats)
     add_models(app, tokenization.model_info)
     add_operations(app, telemetry, ready)
     add_tokens(app, tokenization)
-    events = (CompletionChunk, ChatCompletionChunk)
+    events = (CompletionChunk, ChatCompletionChunk, MessageEvent)
     complete_document(
         app,
         tokenization.model_info,
@@ -153,19 +156,19 @@ def _add_generation(
         return WholeResponse(pipeline, live_requests, requests, shape, envelope)
 
 
-async def _invalid_body(_: Request, error: Exception) -> Response:
+async def _invalid_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return error_response(invalid_body(error.errors()))
+    return error_response(invalid_body(error.errors()), request.url.path)
 
 
-async def _http_exception(_: Request, error: Exception) -> Response:
+async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if isinstance(error.__cause__, TandemError):  # what refused the body while it was read
-        return error_response(error.__cause__)
+        return error_response(error.__cause__, request.url.path)
     message = _NO_PATH if error.status_code == HTTPStatus.NOT_FOUND else str(error.detail)
-    return status_response(error.status_code, message, error.headers)
+    return status_response(error.status_code, message, error.headers, path=request.url.path)
 
 
-async def _tandem_error(_: Request, error: Exception) -> Response:
+async def _tandem_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, TandemError)
-    return error_response(error)
+    return error_response(error, request.url.path)

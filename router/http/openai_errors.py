@@ -23,6 +23,7 @@ from cluster.errors import (
     http_status,
     openai_error_type,
 )
+from router.http.anthropic.errors import anthropic_error, is_anthropic
 
 _NOT_AN_OBJECT = ("missing", "model_type", "model_attributes_type", "dict_type")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -64,20 +65,24 @@ def error_body(error: TandemError) -> dict[str, Any]:
     }
 
 
-def error_response(error: TandemError) -> Response:
+def error_response(error: TandemError, path: str = "") -> Response:
+    """Return a refusal. `path`: of the request; Anthropic's paths have errors of their own shape."""
     headers: dict[str, str] = {}
     retry_after_s = _ELSEWHERE_S if isinstance(error, Draining) else error.retry_after_s
     if retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
     if isinstance(error, Unauthenticated):
         headers["www-authenticate"] = "Bearer"
-    return Response(json_bytes(error_body(error)), http_status(error), headers, media_type="application/json")
+    body = anthropic_error(http_status(error), error.message) if is_anthropic(path) else error_body(error)
+    return Response(json_bytes(body), http_status(error), headers, media_type="application/json")
 
 
-def status_response(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+def status_response(status: int, message: str, headers: Mapping[str, str] | None = None, *, path: str = "") -> Response:
     """Return a refusal by the HTTP layer itself: unknown path, wrong method, body too large."""
     code = HTTPStatus(status).phrase.lower().replace(" ", "_")
-    body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+    body: dict[str, Any] = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+    if is_anthropic(path):
+        body = anthropic_error(status, message)
     return Response(json_bytes(body), status, headers, media_type="application/json")
 
 

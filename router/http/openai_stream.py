@@ -168,8 +168,12 @@ class EventStream(Response):
         except Exception as error:
             if not started:
                 raise
-            await chunks.write(_error_event(error, self._requests[0].label))
+            await chunks.write(self.failure(error))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def failure(self, error: Exception) -> bytes:
+        """Return the event of an error that ends the stream."""
+        return _error_event(error, self._requests[0].label)
 
     async def _events(self, outputs: AsyncIterator[Output]) -> AsyncIterator[bytes]:
         """Yield the bytes to send; never an empty portion."""

@@ -14,6 +14,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from router.http.anthropic.errors import is_anthropic
 from router.http.bodies.openapi_bodies import ErrorBody, Responses
 from router.text.model_files import ModelInfo
 
@@ -30,7 +31,7 @@ _MEANINGS = {
 # The titles of lists of token ids in schemas of requests: those of a prompt, and others.
 TOKEN_IDS, ANY_TOKEN_IDS = "Token ids", "Any token ids"
 _REFERENCE = "#/components/schemas/{model}"
-_API_KEY = "api key"
+_API_KEY, _HEADER = "api key", "x-api-key"
 GUARDED_PREFIXES = ("/v1/", "/tokenize", "/detokenize")
 _REQUEST_ID = {
     "x-request-id": {"description": "names the request in logs", "schema": {"type": "string"}, "required": True}
@@ -77,7 +78,7 @@ def complete_document(
         for path, operation in _operations(document):
             operation["responses"].pop("422", None)  # FastAPI's; Tandem refuses with 400
             if asks_for_key and path.startswith(GUARDED_PREFIXES):
-                _guard(operation, document)
+                _guard(operation, document, path)
             for parameter in operation.get("parameters", ()):
                 _never_null(parameter)
             for response in operation["responses"].values():
@@ -113,14 +114,16 @@ def _never_null(parameter: dict[str, Any]) -> None:
             parameter["schema"].update(alternative)
 
 
-def _guard(operation: dict[str, Any], document: dict[str, Any]) -> None:
+def _guard(operation: dict[str, Any], document: dict[str, Any], path: str) -> None:
     schemes = document["components"].setdefault("securitySchemes", {})
     schemes[_API_KEY] = {"type": "http", "scheme": "bearer"}
-    operation["security"] = [{_API_KEY: []}]
+    schemes[_HEADER] = {"type": "apiKey", "in": "header", "name": _HEADER}
+    operation["security"] = [{_API_KEY: []}, {_HEADER: []}]
+    body = "AnthropicError" if is_anthropic(path) else ErrorBody.__name__
     (refusal,) = refusals(401).values()
     operation["responses"]["401"] = {
         "description": refusal["description"],
-        "content": {"application/json": {"schema": {"$ref": _REFERENCE.format(model=ErrorBody.__name__)}}},
+        "content": {"application/json": {"schema": {"$ref": _REFERENCE.format(model=body)}}},
     }
 
 

@@ -105,7 +105,10 @@ def test_the_api_key_is_declared_where_it_is_needed(demo: Tokenization, document
         declared = running.http.get("/openapi.json").json()
         answer = running.post(*_COMPLETION)
         _validate(answer.json(), _content(declared, _COMPLETION[0], 401, "application/json")["schema"], declared)
-    assert declared["components"]["securitySchemes"] == {"api key": {"type": "http", "scheme": "bearer"}}
+    assert declared["components"]["securitySchemes"] == {
+        "api key": {"type": "http", "scheme": "bearer"},
+        "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
     guarded = {path for path, item in declared["paths"].items() if all("security" in op for op in item.values())}
     open_paths = {"/health", "/ready", "/ping", "/version", "/metrics"}
     assert guarded == set(declared["paths"]) - open_paths

@@ -1,0 +1,218 @@
+"""The bodies of Anthropic's Messages API, and the chat that they mean."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
+
+from router.http.bodies.messages import MAX_MESSAGES, MAX_TOOLS
+from router.http.bodies.strict_body import NeutralValues, StrictBody
+from router.http.openai_errors import json_bytes
+from router.request.validation import MAX_STOP_STRING_CHARACTERS, MAX_STOP_STRINGS
+from router.requests import (
+    ChatMessage,
+    ChatOptions,
+    ChatPrompt,
+    GenerateRequest,
+    SamplingParams,
+    StopConditions,
+    ToolCall,
+)
+
+_MAX_BLOCKS = 2048
+
+
+class CacheControl(StrictBody):
+    """Accepted; changes nothing: equal beginnings of prompts are cached without it."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class _Block(StrictBody):
+    cache_control: CacheControl | None = None
+
+
+class TextBlock(_Block):
+    asks_for_nothing: ClassVar[NeutralValues] = {"citations": ([],)}
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(StrictBody):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = Field("", description="accepted; changes nothing")
+
+
+class RedactedThinkingBlock(StrictBody):
+    """Accepted; changes nothing: only Anthropic can read it."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+class ToolUseBlock(_Block):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+def _as_blocks(value: object) -> object:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+_Texts = Annotated[
+    list[TextBlock],
+    Field(max_length=_MAX_BLOCKS),
+    FailFast(),
+    BeforeValidator(_as_blocks, json_schema_input_type=str | list[TextBlock]),
+]
+
+
+class ToolResultBlock(_Block):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: _Texts = Field([])
+    is_error: bool = Field(default=False, description="accepted; the content says so to the model")
+
+
+class UserTurn(StrictBody):
+    role: Literal["user"]
+    content: Annotated[
+        list[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]],
+        Field(max_length=_MAX_BLOCKS),
+        FailFast(),
+        BeforeValidator(
+            _as_blocks,
+            json_schema_input_type=str | list[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]],
+        ),
+    ]
+
+    def values(self) -> list[ChatMessage]:
+        """Return one message per result of a tool, and one of the text."""
+        results = [block for block in self.content if isinstance(block, ToolResultBlock)]
+        texts = [block for block in self.content if isinstance(block, TextBlock)]
+        values = [ChatMessage("tool", _text(block.content), tool_call_id=block.tool_use_id) for block in results]
+        return [*values, ChatMessage("user", _text(texts))] if texts or not results else values
+
+
+_AssistantBlock = Annotated[
+    TextBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock, Field(discriminator="type")
+]
+
+
+class AssistantTurn(StrictBody):
+    role: Literal["assistant"]
+    content: Annotated[
+        list[_AssistantBlock],
+        Field(max_length=_MAX_BLOCKS),
+        FailFast(),
+        BeforeValidator(_as_blocks, json_schema_input_type=str | list[_AssistantBlock]),
+    ]
+
+    def values(self) -> list[ChatMessage]:
+        text = _text([block for block in self.content if isinstance(block, TextBlock)])
+        thinking = "\n".join(block.thinking for block in self.content if isinstance(block, ThinkingBlock))
+        calls = [
+            ToolCall(block.id, block.name, json_bytes(block.input).decode())
+            for block in self.content
+            if isinstance(block, ToolUseBlock)
+        ]
+        return [ChatMessage("assistant", text, tool_calls=tuple(calls), reasoning=thinking)]
+
+
+class ToolDefinition(StrictBody):
+    type: Literal["custom"] = "custom"
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    description: str = ""
+    input_schema: dict[str, Any]
+    cache_control: CacheControl | None = None
+
+    def value(self) -> dict[str, Any]:
+        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        return {"type": "function", "function": function}
+
+
+class ToolChoice(StrictBody):
+    type: Literal["auto", "none"] = Field(description="none: the model is shown no tools")
+    disable_parallel_tool_use: bool = Field(default=False, description="only the first call is returned")
+
+
+class Thinking(StrictBody):
+    type: Literal["enabled", "disabled"] = Field(description="sets enable_thinking of the chat template")
+    budget_tokens: int | None = Field(None, description="accepted; changes nothing")
+
+
+class Metadata(StrictBody):
+    user_id: str | None = Field(None, description="accepted; changes nothing")
+
+
+class CountTokensRequest(StrictBody):
+    """The body of /v1/messages/count_tokens. A last message of the assistant is continued."""
+
+    model: str = ""
+    messages: Annotated[list[Annotated[UserTurn | AssistantTurn, Field(discriminator="role")]], FailFast()] = Field(
+        min_length=1, max_length=MAX_MESSAGES
+    )
+    system: _Texts = Field([])
+    tools: Annotated[list[ToolDefinition], FailFast()] = Field([], max_length=MAX_TOOLS)
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+
+    @property
+    def chat(self) -> ChatPrompt:
+        system = [ChatMessage("system", _text(self.system))] if self.system else []
+        messages = [*system, *(value for message in self.messages for value in message.values())]
+        continues = messages[-1].role == "assistant" and not messages[-1].tool_calls
+        options = ChatOptions(
+            tools=tuple(tool.value() for tool in self.tools) if self.callable_tools is not None else (),
+            arguments={"enable_thinking": self.thinking.type == "enabled"} if self.thinking is not None else {},
+            continue_final_message=continues,
+        )
+        return ChatPrompt(tuple(messages), options)
+
+    @property
+    def callable_tools(self) -> dict[str, dict[str, Any]] | None:
+        """The schemas of the tools that the model may call, by name; None if it may call none."""
+        if not self.tools or (self.tool_choice is not None and self.tool_choice.type == "none"):
+            return None
+        return {tool.name: tool.input_schema for tool in self.tools}
+
+
+class MessagesRequest(CountTokensRequest):
+    """The body of /v1/messages."""
+
+    max_tokens: int = Field(json_schema_extra={"minimum": 1})
+    stream: bool = False
+    temperature: float | None = Field(None, json_schema_extra={"minimum": 0, "maximum": 2})
+    top_p: float | None = Field(None, json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})
+    top_k: int | None = Field(None, json_schema_extra={"minimum": 0, "maximum": (1 << 32) - 1})
+    stop_sequences: Annotated[
+        list[str],
+        FailFast(),
+        WithJsonSchema(
+            {
+                "type": "array",
+                "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_STRING_CHARACTERS},
+                "maxItems": MAX_STOP_STRINGS,
+            }
+        ),
+    ] = Field([], max_length=4096)
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = Field(None, description="accepted; changes nothing")
+
+    def request(self, label: str) -> GenerateRequest:
+        return GenerateRequest(
+            prompt=self.chat,
+            label=label,
+            model=self.model,
+            sampling=SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p),
+            stop=StopConditions(max_tokens=self.max_tokens, stop=tuple(self.stop_sequences)),
+        )
+
+
+def _text(blocks: Sequence[TextBlock]) -> str:
+    return "\n".join(block.text for block in blocks)

@@ -1,0 +1,32 @@
+"""Use the package `anthropic` as applications do. Arguments: the URL of a router."""
+
+import asyncio
+import sys
+
+import anthropic
+import pytest
+
+SETTINGS = {"base_url": sys.argv[1], "api_key": "-"}
+QUESTION = [{"role": "user", "content": "Write a function that reads a file."}]
+GREEDY = {"model": "demo_model", "messages": QUESTION, "max_tokens": 12, "temperature": 0, "system": "Be brief."}
+
+
+async def asynchronous() -> str:
+    async with anthropic.AsyncAnthropic(**SETTINGS) as client, client.messages.stream(**GREEDY) as stream:
+        return "".join([text async for text in stream.text_stream])
+
+
+client = anthropic.Anthropic(**SETTINGS)
+whole = client.messages.create(**GREEDY)
+assert whole.content[0].type == "text"
+assert whole.stop_reason in ("max_tokens", "end_turn")
+with client.messages.stream(**GREEDY) as stream:
+    final = stream.get_final_message()
+assert final.content[0].text == whole.content[0].text == asyncio.run(asynchronous())
+assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
+count = client.messages.count_tokens(model="demo_model", messages=QUESTION, system="Be brief.")
+assert count.input_tokens == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
+with pytest.raises(anthropic.BadRequestError, match="temperature"):
+    client.messages.create(**GREEDY | {"temperature": 5})
+with pytest.raises(anthropic.NotFoundError):
+    client.messages.create(**GREEDY | {"model": "claude"})
