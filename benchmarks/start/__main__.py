@@ -7,6 +7,7 @@ that only loads the weights with transformers. The first round warms the caches 
 import argparse
 import asyncio
 import json
+import os
 import tempfile
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
@@ -78,15 +79,15 @@ def _saved(model: ModelShape, folder: Path) -> Path:
     return folder
 
 
-def as_markdown(models: dict[str, Runs], before: str) -> str:
-    machine = about()
+def as_markdown(models: dict[str, Runs], before: str, machine: dict[str, str]) -> str:
     lines = [
         "# Start",
         "",
         f"{machine['processor']}, {machine['kernel']}; torch {machine['torch']}; commit {machine['commit']}"
         + (f"; before: {before}." if before else "."),
         "From the command to a client's first token, with warm caches; arms in turns, medians with the least and the",
-        "most. Processor time is that of all processes from start to end. Ratios are paired by round.",
+        f"most. Load average {machine['load']}: above the number of cores, others have lengthened the wall times and",
+        "processor times count. These are of all processes from start to end. Ratios are paired by round.",
         "",
         f"- demo model: {' '.join(_DEMO_FLAGS)}, one prefill and one decode worker",
         f"- others: {' '.join(_FLAGS)}",
@@ -118,14 +119,15 @@ def main() -> None:
             print(name, flush=True)
             arms = _arms(name, Path(directory), arguments.against)
             models[name] = asyncio.run(measure(arms, arguments.rounds))
-    text = as_markdown(models, arguments.before)
+    machine = about() | {"load": f"{os.getloadavg()[2]:.1f}"}
+    text = as_markdown(models, arguments.before, machine)
     print(text)
     if arguments.write:
         (_RESULTS / "start.md").write_text(text)
         kept = {
             name: {arm: [asdict(run) for run in each] for arm, each in runs.items()} for name, runs in models.items()
         }
-        (_RESULTS / "start.json").write_text(json.dumps({"about": about(), "models": kept}, indent=1) + "\n")
+        (_RESULTS / "start.json").write_text(json.dumps({"about": machine, "models": kept}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ def interval(values: Sequence[float]) -> str:
 def totals(models: Mapping[str, Runs]) -> list[str]:
     """Return the table of all arms, with the ratios to the other arms, paired by round."""
     head = ["model", "start", "first token, s", "processor time, s", "of before", "of weights"]
-    head.append("of before, processor")
+    head += ["of before, processor", "of weights, processor"]
     lines = [_line(head), "|" + "---|" * len(head)]
     for model, runs in models.items():
         for arm, each in runs.items():
@@ -28,6 +28,7 @@ def totals(models: Mapping[str, Runs]) -> list[str]:
             cells.append(_ratios(each, runs[before], "wall_s") if has_before else "")
             cells.append(_ratios(each, runs["weights"], "wall_s") if is_start and "weights" in runs else "")
             cells.append(_ratios(each, runs[before], "cpu_s") if has_before else "")
+            cells.append(_ratios(each, runs["weights"], "cpu_s") if is_start and "weights" in runs else "")
             lines.append(_line(cells))
     return lines
 

@@ -15,9 +15,9 @@ def test_ratios_are_paired_by_round() -> None:
 
     assert ours == (
         "| small | tandem up | 4.00 [2.00, 9.00] | 2.00 [2.00, 2.00] | 0.50 [0.25, 1.00] | 1.50 [0.50, 2.00] "
-        "| 0.50 [0.25, 1.00] |"
+        "| 0.50 [0.25, 1.00] | 2.00 [2.00, 2.00] |"
     )
-    assert weights == "| small | weights | 4.00 [2.00, 6.00] | 1.00 [1.00, 1.00] |  |  |  |"
+    assert weights == "| small | weights | 4.00 [2.00, 6.00] | 1.00 [1.00, 1.00] |  |  |  |  |"
 
 
 def test_phases_keep_the_order_in_which_they_came() -> None:
