@@ -70,6 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument(
         "--logprobs", type=int, metavar="K", help="with --json: log-probabilities of each token and the K most likely"
     )
+    sampling.add_argument(
+        "--stream-interval",
+        type=int,
+        metavar="N",
+        help="N tokens of a continuation come together, except its first ones; 0: as they are generated",
+    )
     sampling.add_argument("--cache-salt", metavar="TEXT", help="share KV with requests of the same salt only")
     sampling.add_argument(
         "--priority", type=int, metavar="N", help="a lower value goes first, under --scheduling-policy priority"

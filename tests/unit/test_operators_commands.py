@@ -1,15 +1,18 @@
 """The output of `tandem requests`, `tandem explain`, `tandem scale` and `tandem status`, from values."""
 
+import argparse
 from typing import Any
 
 import pytest
 
+from cli.verbs import generate
 from cli.verbs.explain import explained_object, explained_text
 from cli.verbs.requests import requests_object, requests_text
 from cli.verbs.scale import changes_between, sizes_from
 from cli.verbs.status import disaggregation_object, disaggregation_text, target_object, target_text
 from cluster.errors import ConfigError
 from tandem.enum_words import DISAGGREGATION_VERDICTS, EFFECT_BASES, MEMBER_ROLES, MEMBER_STATES
+from tandem.options import GenerateOptions
 from tandem.v1 import admin_pb2, inference_pb2
 
 
@@ -27,6 +30,12 @@ def status(**states: str) -> admin_pb2.StatusResponse:
             )
         )
     return admin_pb2.StatusResponse(members=members)
+
+
+def test_tandem_generate_has_a_flag_for_each_option_of_the_client_library() -> None:
+    parser = argparse.ArgumentParser()
+    generate.add_arguments(parser)
+    assert GenerateOptions.__annotations__.keys() <= vars(parser.parse_args(["a prompt"])).keys()
 
 
 def test_requests_are_shown_one_per_line_with_their_reasons() -> None:
