@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks.router.load import Job, Result
 from cli.verbs.certs import make_authority, make_certificate
 from cli.verbs.up import DEMO_MODEL
+from cluster.process import die_with_parent
 from cluster.registry.redis_server import RedisServer
 
 _ROOT = Path(__file__).parents[2]
@@ -141,7 +142,13 @@ async def _router(stack: AsyncExitStack, name: str, arm: Arm, flags: list[str], 
 async def _start(stack: AsyncExitStack, checkout: Path, arguments: list[str]) -> Process:
     environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", *arguments, cwd=checkout, env=environment, stdin=PIPE, stdout=PIPE, limit=_LINE_BYTES
+        *(sys.executable, "-m", *arguments),
+        cwd=checkout,
+        env=environment,
+        stdin=PIPE,
+        stdout=PIPE,
+        limit=_LINE_BYTES,
+        preexec_fn=die_with_parent,
     )
     stack.push_async_callback(_stop, process)
     return process

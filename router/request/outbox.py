@@ -6,6 +6,7 @@ router/request/live_table.py). Whole responses count towards the same bound. A l
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 
 from cluster.clock import Clock
@@ -29,6 +30,9 @@ class Outbox:
         self._readable: dict[int, None] = {}  # the choices whose deltas the client can read now, the oldest first
         self._changed = asyncio.Event()
         self._ended = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._silent_at_s = math.inf  # when the present wait has taken too long; infinite: nothing waits
+        self._is_silent = False  # the present wait has taken too long
         self._failure: TandemError | None = None
         self.share = buffers.add(self._on_full)
 
@@ -52,12 +56,14 @@ class Outbox:
     def end(self) -> None:
         """Record that no more deltas follow."""
         self._ended = True
+        self._stop_timer()
         self._readable.update(dict.fromkeys(self._waiting))
         self._changed.set()
 
     def fail(self, error: TandemError) -> None:
         """End the client's stream with this error, drop what waits, and call the registered functions."""
         self._failure = error
+        self._stop_timer()
         self.clear()
         self._changed.set()
         for stop in self._on_failure:
@@ -77,14 +83,39 @@ class Outbox:
             if within_s is None:
                 await self._changed.wait()
                 continue
-            try:
-                async with asyncio.timeout(within_s):
-                    await self._changed.wait()
-            except TimeoutError:
+            if not await self._changes_within(within_s):
                 return None
         if self._failure is not None:
             raise self._failure
         return self._portion()
+
+    async def _changes_within(self, within_s: float) -> bool:
+        """Wait for a change, and return whether it came in time. One timer serves all waits: most of them take less
+        time than to start a timer."""
+        loop = asyncio.get_running_loop()
+        self._silent_at_s = loop.time() + within_s
+        if self._timer is None or self._timer.when() > self._silent_at_s:
+            self._stop_timer()
+            self._timer = loop.call_at(self._silent_at_s, self._look)
+        try:
+            await self._changed.wait()
+        finally:
+            self._silent_at_s = math.inf
+        is_silent, self._is_silent = self._is_silent, False
+        return not is_silent
+
+    def _look(self) -> None:
+        self._timer = None
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._silent_at_s:
+            self._is_silent = True
+            self._changed.set()
+        elif self._silent_at_s < math.inf:
+            self._timer = loop.call_at(self._silent_at_s, self._look)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _portion(self) -> tuple[ChoiceDelta, ...]:
         """Return the oldest deltas of each choice. A choice that is cut short waits behind the others."""

@@ -1,5 +1,6 @@
 """The number of buffered tokens is bounded over all clients, and a client that does not read is ended."""
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -196,3 +197,17 @@ async def test_tokens_that_wait_for_their_interval_are_not_held_against_the_clie
             with pytest.raises(SlowClient, match="9 tokens were kept"):
                 await reading.next_deltas()
         assert live_requests.num_buffered_tokens == 2
+
+
+async def test_every_wait_has_its_own_time_whatever_the_waits_before_it_had() -> None:
+    live_requests = _live_requests(100, ManualClock())
+    with _outbox(live_requests) as outbox:
+        for index, within_s in enumerate((60.0, 0.01, 60.0)):  # with one minute for all, the second takes a minute
+            waiting = asyncio.create_task(outbox.next_deltas(within_s))
+            if within_s < 1.0:
+                assert await waiting is None
+                continue
+            await asyncio.sleep(0)
+            outbox.put(delta(0, index, index))
+            assert await waiting == (delta(0, index, index),)
+        assert [await outbox.next_deltas(0.01) for _ in range(3)] == [None] * 3
