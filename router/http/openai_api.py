@@ -14,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.routing import Route
 
 from cluster.errors import TandemError
 from cluster.observe.telemetry import Telemetry
@@ -165,8 +166,16 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if isinstance(error.__cause__, TandemError):  # what refused the body while it was read
         return error_response(error.__cause__, request.url.path)
-    message = _NO_PATH if error.status_code == HTTPStatus.NOT_FOUND else str(error.detail)
-    return status_response(error.status_code, message, error.headers, path=request.url.path)
+    message, headers = _NO_PATH if error.status_code == HTTPStatus.NOT_FOUND else str(error.detail), error.headers
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        headers = {"allow": ", ".join(sorted(_methods(request)))}
+    return status_response(error.status_code, message, headers, path=request.url.path)
+
+
+def _methods(request: Request) -> set[str]:
+    """Return the methods of all routes with this path: the framework names those of the first."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    return {method for route in routes if route.path_regex.match(request.url.path) for method in route.methods or ()}
 
 
 async def _tandem_error(request: Request, error: Exception) -> Response:

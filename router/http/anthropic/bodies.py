@@ -185,7 +185,7 @@ class CountTokensRequest(StrictBody):
 class MessagesRequest(CountTokensRequest):
     """The body of /v1/messages."""
 
-    max_tokens: int = Field(json_schema_extra={"minimum": 1})
+    max_tokens: int = Field(ge=1, description="at most as many; the context may leave fewer")
     stream: bool = False
     temperature: float | None = Field(None, json_schema_extra={"minimum": 0, "maximum": 2})
     top_p: float | None = Field(None, json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})
@@ -210,7 +210,7 @@ class MessagesRequest(CountTokensRequest):
             label=label,
             model=self.model,
             sampling=SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p),
-            stop=StopConditions(max_tokens=self.max_tokens, stop=tuple(self.stop_sequences)),
+            stop=StopConditions(default_max_tokens=self.max_tokens, stop=tuple(self.stop_sequences)),
         )
 
 

@@ -83,6 +83,7 @@ def complete_document(
                 _never_null(parameter)
             for response in operation["responses"].values():
                 response.setdefault("headers", {}).update(_REQUEST_ID)
+        _write_whole_numbers(document)
         schemas = document["components"]["schemas"]
         schemas.update(_schemas(events))
         _limit_to_model(schemas, model)
@@ -104,6 +105,19 @@ def _operations(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]
     for path, item in document["paths"].items():
         for operation in item.values():
             yield path, operation
+
+
+def _write_whole_numbers(value: object) -> None:
+    """FastAPI writes the bounds of integers as 1.0; a client that sends that is refused."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if name in ("minimum", "maximum") and isinstance(inner, float) and inner.is_integer():
+                value[name] = int(inner)
+            else:
+                _write_whole_numbers(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            _write_whole_numbers(inner)
 
 
 def _never_null(parameter: dict[str, Any]) -> None:

@@ -77,7 +77,8 @@ def add_tokens(app: FastAPI, tokenization: Tokenization) -> None:
             raise InvalidRequest("give exactly one of prompt and messages")
         if body.messages:
             now_us = int(time.time() * 1e6)
-            encode = partial(tokenization.encode_chat, rendered_at_us=now_us, options=body.options())
+            options = body.options()
+            encode = partial(tokenization.encode_chat, rendered_at_us=now_us, options=options, is_whole=True)
             token_ids = await threads.run(encode, [message.value() for message in body.messages])
         else:
             encode_text = partial(tokenization.encode, add_special_tokens=body.add_special_tokens)

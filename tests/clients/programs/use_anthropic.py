@@ -8,7 +8,8 @@ import pytest
 
 SETTINGS = {"base_url": sys.argv[1], "api_key": "-"}
 QUESTION = [{"role": "user", "content": "Write a function that reads a file."}]
-GREEDY = {"model": "demo_model", "messages": QUESTION, "max_tokens": 12, "temperature": 0, "system": "Be brief."}
+GREEDY = {"model": "demo_model", "messages": QUESTION, "max_tokens": 12, "system": "Be brief."}
+GREEDY["extra_body"] = {"temperature": 0}
 
 
 async def asynchronous() -> str:
@@ -27,6 +28,6 @@ assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, who
 count = client.messages.count_tokens(model="demo_model", messages=QUESTION, system="Be brief.")
 assert count.input_tokens == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
 with pytest.raises(anthropic.BadRequestError, match="temperature"):
-    client.messages.create(**GREEDY | {"temperature": 5})
+    client.messages.create(**GREEDY | {"extra_body": {"temperature": 5}})
 with pytest.raises(anthropic.NotFoundError):
     client.messages.create(**GREEDY | {"model": "claude"})

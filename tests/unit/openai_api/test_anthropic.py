@@ -141,6 +141,7 @@ def test_a_last_message_of_the_assistant_is_continued_and_counted(shared: Endpoi
     ("sent", "status", "kind", "words"),
     [
         ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens: Field required"),
+        ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens"),
         ({"temperature": 5}, 400, "invalid_request_error", "temperature"),
         ({"made_up": 1}, 400, "invalid_request_error", "'made_up'"),
         ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "tool_choice.type"),
@@ -171,3 +172,8 @@ def test_the_key_may_come_as_anthropics_clients_send_it(demo: Tokenization) -> N
         for headers in ({}, {"x-api-key": "other"}):
             answer = running.post("/v1/messages", _BODY, **headers)
             assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
+
+
+def test_more_tokens_than_the_context_leaves_are_no_error(shared: Endpoint) -> None:
+    answer = shared.post("/v1/messages", _BODY | {"max_tokens": 32_000})
+    assert (answer.status_code, answer.json()["stop_reason"]) == (200, "end_turn")

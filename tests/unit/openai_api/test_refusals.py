@@ -200,6 +200,7 @@ def test_errors_for_unknown_paths_and_methods_have_the_openai_shape(shared: Endp
     assert "/docs" in shared.http.get("/v1/nothing").json()["error"]["message"], "it says where to look"
     assert shared.http.get("/docs").status_code == 200
     refused(shared.http.get("/v1/completions"), 405, "method_not_allowed", None)
+    assert shared.http.put("/ping").headers["allow"] == "GET, HEAD, POST"
 
 
 def test_a_bad_request_id_is_refused(shared: Endpoint) -> None:
