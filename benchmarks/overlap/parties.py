@@ -18,6 +18,7 @@ from pathlib import Path
 
 from benchmarks.overlap.paced_link import PacedLink
 from cluster.clock import MonotonicClock
+from cluster.errors import HandOffReason
 from cluster.identity import load_cluster_key
 from cluster.messages import Epoch, MemberId, PrefillJob, Sampling, TokenStops
 from cluster.observe.telemetry import Telemetry
@@ -187,7 +188,7 @@ class Pair:
         await call.write(kv_pb2.ImporterMessage(attach=kv_pb2.Attach()))
         answer = await call.read()
         took_s = time.perf_counter() - began_s
-        assert isinstance(answer, kv_pb2.ExporterMessage) and answer.refused.reason == "bad_signature"
+        assert isinstance(answer, kv_pb2.ExporterMessage) and answer.refused.reason == HandOffReason.MALFORMED_MESSAGE
         await call.done_writing()
         return took_s
 
