@@ -9,6 +9,7 @@ in turns with this one, and prints ratios.
 import argparse
 import asyncio
 import json
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -190,7 +191,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the page and the figures into benchmarks/results")
     options = parser.parse_args()
     measured = asyncio.run(_measure(options))
-    about, table = machine.about(), _table(measured)
+    about, table = machine.about() | {"load average": f"{os.getloadavg()[2]:.0f}"}, _table(measured)
     print("\n".join(table))
     if options.baseline:
         print("\n".join(["", *_ratios(measured, options.paths)]))
