@@ -164,7 +164,10 @@ class Client:
             self._world.wrong(f"request {self.number}: {what}")
 
     def _expected(self, choice: int) -> tuple[int, ...]:
-        seed = _choice_seed(self._seed, choice)
+        return self._alone(_choice_seed(self._seed, choice))
+
+    def _alone(self, seed: int) -> tuple[int, ...]:
+        """Return the tokens of a choice with this seed that runs alone."""
         return expected_tokens(self._world.schedule, self._prompt, seed, self.ask.max_tokens)
 
     def _wants_no_more(self) -> bool:

@@ -1,0 +1,134 @@
+"""A request with penalties whose decode worker is killed at every token: its four choices have the tokens that they
+would have had. The cluster is simulated, and its workers compute with the demo model."""
+
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from unittest import mock
+
+import pytest
+
+from cluster.messages import LayoutFingerprint, LogitRules, Sampling
+from cluster.settings.config import WorkerConfig
+from cluster.settings.engine_settings import EngineSettings
+from engine.build import Engine
+from engine.cpu.compiled_draw import compiled_draw
+from engine.decoders.traced_calls import NotCompiled
+from engine.kv.capacity import NATIVE
+from engine.kv.pool import KvPool
+from engine.model.loaded import LoadedModel
+from engine.model.loading import load
+from engine.sampling.logit_state import LogitState
+from engine.scheduling.step import Chunk, Sample, StepPlan
+from engine.steps.runner import ModelRunner
+from tandem.v1 import inference_pb2
+from tests.chaos.simulated.clients import Client
+from tests.chaos.simulated.machine import simulated_machine
+from tests.chaos.simulated.schedule import MAX_MODEL_LEN, Ask, Kind, Mishap, Phase, Schedule, plain_schedule
+from tests.chaos.simulated.world import Result, run_schedule
+from tests.system.router_harness import DEMO_MODEL
+
+NUM_TOKENS, NUM_PROMPT, BLOCK_SIZE = 12, 22, 4
+RULES = LogitRules(
+    repetition_penalty=1.1,
+    frequency_penalty=1.0,
+    presence_penalty=1.0,
+    bad_words=((271,), (316,)),  # "self", and " self"
+)
+SAMPLING = inference_pb2.SamplingParams(
+    temperature=1, repetition_penalty=1.1, frequency_penalty=1, presence_penalty=1, bad_words=["self"]
+)
+
+
+@cache
+def _model() -> LoadedModel:
+    settings = EngineSettings(
+        model=str(DEMO_MODEL), dtype="float32", device="cpu", block_size=BLOCK_SIZE, max_model_len=MAX_MODEL_LEN
+    )
+    return load(settings, NATIVE)
+
+
+def _runner(pool: KvPool) -> ModelRunner:
+    runner = ModelRunner(_model().forward(pool), pool)
+    with suppress(NotCompiled):  # without it the same tokens are drawn
+        runner.compiled_draw = compiled_draw()
+    return runner
+
+
+def _engine(config: WorkerConfig, *_: object) -> Engine:
+    """The engine of a worker, with a pool of its own. All workers share one model."""
+    layout = _model().layout
+    pool = KvPool(layout, config.num_blocks)
+    fingerprint = LayoutFingerprint("demo", "demo", "float32", layout.digest())
+    return Engine(_model().info, pool, _runner(pool), fingerprint, ())
+
+
+@cache
+def _tokens_alone(prompt: tuple[int, ...], seed: int) -> tuple[int, ...]:
+    """The tokens of one choice that runs alone, step by step."""
+    pool = KvPool(_model().layout, (NUM_PROMPT + NUM_TOKENS) // BLOCK_SIZE + 1)
+    runner, known, start = _runner(pool), list(prompt), 0
+    state = LogitState(RULES, known, len(prompt))
+    for _ in range(NUM_TOKENS):
+        sample = Sample(seed, len(known), Sampling(1.0, rules=RULES), frozenset(), state)
+        blocks = tuple(range(-(-len(known) // BLOCK_SIZE)))
+        chunk = Chunk(0, tuple(known[start:]), start, blocks, (sample,))
+        start = len(known)
+        known.append(runner.run(StepPlan((chunk,))).tokens[0][0].token_id)
+    return tuple(known[len(prompt) :])
+
+
+class PenalizedClient(Client):
+    def _request(self, request_id: str) -> inference_pb2.GenerateRequest:
+        request = super()._request(request_id)
+        request.sampling.MergeFrom(SAMPLING)
+        return request
+
+    def _alone(self, seed: int) -> tuple[int, ...]:
+        return _tokens_alone(self._prompt, seed)
+
+
+def _schedule(*mishaps: Mishap) -> Schedule:
+    ask = Ask(0.0, 0, 0, 0, NUM_PROMPT, NUM_TOKENS, n=4)
+    return replace(plain_schedule(1), num_routers=1, num_prefills=1, num_decodes=2, asks=(ask,), mishaps=mishaps)
+
+
+def _run(*mishaps: Mishap) -> Result:
+    with (
+        mock.patch("worker.app.build_engine", _engine),
+        mock.patch("tests.chaos.simulated.world.Client", PenalizedClient),
+    ):
+        return run_schedule(_schedule(*mishaps))
+
+
+EVERY_PLACE = [
+    *((phase, 0) for phase in (Phase.FIRST_TOKEN, Phase.PULLING, Phase.SETTLING)),
+    *((Phase.DECODING, index) for index in range(NUM_TOKENS - 1)),
+]
+
+
+@pytest.mark.parametrize(
+    "places", [[(Phase.DECODING, 6)], pytest.param(EVERY_PLACE, marks=pytest.mark.slow)], ids=["one", "every"]
+)
+def test_a_decode_worker_killed_at_any_token_changes_no_token_of_four_choices_with_penalties(
+    places: list[tuple[Phase, int]],
+) -> None:
+    """Each step of the victim sends one message with a token of each choice; it is killed behind every one of them, and
+    before it has any."""
+    with simulated_machine():
+        for phase, occurrence in places:
+            result = _run(Mishap(Kind.KILL, "decode", 0, 0.0, 1.0, phase, occurrence))
+
+            assert not result.violations, f"{phase}, {occurrence}: {result.violations}"
+            assert result.outcomes["ok"] == 1
+            assert result.hit, f"{phase}, {occurrence}: no worker was killed"
+
+
+def test_a_state_that_forgets_the_committed_tokens_is_noticed() -> None:
+    def forgetful(rules: LogitRules, token_ids: list[int], _: int) -> LogitState:
+        return LogitState(rules, token_ids, len(token_ids))
+
+    kill = Mishap(Kind.KILL, "decode", 0, 0.0, 1.0, Phase.DECODING, 5)
+    with simulated_machine(), mock.patch("engine.scheduling.batching.sequences.LogitState", forgetful):
+        result = _run(kill)
+    assert any("where a run without faults says" in violation for violation in result.violations)
