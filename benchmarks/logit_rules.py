@@ -2,34 +2,34 @@
 
 `python -m benchmarks.logit_rules` prints the table of benchmarks/results/logit_rules.md; `--write` stores it. A pair is
 one step computed twice, in random order, from the making of its samples to its drawn tokens: with the code as it is,
-and with the code that looks for rules replaced by what stood there before. Figures are CPU time of the thread, which
-other processes disturb little. The interval is that of the median of the ratios of pairs (bootstrap, 95 %).
+and with the code that looks for rules and grammars replaced by what stood there before. Figures are CPU time of the
+thread, which other processes disturb little. The interval is that of the median of the ratios of pairs (bootstrap,
+95 %).
 """
 
 import argparse
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
-
-import torch
 
 from benchmarks.machine import about
 from cluster.messages import DecodeJob, LogitRules, MemberId, Sampling, SequenceStart, TokenStops
 from cluster.protocol.hashing import nameless_chains
 from cluster.settings.engine_settings import EngineSettings
 from engine.build import Engine, build_engine
-from engine.scheduling.batching import sequences
-from engine.scheduling.batching.sequences import Group, banned_token_ids, chunk_of
+from engine.scheduling.batching import chunks
+from engine.scheduling.batching.chunks import banned_token_ids, chunk_of
+from engine.scheduling.batching.sequences import Group, Sequence
 from engine.scheduling.step import Sample, StepPlan
 from engine.steps import sampler
 
 _MODEL = Path(__file__).parents[1] / "examples" / "demo_model"
 _RESULT = Path(__file__).parent / "results" / "logit_rules.md"
 _BLOCK_SIZE, _CONTEXT = 16, 200
-_NUM_PAIRS, _NUM_RESAMPLED = 600, 1000
+_NUM_PAIRS, _NUM_RESAMPLED = 600, 500
 _SAMPLINGS = {"greedy": Sampling(), "temperature 1, top-p 0.95": Sampling(1.0, top_p=0.95)}
 _RULES = {
     "penalties": LogitRules(repetition_penalty=1.1, frequency_penalty=0.5, presence_penalty=0.5),
@@ -51,9 +51,10 @@ def main() -> None:
         _RESULT.write_text("# Cost of penalties, bias and bad words\n\n" + _ABOUT + "\n".join(lines) + "\n")
 
 
-_ABOUT = """Decode steps of the demo model (vocabulary 1,024) at a context of 200 tokens, CPU time of one thread, written by
-`python -m benchmarks.logit_rules --write`. Unused rules are compared with a step without the code that looks for them:
-each pair computes one step both ways, in random order. The interval is the 95 % bootstrap interval of the median ratio.
+_ABOUT = """Decode steps of the demo model (vocabulary 1,024) at a context of 200 tokens, CPU time of one thread, by
+`python -m benchmarks.logit_rules --write`. Unused rules are compared with a step without the code that looks for
+them and for grammars: each pair computes one step both ways, in random order. The interval is the 95 % bootstrap
+interval of the median ratio.
 The model is so small that everything beside it weighs more than it does beside a model in use.
 
 """
@@ -97,7 +98,7 @@ def _step(engine: Engine, batch: int, sampling: Sampling) -> Callable[[], float]
     return step
 
 
-def _sequence(number: int, sampling: Sampling) -> sequences.Sequence:
+def _sequence(number: int, sampling: Sampling) -> Sequence:
     dice = random.Random(number)
     token_ids = [dice.randrange(1000) for _ in range(_CONTEXT)]
     start = SequenceStart(number, seed=number)
@@ -105,7 +106,7 @@ def _sequence(number: int, sampling: Sampling) -> sequences.Sequence:
         *("r", 0, MemberId("router", "1"), tuple(token_ids[:150]), sampling, TokenStops(500), (start,), None, 1e9)
     )
     num_blocks = -(-_CONTEXT // _BLOCK_SIZE)
-    return sequences.Sequence(
+    return Sequence(
         number,
         Group(number, job, 150, 0.0),
         ((0, start),),
@@ -118,18 +119,20 @@ def _sequence(number: int, sampling: Sampling) -> sequences.Sequence:
 
 
 def _without_rules(step: Callable[[], float]) -> float:
-    with mock.patch.object(sequences, "_samples", _plain_samples), mock.patch.object(sampler, "adjusted_rows", _none):
+    """Compute a step without the code of logit rules and grammars."""
+    without_rows = mock.patch.multiple(sampler, adjusted_rows=_none, masked_rows=_none)
+    with mock.patch.object(chunks, "_samples", _plain_samples), without_rows:
         return step()
 
 
-def _plain_samples(sequence: sequences.Sequence, draft_tokens: tuple[int, ...]) -> tuple[Sample, ...]:
+def _plain_samples(sequence: Sequence, draft_tokens: tuple[int, ...]) -> tuple[Sample, ...]:
     """What `_samples` was before there were rules; steps of this benchmark have no draft tokens."""
     job, known, num_output = sequence.group.job, len(sequence.token_ids), sequence.num_output
     banned = banned_token_ids(job.stops, num_output)
     return tuple(Sample(choice.seed, known, job.sampling, banned) for _, choice in sequence.choices)
 
 
-def _none(logits: torch.Tensor, samples: Sequence[Sample]) -> None:
+def _none(*_: object) -> None:
     return None
 
 

@@ -90,6 +90,7 @@ class Member:
     transports: tuple[str, ...] = ()  # best first
     capacity: Capacity | None = None
     grammar_engine: str = ""  # of a worker: what its masks depend on (cluster/grammar/engine.py); empty: it has none
+    scheduling_policy: str = ""  # of a worker, as --scheduling-policy names it; empty: unknown
     protocol_oldest: int = OUR_VERSIONS.oldest
     protocol_newest: int = OUR_VERSIONS.newest
 
@@ -138,6 +139,7 @@ def from_json(text: str) -> Member:
             transports=tuple(values["transports"]),
             capacity=Capacity(**_known(Capacity, capacity)) if capacity else None,
             grammar_engine=values["grammar_engine"],
+            scheduling_policy=values["scheduling_policy"],
             protocol_oldest=protocol.oldest,
             protocol_newest=protocol.newest,
         )
@@ -151,6 +153,7 @@ def _require_bounds(member: Member) -> None:
     """Check every value: all members compute with what one member registers. Raises ValueError."""
     addresses = (member.address, member.http_address, member.metrics_address)
     texts = (member.id.id, member.id.incarnation, member.model, member.grammar_engine, *addresses, *member.transports)
+    texts = (*texts, member.scheduling_policy)
     for value in (*texts, *_values_of(member.fingerprint, str)):
         _require(_TEXT, value)
     for count in (member.protocol_oldest, member.protocol_newest, *_values_of(member.fingerprint, int)):

@@ -230,6 +230,7 @@ class WorkerLife:
             transports=tuple(profile.transports),
             capacity=profile.capacity,
             grammar_engine=profile.grammar_engine,
+            scheduling_policy=self.config.scheduling_policy,
         )
 
     def _set_fatal(self, error: Exception) -> None:

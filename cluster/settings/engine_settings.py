@@ -10,7 +10,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 GPU_MEMORY_UTILIZATION = 0.9
 # Of engine/scheduling/policies.py.
-SCHEDULING_POLICIES = ("fcfs", "shortest", "mlfq", "deadline", "priority")
+PRIORITY_POLICY = "priority"  # the only one that reads a request's priority
+SCHEDULING_POLICIES = ("fcfs", "shortest", "mlfq", "deadline", PRIORITY_POLICY)
 
 
 def setting(default: Any, text: str, *, choices: tuple[str, ...] = ()) -> Any:

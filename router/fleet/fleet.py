@@ -19,6 +19,7 @@ from cluster.messages import LinkSpeed, MemberId, Role
 from cluster.observe.telemetry import Telemetry
 from cluster.registry.scale_target import ScaleTarget
 from cluster.service_times import StepLimit
+from cluster.settings.engine_settings import PRIORITY_POLICY
 from router.change_signal import ChangeSignal
 from router.fleet.membership import DeregisteredWorkers
 from router.fleet.peer import Peer
@@ -81,6 +82,12 @@ class Fleet:
     def is_ready(self) -> bool:
         """Whether a worker could serve a request that arrived now."""
         return bool(self.decode_loads())
+
+    @property
+    def ignores_priorities(self) -> bool:
+        """Whether every known worker schedules without priorities; False while none is known."""
+        policies = [member.scheduling_policy for role in (Role.PREFILL, Role.DECODE) for member in self._workers(role)]
+        return bool(policies) and all(policy not in ("", PRIORITY_POLICY) for policy in policies)
 
     @property
     def knows_absent_workers(self) -> bool:

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.clock import Clock
-from cluster.errors import DeadlineExceeded, Draining, ResumeRefused
+from cluster.errors import DeadlineExceeded, Draining, InvalidRequest, ResumeRefused
 from cluster.messages import MemberId, Role
 from cluster.observe.telemetry import Telemetry
 from cluster.request_size import most_output
+from cluster.settings.engine_settings import PRIORITY_POLICY
 from router.fleet.fleet import Fleet
 from router.fleet.prefix_locator import PrefixLocator
 from router.grammars.checker import GrammarCheck, check_grammar_of
@@ -203,6 +204,11 @@ class Pipeline:
         Where the client gives no max_tokens, it becomes the most that the largest decode worker can hold and that fits
         one message; this waits until a decode worker is known. Raises InvalidRequest.
         """
+        if request.priority and self._fleet.ignores_priorities:
+            raise InvalidRequest(
+                f"priority is {request.priority}, but the workers schedule without priorities: leave it at 0, or have"
+                f" them started with --scheduling-policy {PRIORITY_POLICY}"
+            )
         resolved = resolve(request, prompt_token_ids, self._model, bad_words)
         sizes = request.num_bytes, len(prompt_token_ids), request.n
         if request.stop.max_tokens is None:

@@ -77,6 +77,9 @@ _WRONG_REQUESTS = {
     "logprobs": (_wrong(logprobs=50), _INVALID, ("logprobs", "50")),
     "max_tokens": (_wrong(max_tokens=0), _INVALID, ("max_tokens",)),
     "min_tokens": (_wrong(min_tokens=9), _INVALID, ("min_tokens", "9")),
+    "priority": (_wrong(priority=-3), _INVALID, ("priority is -3", "--scheduling-policy priority")),
+    "presence_penalty": (_wrong(presence_penalty=2.5), _INVALID, ("presence_penalty", "2.5")),
+    "allowed token outside": (_wrong(allowed_token_ids=(999_999,)), _INVALID, ("allowed_token_ids", "999999")),
 }
 
 
@@ -111,6 +114,8 @@ _OVER_HTTP: dict[str, tuple[Any, int, str]] = {
     "temperature": ({"prompt": [5], "temperature": 2.5}, 400, "temperature"),
     "top_p": ({"prompt": [5], "top_p": 7}, 400, "top_p"),
     "n": ({"prompt": [5], "n": 1000}, 400, "n"),
+    "priority": ({"prompt": [5], "priority": -3}, 400, "--scheduling-policy priority"),
+    "logit_bias": ({"prompt": [5], "logit_bias": {"999999": 1}}, 400, "999999"),
     "unknown field": ({"prompt": [5], "beam_width": 4}, 400, "beam_width"),
     "no JSON": (b"{", 400, "JSON"),
     "oversized": (b'{"prompt": "' + b"x" * (5 << 20) + b'"}', 413, "bytes"),

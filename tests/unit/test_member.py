@@ -33,6 +33,7 @@ def member(name: str = "d0", versions: tuple[int, int] = (1, 1)) -> Member:
         fingerprint=FINGERPRINT,
         transports=("shm", "tcp"),
         capacity=Capacity(512, 16, 8, 2048, 4096),
+        scheduling_policy="fcfs",
         protocol_oldest=versions[0],
         protocol_newest=versions[1],
     )

@@ -129,6 +129,6 @@ def test_a_state_that_forgets_the_committed_tokens_is_noticed() -> None:
         return LogitState(rules, token_ids, len(token_ids))
 
     kill = Mishap(Kind.KILL, "decode", 0, 0.0, 1.0, Phase.DECODING, 5)
-    with simulated_machine(), mock.patch("engine.scheduling.batching.sequences.LogitState", forgetful):
+    with simulated_machine(), mock.patch("engine.scheduling.batching.chunks.LogitState", forgetful):
         result = _run(kill)
     assert any("where a run without faults says" in violation for violation in result.violations)
