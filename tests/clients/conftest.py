@@ -49,7 +49,8 @@ def url(on_loop: Callable[[Coroutine[None, None, T]], T], tmp_path_factory: pyte
     directory = tmp_path_factory.mktemp("clients")
     cluster = LocalCluster(redis.url, directory, flags=("--dtype", "float32", "--num-blocks", "512"))  # type: ignore[attr-defined]
     try:
-        on_loop(cluster.start(prefill=2, decode=2))  # type: ignore[arg-type]
+        parsers = ("--tool-call-parser", "hermes", "--reasoning-parser", "qwen3")
+        on_loop(cluster.start(prefill=2, decode=2, router_flags=parsers))  # type: ignore[arg-type]
         yield f"http://{cluster.members['router0'].ready['http']}"
     finally:
         on_loop(cluster.stop())  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from tests.clients.conftest import Run
 
 
 def test_schemathesis_finds_no_failure(url: str, run_client: Run) -> None:
-    """All phases. TANDEM_EXAMPLES sets the number of examples per path; CI of a release runs 1,000."""
+    """All phases. SCHEMATHESIS_EXAMPLES sets the number of examples per path."""
     output = run_client(
         "schemathesis",
         f"--config-file={Path(__file__).parent / 'schemathesis.toml'}",
@@ -16,6 +16,6 @@ def test_schemathesis_finds_no_failure(url: str, run_client: Run) -> None:
         f"{url}/openapi.json",
         "--continue-on-failure",
         "--request-timeout=120",
-        f"--max-examples={os.environ.get('TANDEM_EXAMPLES', '1000')}",
+        f"--max-examples={os.environ.get('SCHEMATHESIS_EXAMPLES', '1000')}",
     )
     assert re.search(r"\d+ generated, \d+ passed", output), output[-3000:]
