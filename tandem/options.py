@@ -1,18 +1,19 @@
 """The options of a generation, and its request message."""
 
+import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import TypedDict
 
-from tandem.enum_words import CHAT_ROLES
+from tandem.enum_words import CHAT_ROLES, GRAMMAR_KINDS
 from tandem.v1 import inference_pb2
 
 Message = Mapping[str, str]  # {"role": "system" | "user" | "assistant", "content": ...}
 
 # The types and ranges that the message can hold. The router checks which values make sense.
 _KINDS: Mapping[str, type] = {
-    **dict.fromkeys(("model", "request_id", "label", "cache_salt"), str),
+    **dict.fromkeys(("model", "request_id", "label", "cache_salt", "regex", "grammar"), str),
     **dict.fromkeys(
         ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "priority", "stream_interval"), Integral
     ),
@@ -68,6 +69,11 @@ class GenerateOptions(TypedDict, total=False):
     slo_ttft_s: float  # refused at once if its first token is predicted later than this
     slo_tpot_s: float  # the same for the mean time between tokens
     stream_interval: int  # tokens of a choice that come together, except at its beginning and its end
+    # At most one of these: the text of each choice must match it.
+    json_schema: Mapping[str, object] | str
+    regex: str
+    choice: Sequence[str]
+    grammar: str  # Lark in llguidance's variant, or GBNF
 
 
 def generate_request(
@@ -116,10 +122,25 @@ def generate_request(
         is_batch=options.get("is_batch", False),
         slo_ttft_s=options.get("slo_ttft_s"),
         slo_tpot_s=options.get("slo_tpot_s"),
+        grammar=_grammar(options),
         stream_interval=options.get("stream_interval", 0),
         truncate_prompt_tokens=options.get("truncate_prompt_tokens"),
         skip_special_tokens=options.get("skip_special_tokens", True),
     )
+
+
+def _grammar(options: GenerateOptions) -> inference_pb2.Grammar | None:
+    """Return what the answer must match. Raises ValueError for more than one option, and TypeError."""
+    given = [name for name in ("json_schema", "regex", "choice", "grammar") if options.get(name) is not None]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise ValueError(f"an answer can match one grammar: give one of {' and '.join(given)}")
+    value = options.get(given[0])
+    if given == ["choice"] and isinstance(value, str):
+        raise TypeError("choice must be a sequence of str")
+    text = value if isinstance(value, str) else json.dumps(value)
+    return inference_pb2.Grammar(kind=GRAMMAR_KINDS.number(given[0]), text=text)
 
 
 def tokenize_request(text: str | None, messages: Iterable[Message] | None) -> inference_pb2.TokenizeRequest:

@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     sampling.add_argument("--seed", type=int, metavar="N", help="seed of sampling; the same seed gives the same tokens")
     _add_logit_rules(sampling)
+    _add_grammars(sampling)
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="stop before this text; may be repeated")
     sampling.add_argument(
         "--stop-token-ids", metavar="IDS", type=_ids, help="stop at one of these tokens, such as 1,2,3"
@@ -110,6 +111,14 @@ def _add_logit_rules(sampling: "argparse._ArgumentGroup") -> None:
     )
     sampling.add_argument("--allowed-token-ids", metavar="IDS", type=_ids, help="generate only these tokens")
     sampling.add_argument("--bad-words", action="append", metavar="TEXT", help="never generate TEXT; may be repeated")
+
+
+def _add_grammars(sampling: "argparse._ArgumentGroup") -> None:
+    grammars = sampling.add_mutually_exclusive_group()
+    grammars.add_argument("--json-schema", metavar="JSON", help="the text is JSON that this schema admits")
+    grammars.add_argument("--regex", metavar="REGEX", help="the whole text matches this")
+    grammars.add_argument("--choice", action="append", metavar="TEXT", help="the text is one of these; may be repeated")
+    grammars.add_argument("--grammar", metavar="TEXT", help="the text follows this grammar, in Lark or GBNF")
 
 
 def run(arguments: argparse.Namespace) -> int:

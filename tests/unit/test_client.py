@@ -19,6 +19,7 @@ from tandem.errors import (
     Unavailable,
     UnknownModel,
 )
+from tandem.options import generate_request
 from tandem.results import (
     Choice,
     Ledger,
@@ -91,6 +92,29 @@ def test_every_option_reaches_the_router() -> None:
     assert sampling.seed == 2**64 - 1
     assert (stop.max_tokens, stop.min_tokens, stop.ignore_eos, list(stop.stop)) == (5, 2, True, ["\n"])
     assert tuple(stop.stop_token_ids) == (9,)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"json_schema": {"type": "object"}}, inference_pb2.GRAMMAR_KIND_JSON_SCHEMA, '{"type": "object"}'),
+        ({"json_schema": "{}"}, inference_pb2.GRAMMAR_KIND_JSON_SCHEMA, "{}"),
+        ({"regex": "a+"}, inference_pb2.GRAMMAR_KIND_REGEX, "a+"),
+        ({"choice": ["yes", "no"]}, inference_pb2.GRAMMAR_KIND_CHOICE, '["yes", "no"]'),
+        ({"grammar": "start: a"}, inference_pb2.GRAMMAR_KIND_GRAMMAR, "start: a"),
+    ],
+)
+def test_a_grammar_is_sent_with_its_kind(options: Any, kind: int, text: str) -> None:
+    request = generate_request("x", None, None, options)
+    assert (request.grammar.kind, request.grammar.text) == (kind, text)
+
+
+def test_one_grammar_at_most_is_sent() -> None:
+    assert not generate_request("x", None, None, {}).HasField("grammar")
+    with pytest.raises(ValueError, match="one of regex and choice"):
+        generate_request("x", None, None, {"regex": "a", "choice": ["b"]})
+    with pytest.raises(TypeError, match="choice must be a sequence"):
+        generate_request("x", None, None, {"choice": "b"})
 
 
 def test_omitted_options_stay_unset_in_the_request() -> None:
