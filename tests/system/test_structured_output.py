@@ -15,7 +15,7 @@ from tests.system.local_cluster import LocalCluster
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
 
 _DEADLINE_S = 60.0
-_SCHEMA: dict[str, Any] = {
+SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
         "city": {"type": "string", "minLength": 1, "maxLength": 12},
@@ -25,7 +25,7 @@ _SCHEMA: dict[str, Any] = {
     "required": ["city", "people", "tags"],
     "additionalProperties": False,
 }
-_FORMAT = {"type": "json_schema", "json_schema": {"name": "city", "strict": True, "schema": _SCHEMA}}
+_FORMAT = {"type": "json_schema", "json_schema": {"name": "city", "strict": True, "schema": SCHEMA}}
 _PROMPT = "def city():\n    return "
 # A multiple of a large prime among numbers of 30 digits takes seconds of CPU time to compile.
 _HOSTILE = {"type": "integer", "multipleOf": 1_000_003, "maximum": 10**30}
@@ -46,14 +46,14 @@ def _question(**extra: Any) -> Any:
 
 
 def _is_schema(text: str) -> bool:
-    jsonschema.validate(json.loads(text), _SCHEMA)
+    jsonschema.validate(json.loads(text), SCHEMA)
     return True
 
 
 _FORMS: list[tuple[dict[str, Any], Any]] = [
     ({"response_format": _FORMAT}, _is_schema),
-    ({"structured_outputs": {"json": json.dumps(_SCHEMA)}}, _is_schema),
-    ({"guided_json": _SCHEMA}, _is_schema),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, _is_schema),
+    ({"guided_json": SCHEMA}, _is_schema),
     ({"structured_outputs": {"regex": "[0-9]{3}-[a-z]{2}"}}, re.compile("[0-9]{3}-[a-z]{2}").fullmatch),
     ({"guided_regex": "(yes|no)!{1,3}"}, re.compile("(yes|no)!{1,3}").fullmatch),
     ({"guided_choice": ["red", "green", "blue\n"]}, ["red", "green", "blue\n"].__contains__),
