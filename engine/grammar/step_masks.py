@@ -62,7 +62,7 @@ class StepMasks:
         engine = self.grammars.engine
         num_rows = sum(len(each.draft_tokens) + 1 for each in work)
         words = torch.empty((num_rows, engine.num_words), dtype=torch.int32)
-        followed: list[tuple[_Work, Matcher]] = []
+        followed: list[tuple[_Work, Matcher, int]] = []
         batch: list[tuple[Matcher, int]] = []
         row = 0
         for each in work:
@@ -74,11 +74,12 @@ class StepMasks:
             elif matcher is not None:
                 batch.append((matcher, row))
             if matcher is not None:
-                followed.append((each, matcher))
+                followed.append((each, matcher, row))
             row += num_positions
         engine.write_masks(batch, words.data_ptr(), num_rows)
-        for each, matcher in followed:
-            _refuse_if_empty(each.state, matcher)
+        is_possible = words.any(dim=1).tolist()
+        for each, matcher, first in followed:
+            _refuse_if_empty(each.state, matcher, is_possible[first])
 
     def _follow(self, state: GrammarState) -> Matcher | None:
         """Return the state's matcher after all output tokens. None: it is refused."""
@@ -114,11 +115,10 @@ def _write_draft_masks(matcher: Matcher, draft_tokens: tuple[int, ...], rows: to
         matcher.rollback(accepted)
 
 
-def _refuse_if_empty(state: GrammarState, matcher: Matcher) -> None:
-    assert isinstance(state.masks, torch.Tensor)
+def _refuse_if_empty(state: GrammarState, matcher: Matcher, is_possible: bool) -> None:
     if error := matcher.error:
         state.refusal = GrammarRejected(
             f"the request's grammar became too complex at index {state.num_output}: {error}"
         )
-    elif not bool(state.masks[0].any()):
+    elif not is_possible:
         state.refusal = GrammarRejected(f"no token may follow at index {state.num_output} of the answer")
