@@ -21,7 +21,7 @@ from cluster.messages import Grammar, GrammarKind
 from cluster.process import die_with_parent
 
 CPU_S = 0.4
-WALL_S = 0.8
+WALL_S = 5.0  # a child may wait for a processor: a busy machine refuses no grammar that CPU_S allows
 MEMORY_BYTES = 256 << 20  # beyond what the process has when it forks
 _READ_BYTES = 1 << 18
 
@@ -93,8 +93,10 @@ class CompileProcess:
         answer: dict[str, object] = {"number": child.number, "is_final": status == 0}
         if status == 0:
             answer["error"] = child.answer.decode("utf-8", "replace")
-        elif os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGKILL, signal.SIGPROF):
+        elif os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
             answer["error"] = f"compiling it takes longer than {CPU_S:g} s of CPU time: make it smaller"
+        elif os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+            answer["error"] = f"compiling it takes longer than {WALL_S:g} s: try again, or make it smaller"
         else:
             answer["error"] = f"compiling it needs more than {self.memory_bytes >> 20} MiB, or fails: make it smaller"
         _write(answer)
