@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 _FLAGS = ("-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
@@ -30,47 +30,52 @@ class NotCompiled(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CompiledLibrary:
-    """A library built from all .c and .h files of one folder. It exports td_version() beside its functions."""
+    """A library built from all .c and .h files of one folder. It exports td_version() beside its functions.
+
+    The files are read when this is created, with the module that calls the library: a process that was forked from an
+    older one builds the sources of the code that it runs, whatever was installed in their place since."""
 
     name: str  # the file's name begins with it
-    sources: Path
+    folder: Path
     signatures: Mapping[str, Signature]
     version: int  # of the contract between the sources and their caller
+    sources: Mapping[str, bytes] = field(init=False)  # by file name
+
+    def __post_init__(self) -> None:
+        paths = sorted([*self.folder.glob("*.c"), *self.folder.glob("*.h")])
+        object.__setattr__(self, "sources", {path.name: path.read_bytes() for path in paths})
 
     def load(self) -> ctypes.CDLL:
         """Load the library beside the sources, else the cached one, else build it. Raises NotCompiled."""
-        sources = self._found_sources()
-        beside = self.sources / self._file_name(sources)
+        self._require_sources()
+        beside = self.folder / self._file_name()
         if beside.is_file():
             return self._loaded(beside)
         compiler = _compiler()
-        folder = _cache_folder()
-        cached = folder / self._file_name(sources, _version_of(compiler))
+        cached = _cache_folder() / self._file_name(_version_of(compiler))
         if not cached.exists():
-            _build(compiler, sources, cached)
+            _build(compiler, self.sources, cached)
         _require_ours(cached)
         return self._loaded(cached)
 
     def build_in(self, folder: Path) -> int:
         """Build a library that detects the processor when it runs. Returns the exit status."""
         try:
-            sources = self._found_sources()
-            _build(_compiler(), sources, folder / self._file_name(sources))
+            self._require_sources()
+            _build(_compiler(), self.sources, folder / self._file_name())
         except NotCompiled as why:
             print(f"no kernels: {why}", file=sys.stderr)  # noqa: T201 - run as a program
             return 1
         return 0
 
-    def _found_sources(self) -> list[Path]:
-        sources = sorted([*self.sources.glob("*.c"), *self.sources.glob("*.h")])
-        if not any(path.suffix == ".c" for path in sources):
+    def _require_sources(self) -> None:
+        if not any(name.endswith(".c") for name in self.sources):
             raise NotCompiled("the kernels' sources are not installed")
-        return sources
 
-    def _file_name(self, sources: list[Path], compiler_version: str = "") -> str:
+    def _file_name(self, compiler_version: str = "") -> str:
         digest = hashlib.blake2b(repr((_FLAGS, compiler_version)).encode(), digest_size=12)
-        for path in sources:
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        for name, text in self.sources.items():
+            digest.update(name.encode() + b"\0" + text)
         return f"{self.name}-{digest.hexdigest()}.so"
 
     def _loaded(self, path: Path) -> ctypes.CDLL:
@@ -87,23 +92,24 @@ class CompiledLibrary:
         return library
 
 
-def _build(compiler: str, sources: list[Path], target: Path) -> None:
+def _build(compiler: str, sources: Mapping[str, bytes], target: Path) -> None:
     """Build the library and put it in place atomically; if several workers build at the same time, the file of the last
     one remains. Raises NotCompiled."""
-    descriptor, unfinished = tempfile.mkstemp(dir=target.parent, suffix=".so")
-    os.close(descriptor)
     try:
-        c_files = [str(path) for path in sources if path.suffix == ".c"]
-        command = [compiler, *_FLAGS, "-o", unfinished, *c_files, "-lm"]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False)
-        if ended.returncode:
-            raise NotCompiled(f"{Path(compiler).name} failed: {_first_error(ended.stderr)}")
-        os.chmod(unfinished, 0o755)
-        os.replace(unfinished, target)
+        with tempfile.TemporaryDirectory(dir=target.parent) as name:
+            folder = Path(name)
+            for file_name, text in sources.items():
+                (folder / file_name).write_bytes(text)
+            unfinished = folder / target.name
+            c_files = [str(folder / file_name) for file_name in sources if file_name.endswith(".c")]
+            command = [compiler, *_FLAGS, "-o", str(unfinished), *c_files, "-lm"]
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False)
+            if ended.returncode:
+                raise NotCompiled(f"{Path(compiler).name} failed: {_first_error(ended.stderr)}")
+            os.chmod(unfinished, 0o755)
+            os.replace(unfinished, target)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotCompiled(f"{Path(compiler).name} could not be run: {error}") from error
-    finally:
-        Path(unfinished).unlink(missing_ok=True)
 
 
 def _compiler() -> str:

@@ -40,7 +40,7 @@ class _Digests(ctypes.Structure):
 
 _LIBRARY = CompiledLibrary(
     "digests",
-    sources=Path(__file__).parent,
+    folder=Path(__file__).parent,
     signatures={"td_digests_supported": (_integer, ()), "td_digest_rows": (None, (ctypes.POINTER(_Digests),))},
     version=1,
 )
@@ -168,4 +168,4 @@ def main(folder: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*(sys.argv[1:] or [str(_LIBRARY.sources)])))
+    sys.exit(main(*(sys.argv[1:] or [str(_LIBRARY.folder)])))

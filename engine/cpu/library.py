@@ -92,7 +92,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "td_draw": (None, (_address, _integer)),
     "td_linear": (None, (_bf16s, _integer, ctypes.POINTER(Product), _floats, _address)),
 }
-_LIBRARY = CompiledLibrary("kernels", sources=Path(__file__).parent, signatures=_SIGNATURES, version=VERSION)
+_LIBRARY = CompiledLibrary("kernels", folder=Path(__file__).parent, signatures=_SIGNATURES, version=VERSION)
 
 
 def load_kernels() -> ctypes.CDLL:
@@ -114,4 +114,4 @@ def main(folder: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*(sys.argv[1:] or [str(_LIBRARY.sources)])))
+    sys.exit(main(*(sys.argv[1:] or [str(_LIBRARY.folder)])))
