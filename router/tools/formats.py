@@ -1,6 +1,6 @@
 """The formats by the names of vLLM's flags, and the parser of one answer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.errors import ConfigError
@@ -9,7 +9,7 @@ from router.tools.harmony import harmony
 from router.tools.marked import DEEPSEEK_MARKERS, MISTRAL_MARKERS, PYTHON_TAG, deepseek, llama3_json, mistral
 from router.tools.pieces import Piece
 from router.tools.source import NoSuchForm, Source, TextEnded, Waiting
-from router.tools.tagged import Tools, glm45, hermes, qwen3_coder
+from router.tools.tagged import Tools, coder_beginnings, glm45, glm_beginnings, hermes, qwen3_coder
 from router.tools.thinking import BRACKET_THINK, THINK, Tags, thinking
 
 _TAG_MARKERS = ("<tool_call>", "</tool_call>")
@@ -22,6 +22,7 @@ class ToolFormat:
     read: Callable[[Source, Tools], Waiting[None]]
     markers: tuple[str, ...] = ()
     id_characters: int = 24  # of a call's id after its prefix; Mistral's templates take 9 characters alone
+    beginnings: Callable[[Tools], Sequence[str]] | None = None  # of calls that end reasoning without its end tag
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +36,17 @@ class ReasoningFormat:
         return HARMONY_MARKERS if self.tags is None else (self.tags.opening, self.tags.closing)
 
 
+_GLM = ToolFormat(glm45, _TAG_MARKERS, beginnings=glm_beginnings)
 _HARMONY = ToolFormat(harmony, HARMONY_MARKERS)
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "hermes": ToolFormat(hermes, _TAG_MARKERS),
-    "qwen3_coder": ToolFormat(qwen3_coder, _TAG_MARKERS),
+    "qwen3_coder": ToolFormat(qwen3_coder, _TAG_MARKERS, beginnings=coder_beginnings),
     "llama3_json": ToolFormat(llama3_json, (PYTHON_TAG,)),
     "mistral": ToolFormat(mistral, MISTRAL_MARKERS, id_characters=9),
     "deepseek_v3": ToolFormat(deepseek, DEEPSEEK_MARKERS),
     "deepseek_v31": ToolFormat(deepseek, DEEPSEEK_MARKERS),
-    "glm45": ToolFormat(glm45, _TAG_MARKERS),
-    "glm47": ToolFormat(glm45, _TAG_MARKERS),
+    "glm45": _GLM,
+    "glm47": _GLM,
     "openai": _HARMONY,
 }
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
@@ -92,7 +94,9 @@ class AnswerFormat:
         def read(source: Source) -> Waiting[None]:
             if reasoning is not None and reasoning.tags is not None:
                 tags = reasoning.tags
-                yield from thinking(source, tags, is_open=tags.are_open_in(prompt_end))
+                begin = calls.beginnings if calls is not None else None
+                beginnings = begin(tools or {}) if begin is not None else ()
+                yield from thinking(source, tags, beginnings, is_open=tags.are_open_in(prompt_end))
             elif reasoning is not None:
                 yield from harmony(source, tools or {})
                 return

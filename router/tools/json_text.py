@@ -32,9 +32,8 @@ def json_string(source: Source) -> Waiting[str]:
         raise NoSuchForm from error
 
 
-def json_call(source: Source, known: Collection[str] | None = None, *, before: str = "") -> Waiting[bool]:
-    """Read an object with a name and arguments, and emit the call. Without that form, emit all of it as content, after
-    the text `before`.
+def json_call(source: Source, known: Collection[str] | None = None) -> Waiting[bool]:
+    """Read an object with a name and arguments, and emit the call. Without that form, all of it stays unread.
 
     `known`: the names of tools; another name is no call. None: every name is one. Returns whether it was a call. From
     its beginning on a call stays one: if the form breaks later, its arguments end there.
@@ -45,9 +44,10 @@ def json_call(source: Source, known: Collection[str] | None = None, *, before: s
         yield from _call(source, known)
     except (NoSuchForm, TextEnded):
         if source.num_calls == num_before:
-            source.content(before + source.since_mark())
+            source.back_to_mark()
+            return False
     source.unmark()
-    return source.num_calls > num_before
+    return True
 
 
 def _call(source: Source, known: Collection[str] | None) -> Waiting[None]:
@@ -85,9 +85,10 @@ def _call(source: Source, known: Collection[str] | None) -> Waiting[None]:
 
 
 def _argument_value(source: Source, emit: Emit) -> Waiting[None]:
-    """Arguments may be an object, or a string that holds one."""
+    """Arguments may be an object, or a string that holds one. Another string stays a string."""
     if (yield from source.next_character()) == '"':
-        emit((yield from json_string(source)))
+        text = yield from json_string(source)
+        emit(text if text.lstrip().startswith("{") else json.dumps(text, ensure_ascii=False))
     else:
         yield from json_value(source, emit)
 

@@ -1,11 +1,13 @@
 """Formats that announce calls by a token of their own, or by nothing: Llama 3, Mistral, DeepSeek.
 
-Sources: the chat templates of Llama 3.1, Mistral's and DeepSeek V3 and V3.1, which show the model earlier calls; the
-cases in vLLM's tests/tool_parsers/ of the parsers of the same names.
+Compared with, in vllm-project/vllm: examples/tool_chat_template_{llama3.1_json,mistral3,deepseekv3,deepseekv31,
+deepseekr1}.jinja, tests/tool_parsers/test_{llama3_json,mistral,deepseekv3,deepseekv31}_tool_parser.py and
+vllm/tool_parsers/mistral_tool_parser.py; in sgl-project/sglang: python/sglang/srt/function_call/llama32_detector.py and
+mistral_detector.py; in mistralai/mistral-common: src/mistral_common/tokens/tokenizers/instruct.py.
 """
 
 from router.tools.json_text import json_call, json_value
-from router.tools.source import Source, Waiting
+from router.tools.source import HeldSpace, Source, Waiting
 from router.tools.tagged import Tools
 
 PYTHON_TAG = "<|python_tag|>"
@@ -19,23 +21,34 @@ MISTRAL_MARKERS = (TOOL_CALLS, _ARGS, _CALL_ID)
 
 
 def llama3_json(source: Source, tools: Tools) -> Waiting[None]:
-    """Read `{"name": ..., "parameters": {...}}` where the whole answer is one, or several separated by semicolons.
+    """Read `{"name": ..., "parameters": {...}}`, perhaps after a tag or text, and more of them after a semicolon or a
+    new line.
 
-    An answer in JSON that names no tool of the request is content.
+    An object that names no tool of the request is content, and so are the objects in it.
     """
-    source.mark()
-    yield from source.skip_space()
-    yield from source.starts_with(PYTHON_TAG)
-    if (yield from source.skip_space()) != "{":
+    content = HeldSpace(source.content)
+    while marker := (yield from source.until((PYTHON_TAG, "{"), content)):
+        source.unread(marker)
+        source.mark()
+        yield from source.starts_with(PYTHON_TAG)
+        has_object = (yield from source.skip_space()) == "{"
         source.back_to_mark()
-    else:
-        source.unmark()
-        while (yield from json_call(source, tools)):
+        if marker == PYTHON_TAG:
+            yield from source.expect(marker)
+            if has_object:
+                yield from source.skip_space()
+        if has_object and (yield from json_call(source, tools)):
+            content.drop()
             yield from source.skip_space()
-            if not ((yield from source.starts_with(";")) or (yield from source.starts_with(","))):
-                break
+            yield from source.one_of(";,")
             yield from source.skip_space()
-    yield from source.until((), source.content)
+            continue
+        content.release()
+        if marker == PYTHON_TAG:
+            source.content(marker)
+        if has_object:
+            yield from json_value(source, source.content)
+    content.release()
 
 
 def mistral(source: Source, _tools: Tools) -> Waiting[None]:
@@ -45,22 +58,28 @@ def mistral(source: Source, _tools: Tools) -> Waiting[None]:
         if first == "[":
             yield from source.read()
             while (yield from source.skip_space()) == "{":
-                yield from json_call(source)
+                if not (yield from json_call(source)):
+                    yield from json_value(source, source.content)
                 if (yield from source.skip_space()) == ",":
                     yield from source.read()
             yield from source.starts_with("]")
         elif first == "{":
-            yield from json_call(source)
+            if not (yield from json_call(source)):
+                yield from json_value(source, source.content)
         elif first:
             yield from _named_call(source)
         yield from source.skip_space()
 
 
 def _named_call(source: Source) -> Waiting[None]:
-    """Read a name, perhaps an id, and arguments. The arguments may follow without a marker."""
+    """Read a name, perhaps an id, and arguments. The arguments may follow without a marker. A text that has
+    no name is content."""
     name = ""
     while (character := (yield from source.next_character())) and character not in "{[":
         name += yield from source.read()
+    if not character or len(name.split()) != 1:
+        source.content(TOOL_CALLS + name)
+        return
     if (yield from source.starts_with(_CALL_ID)):
         while (character := (yield from source.next_character())) and character not in "{[":
             yield from source.read()
@@ -80,7 +99,8 @@ def deepseek(source: Source, _tools: Tools) -> Waiting[None]:
             else:
                 name, _ = yield from source.text_until(("\n",))
                 source.begin_call(name.strip())
-                yield from source.until(("```json",), source.nowhere)
+                yield from source.skip_space()
+                yield from source.one_of(("```json", "```"))
                 yield from source.skip_space()
             yield from json_value(source, source.arguments)
             yield from source.until((_CALL_END,), source.nowhere)

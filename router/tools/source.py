@@ -24,6 +24,26 @@ class NoSuchForm(Exception):
     """The text does not have the form that the parser expects here."""
 
 
+class HeldSpace:
+    """Passes a text on, and holds the white space at its end until the parser knows what follows."""
+
+    def __init__(self, emit: Emit) -> None:
+        self._emit, self._held = emit, ""
+
+    def __call__(self, text: str) -> None:
+        text = self._held + text
+        visible = text.rstrip()
+        self._held = text[len(visible) :]
+        self._emit(visible)
+
+    def release(self) -> None:
+        self._emit(self._held)
+        self._held = ""
+
+    def drop(self) -> None:
+        self._held = ""
+
+
 class Source:
     """The unread text of one answer. `mark` keeps text that may have to be read in another way."""
 
@@ -127,6 +147,18 @@ class Source:
             yield
         self._at += len(word)
         return True
+
+    def one_of(self, words: Sequence[str]) -> Waiting[str]:
+        """Read the first of these words with which the unread text begins. Returns it; empty if there is none."""
+        for word in words:
+            if (yield from self.starts_with(word)):
+                return word
+        return ""
+
+    def unread(self, word: str) -> None:
+        """Take back the word that was read last. The parser must not have waited since."""
+        self._at -= len(word)
+        assert self._text.startswith(word, self._at)
 
     def expect(self, word: str) -> Waiting[None]:
         """Read this word. Raises NoSuchForm."""

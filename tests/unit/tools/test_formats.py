@@ -1,7 +1,7 @@
 """Parsers divide an answer the same way whatever parts it comes in.
 
-The cases follow published chat templates (Qwen2.5, Qwen3-Coder, Llama 3.1, Mistral 7B v0.3 and Small 3.2, DeepSeek V3
-and V3.1, GLM-4.5, gpt-oss) and what vLLM's tests/tool_parsers/ and tests/reasoning/ try with them.
+The texts of the cases are our own. The docstrings of the modules in router/tools/ name the templates, documents and
+tests that each format was compared with.
 """
 
 import json
@@ -17,7 +17,25 @@ from router.tools.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
 from router.tools.pieces import Arguments, CallBegun, Content, Piece, Reasoning
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
-TOOLS: dict[str, dict[str, Any]] = {"get_weather": WEATHER, "get_time": {"type": "object", "properties": {}}}
+_MAYBE = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+_SEVERAL = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+BOOKING = {
+    "type": "object",
+    "properties": {
+        "room": {"type": "string"},
+        "note": _MAYBE,
+        "guests": _SEVERAL,
+        "late": {"type": "boolean"},
+        "floor": {"type": ["integer", "null"]},
+        "extras": {"type": "object"},
+        "size": {"enum": ["1", "2"]},
+    },
+}
+TOOLS: dict[str, dict[str, Any]] = {
+    "get_weather": WEATHER,
+    "get_time": {"type": "object", "properties": {}},
+    "book": BOOKING,
+}
 PARIS = '{"city": "Paris", "days": 2}'
 QUOTED = '{"city": "a \\"}{ [\\\\", "list": [1, {"x": "]"}]}'
 
@@ -60,6 +78,12 @@ _CODER = (
     "<tool_call>\n<function=get_weather>\n<parameter=city>\nPar\nis\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
 )
 _CODER += "</function>\n</tool_call>"
+_VALUES = {"room": "12", "note": "None", "guests": '["Ada", "Bo"]', "late": "True", "floor": "null"}
+_VALUES |= {"extras": "{'bed': None}", "size": "1"}
+_BOOKED = '{"room": "12", "note": null, "guests": ["Ada", "Bo"], "late": true, "floor": null, "extras": {"bed": null},'
+_BOOKED += ' "size": "1"}'
+_CODER_VALUES = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in _VALUES.items())
+_GLM_VALUES = "".join(f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>" for key, value in _VALUES.items())
 _HERMES = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
 _LLAMA = '{{"name": "{}", "parameters": {}}}'
 _ANALYSIS = "<|channel|>analysis<|message|>The city is Paris.<|end|>"
@@ -83,6 +107,11 @@ CASES: dict[str, tuple[tuple[str, str], str, Answer]] = {
         '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
         Answer(calls=[("f", '{"a": 1}')]),
     ),
+    "hermes arguments are a word": (
+        ("hermes", ""),
+        '<tool_call>{"name": "f", "arguments": "now"}</tool_call>',
+        Answer(calls=[("f", '"now"')]),
+    ),
     "hermes no call": (("hermes", ""), "1 < 2, <tool>, and <tool_", Answer("1 < 2, <tool>, and <tool_")),
     "hermes broken call": (
         ("hermes", ""),
@@ -104,6 +133,41 @@ CASES: dict[str, tuple[tuple[str, str], str, Answer]] = {
         "<tool_call><function=get_time></function></tool_call>",
         Answer(calls=[("get_time", "{}")]),
     ),
+    "coder values of all types": (
+        ("qwen3_coder", ""),
+        "<tool_call>\n<function=book>\n" + _CODER_VALUES + "</function>\n</tool_call>",
+        Answer(calls=[("book", _BOOKED)]),
+    ),
+    "coder text that may be null": (
+        ("qwen3_coder", ""),
+        "<tool_call><function=book><parameter=note>\n7\n</parameter><parameter=guests>\n[Bo]\n</parameter></function>"
+        "</tool_call>",
+        Answer(calls=[("book", '{"note": "7", "guests": "[Bo]"}')]),
+    ),
+    "coder without the tag of the call": (
+        ("qwen3_coder", ""),
+        "Use <function=f> \n" + _CODER.removeprefix("<tool_call>\n") + "\n<function=get_time>\n</function>",
+        Answer(
+            "Use <function=f>",
+            calls=[("get_weather", '{"city": "Par\\nis", "days": 2}'), ("get_time", "{}")],
+        ),
+    ),
+    "coder two functions in one call": (
+        ("qwen3_coder", ""),
+        "<tool_call><function=get_time></function>\n<function=get_time></function></tool_call>",
+        Answer(calls=[("get_time", "{}")] * 2),
+    ),
+    "coder values without their end tags": (
+        ("qwen3_coder", ""),
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n<parameter=x>\n<parameter=days>\n3\n"
+        "</function>\n</tool_call>",
+        Answer(calls=[("get_weather", '{"city": "Oslo\\n<parameter=x>", "days": 3}')]),
+    ),
+    "glm values of all types": (
+        ("glm47", ""),
+        "<tool_call>book" + _GLM_VALUES + "</tool_call>",
+        Answer(calls=[("book", _BOOKED)]),
+    ),
     "glm call": (("glm45", ""), "Well.\n" + _GLM, Answer("Well.", calls=[("get_weather", PARIS)])),
     "glm without arguments": (("glm47", ""), "<tool_call>get_time</tool_call>", Answer(calls=[("get_time", "{}")])),
     "glm twice": (("glm45", ""), _GLM + "\n" + _GLM, Answer(calls=[("get_weather", PARIS)] * 2)),
@@ -116,7 +180,23 @@ CASES: dict[str, tuple[tuple[str, str], str, Answer]] = {
     "llama answer in JSON": (
         ("llama3_json", ""),
         ' {"name": "Ada", "age": 36} and more',
-        Answer('{"name": "Ada", "age": 36} and more'),
+        Answer(' {"name": "Ada", "age": 36} and more'),
+    ),
+    "llama calls after text and on lines of their own": (
+        ("llama3_json", ""),
+        "I look: \n" + _LLAMA.format("get_weather", PARIS) + "\n" + _LLAMA.format("get_time", "{}") + " So {I} wait.",
+        Answer("I look:So {I} wait.", calls=[("get_weather", PARIS), ("get_time", "{}")]),
+    ),
+    "llama tag after text": (
+        ("llama3_json", ""),
+        "I look. <|python_tag|> " + _LLAMA.format("get_time", "{}"),
+        Answer("I look.", calls=[("get_time", "{}")]),
+    ),
+    "llama code": (("llama3_json", ""), "A <|python_tag|> print(1)", Answer("A <|python_tag|> print(1)")),
+    "llama object that holds a call": (
+        ("llama3_json", ""),
+        '{"steps": [' + _LLAMA.format("get_time", "{}") + "]}",
+        Answer('{"steps": [' + _LLAMA.format("get_time", "{}") + "]}"),
     ),
     "llama text": (("llama3_json", ""), " It is {warm}.", Answer(" It is {warm}.")),
     "mistral list": (
@@ -133,6 +213,17 @@ CASES: dict[str, tuple[tuple[str, str], str, Answer]] = {
         ("mistral", ""),
         "[TOOL_CALLS]f[CALL_ID]123456789[ARGS]" + QUOTED,
         Answer(calls=[("f", QUOTED)]),
+    ),
+    "mistral no call": (("mistral", ""), "A [TOOL_CALLS] no tool {x}", Answer("A[TOOL_CALLS]no tool {x}")),
+    "mistral list with another object": (
+        ("mistral", ""),
+        '[TOOL_CALLS] [{"a": 1}, {"name": "f", "arguments": {}, "id": "123456789"}]',
+        Answer('{"a": 1}', calls=[("f", "{}")]),
+    ),
+    "deepseek V3 without a fence": (
+        ("deepseek_v3", ""),
+        _CALLS + _V3.format("f", PARIS).replace("```json\n", "").replace("\n```", "") + _CALLS_END,
+        Answer(calls=[("f", PARIS)]),
     ),
     "deepseek V3": (
         ("deepseek_v3", ""),
@@ -159,11 +250,41 @@ CASES: dict[str, tuple[tuple[str, str], str, Answer]] = {
         "<|channel|>commentary<|message|>I look.<|end|>" + _HARMONY_CALL + "<|call|>",
         Answer("I look.", calls=[("get_weather", PARIS)]),
     ),
+    "harmony recipient before the channel": (
+        ("openai", "openai_gptoss"),
+        "<|start|>assistant to=functions.get_time<|channel|>commentary json<|message|>{}<|call|>",
+        Answer(calls=[("get_time", "{}")]),
+    ),
+    "harmony tool of the model's own": (
+        ("openai", "openai_gptoss"),
+        "<|channel|>analysis to=browser.search code<|message|>{}<|call|><|start|>assistant<|channel|>final<|message|>3",
+        Answer("3", "{}"),
+    ),
+    "harmony message without an end": (
+        ("openai", "openai_gptoss"),
+        _ANALYSIS.removesuffix("<|end|>") + "<|channel|>final<|message|>It is 3.<|return|>",
+        Answer("It is 3.", "The city is Paris."),
+    ),
     "harmony text": (("openai", "openai_gptoss"), "plain", Answer("plain")),
     "reasoning and answer": (("", "qwen3"), "<think>\nWell.\n</think>\n\nIt is 3.", Answer("It is 3.", "Well.")),
     "no reasoning": (("", "deepseek_r1"), " It is <think>.", Answer(" It is <think>.")),
     "unfinished reasoning": (("", "glm45"), "<think>Well </th", Answer("", "Well </th")),
     "reasoning of Mistral": (("", "mistral"), "[THINK]Well.[/THINK]It is 3.", Answer("It is 3.", "Well.")),
+    "reasoning that a call ends": (
+        ("qwen3_coder", "qwen3"),
+        "<think>\nI write <tool_call> now. \n\n" + _CODER,
+        Answer("", "I write <tool_call> now.", calls=[("get_weather", '{"city": "Par\\nis", "days": 2}')]),
+    ),
+    "reasoning that a call of GLM ends": (
+        ("glm45", "glm45"),
+        "\n<think>Well, <tool_call>name? \n" + _GLM,
+        Answer("", "Well, <tool_call>name?", calls=[("get_weather", PARIS)]),
+    ),
+    "unfinished reasoning that names the tag": (
+        ("qwen3_coder", "qwen3"),
+        "<think>Well <tool_call> ",
+        Answer("", "Well <tool_call> "),
+    ),
     "reasoning and call": (
         ("hermes", "qwen3"),
         "<think>\nWell.\n</think>\n\n" + _HERMES.format("get_weather", PARIS),
@@ -198,8 +319,10 @@ _MARKERS = sorted(
     {marker for tools in TOOL_FORMATS.values() for marker in tools.markers}
     | {marker for reasoning in REASONING_FORMATS.values() for marker in reasoning.markers}
 )
+_TAGS = ["<function=", "<function=book>", "</function>", "<parameter=note>", "<parameter=room>", "</parameter>"]
+_TAGS += ["book", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "null", "to=functions.book"]
 _WORDS = st.sampled_from(
-    [*_MARKERS, PARIS, QUOTED, '{"name": "get_time"', "}", "]", "[", "\n", " ", "function", "a", '"']
+    [*_MARKERS, *_TAGS, PARIS, QUOTED, '{"name": "get_time"', "{", "}", "]", "[", "\n", " ", "function", "a", '"']
 )
 
 
@@ -221,7 +344,7 @@ def test_the_arguments_of_a_finished_call_are_json(case: str) -> None:
     _, _, expected = CASES[case]
     for _, arguments in expected.calls:
         if "unfinished" not in case:
-            assert isinstance(json.loads(arguments), dict)
+            assert isinstance(json.loads(arguments), str if "a word" in case else dict)
 
 
 @pytest.mark.parametrize("prompt_end", ["<think>\n", "<think>old</think>text<think>"])
