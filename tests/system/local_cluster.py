@@ -19,6 +19,7 @@ from pathlib import Path
 import grpc
 
 from cluster.process import die_with_parent
+from tandem.enum_words import MEMBER_ROLES
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from tests.system.fork_server import ForkedProcess, router_forks, worker_forks
@@ -226,6 +227,16 @@ class LocalCluster:
         async with self.channel() as channel:
             count: admin_pb2.MigrateResponse = await admin_pb2_grpc.AdminStub(channel).Migrate(request, timeout=60)
         return count
+
+    async def set_role(self, name: str, role: str) -> None:
+        """Change a worker's role and wait until the router uses it so."""
+        number = MEMBER_ROLES.number(role)
+        async with self.channel() as channel:
+            await admin_pb2_grpc.AdminStub(channel).SetRole(
+                admin_pb2.SetRoleRequest(member_id=name, role=number), timeout=10
+            )
+        while all(member.role != number for member in (await self.status()).members if member.member_id == name):
+            pass
 
     async def inspect(self, name: str) -> worker_pb2.InspectResponse:
         """Return the worker's report about itself, after its check()."""
