@@ -199,6 +199,8 @@ def simulated_machine() -> Iterator[None]:
         "cluster.registry.registry.from_json": lru_cache(256)(from_json),
         "cluster.registry.registry.MonotonicClock": SimulatedClock,
         "worker.life.configure_logs": lambda *_: None,
+        "worker.life.MonotonicClock": SimulatedClock,
+        "worker.life.process_age_s": lambda: 0.0,
         "worker.life.HealthPort": _SilentPort,
         "worker.life.MetricsPort": _SilentPort,
         "worker.life.cluster_key": lambda _: b"k" * 32,
