@@ -82,7 +82,12 @@ def _sections(setup: CheckSetup) -> list[Section]:
 
 _TESTS = {
     "golden": ("tests/cuda/test_golden.py", "tests/cuda/test_back_ends.py", "tests/unit/test_attention.py"),
-    "steady": ("tests/cuda/test_steady_steps.py", "tests/unit/test_fused_forward.py", "tests/unit/test_sampler.py"),
+    "steady": (
+        "tests/cuda/test_steady_steps.py",
+        "tests/unit/test_fused_forward.py",
+        "tests/unit/test_sampler.py",
+        "tests/unit/test_logit_rules.py",
+    ),
     "kernels": (
         "tests/unit/test_triton_paged.py",
         "tests/unit/test_digest_kernel.py",

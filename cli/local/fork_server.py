@@ -31,6 +31,7 @@ PID_BYTES = 8
 # What `ps` shows of a member is written over the arguments of this process, which end with room for that.
 ROOM = " " * 8192
 _DESCRIPTORS = 4  # of an order: stdout, stderr, the permission to go on, and the reply
+_ON_INTERRUPT = signal.getsignal(signal.SIGINT)  # of a program that is started as this process was
 _HARMLESS_FILES = ("/dev/null", "/dev/urandom")
 
 
@@ -77,7 +78,7 @@ def _become(order: dict[str, object], output: int, log: int, permission: int, pa
     if os.getppid() != parent:  # it ended before
         os._exit(0)
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, _ON_INTERRUPT)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (output, 1), (log, 2)):
         os.dup2(source, target)

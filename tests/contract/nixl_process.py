@@ -7,6 +7,7 @@ import asyncio
 import ctypes
 import multiprocessing
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -112,7 +113,8 @@ def exporting_gpu_memory(connection: "Connection[object, object]", byte: float) 
 
 
 def importing(connection: "Connection[object, object]", timeout_s: float) -> None:
-    """Does what it is asked: `open` an endpoint, `read` until the first bytes are there, `end` of the read, `destroy`,
+    """Does what it is asked: `open` an endpoint, `read` until the first bytes are there
+    (and then stop the exporting process, if it is named), `end` of the read, `destroy`,
     `fill` the pool, does the pool hold (`holds`) only this byte."""
     asyncio.run(_import(connection, timeout_s))
 
@@ -172,11 +174,15 @@ class _Importer:
         match words:
             case ("open", bytes() as endpoint):
                 self._channel = await self._transport.open_channel(EPOCH, endpoint)
-            case ("read",):
+            case ("read", *exporters):
                 assert self._channel is not None
                 blocks = list(range(NUM_BLOCKS))
                 self._read = asyncio.create_task(self._channel.read(blocks, blocks))
                 await self._pool.first_bytes(self._read)
+                for exporter in exporters:
+                    assert isinstance(exporter, int)
+                    os.kill(exporter, signal.SIGSTOP)
+                return "ended" if self._read.done() else "begun"
             case ("end",):
                 assert self._read is not None
                 await self._read
