@@ -315,6 +315,12 @@ def _known_capacities(members: Iterable[Member]) -> list[Capacity]:
     return known if len(known) == len(capacities) else []
 
 
+def exporter_load(peer: Peer) -> WorkerLoad:
+    """Return what placement must know about a worker whose KV is there already, to choose an importer for it."""
+    engine = peer.member.grammar_engine
+    return WorkerLoad(member=peer.member.id, kv_format=peer.kv_format, assigned=0, grammar_engine=engine)
+
+
 def _load(peer: Peer, now_s: float) -> WorkerLoad:
     stream, capacity = peer.stream, peer.member.capacity
     return WorkerLoad(

@@ -24,7 +24,7 @@ from cluster.errors import (
 from cluster.messages import MemberId
 from cluster.observe.telemetry import Telemetry
 from router.fleet.decode_events import MoveOutcome, MoveRequest
-from router.fleet.fleet import Fleet
+from router.fleet.fleet import Fleet, exporter_load
 from router.fleet.peer import Peer
 from router.pipeline.decode_leg import DecodeLeg
 from router.pipeline.failures import DECODE, AttemptFailed, leg
@@ -148,8 +148,7 @@ class Migrations:
         roomy = [load for load in large if _has_room(load, num_tokens)]
         if large and not roomy:
             raise Overloaded(f"no other decode worker has room for {num_tokens} tokens now")
-        exporter = WorkerLoad(member=source.worker, kv_format=source.decode.kv_format, assigned=0)
-        placement = self._policy.choose([exporter], roomy, facts)
+        placement = self._policy.choose([exporter_load(source.decode)], roomy, facts)
         if placement is None or placement.prefill is None:
             raise NoWorkers("no other decode worker can take the sequence now")
         return self._fleet.connected_peer(placement.decode)

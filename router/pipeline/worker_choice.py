@@ -16,13 +16,13 @@ from cluster.errors import NoGrammarWorker, NoWorkerLargeEnough, Overloaded
 from cluster.messages import MemberId, Role
 from cluster.observe.telemetry import Telemetry
 from cluster.request_size import RequestSize, decode_shortage, prefill_shortage, too_large
-from router.fleet.fleet import Fleet
+from router.fleet.fleet import Fleet, exporter_load
 from router.fleet.peer import Peer
 from router.fleet.prefix_locator import PrefixLocator
 from router.pipeline.failures import PREFILL, AttemptFailed
 from router.policies.admission import early_refusal
 from router.policies.breakers import BreakerPolicy, BreakerState, Pair, PairBreakers, Trial
-from router.policies.candidates import RequestFacts, WorkerLoad, has_large_pair, is_servable
+from router.policies.candidates import RequestFacts, has_large_pair, is_servable
 from router.policies.placement import Candidate, LeastLoaded, Placement, Policy
 from router.policies.unmodelled import ModelledRequest
 from router.request.admitted_request import AdmittedRequest, Choice
@@ -233,9 +233,8 @@ class WorkerChoice:
         """Choose a decode worker to import from `exporter` a ticket that covers the prompt and `num_committed` tokens.
         Returns None if there is no other now."""
         others = [load for load in self._fleet.decode_loads() if load.member not in besides]
-        exporting = WorkerLoad(member=exporter.member.id, kv_format=exporter.kv_format, assigned=0)
         facts = replace(_facts(admitted, choices, num_committed), excluded_pairs=self._pairs.excluded_pairs())
-        placement = self._importers.choose([exporting], others, facts)
+        placement = self._importers.choose([exporter_load(exporter)], others, facts)
         if placement is None or placement.prefill is None:
             return None
         return self._fleet.connected_peer(placement.decode)

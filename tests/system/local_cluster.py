@@ -235,8 +235,11 @@ class LocalCluster:
             await admin_pb2_grpc.AdminStub(channel).SetRole(
                 admin_pb2.SetRoleRequest(member_id=name, role=number), timeout=10
             )
-        while all(member.role != number for member in (await self.status()).members if member.member_id == name):
-            pass
+
+        async def roles() -> list[int]:
+            return [member.role for member in (await self.status()).members if member.member_id == name]
+
+        await until(roles, [number].__eq__, what=f"{name} has the role {role}")
 
     async def inspect(self, name: str) -> worker_pb2.InspectResponse:
         """Return the worker's report about itself, after its check()."""
@@ -245,6 +248,14 @@ class LocalCluster:
                 worker_pb2.InspectRequest(), timeout=10
             )
         return report
+
+    async def busy_decode_worker(self) -> str:
+        """Wait until a decode worker runs a sequence, and return its name."""
+
+        async def running() -> list[str]:
+            return [name for name in self.workers("decode") if (await self.inspect(name)).figures["running"]]
+
+        return (await until(running, what="a decode worker runs a sequence"))[0]
 
     def workers(self, role: str = "") -> list[str]:
         """Return the names of the running workers, of all or of one role: prefill, decode."""

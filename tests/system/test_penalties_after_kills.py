@@ -1,6 +1,5 @@
 """Real decode workers are killed under a request with penalties."""
 
-import asyncio
 import signal
 
 import pytest
@@ -32,7 +31,7 @@ async def test_a_decode_worker_killed_at_any_of_twenty_tokens_changes_no_token_u
     for num_tokens in range(1, _NUM_KILLS + 1):
         async with asked(cluster, request) as answer:
             await answer.until(num_tokens)
-            victim = await _busy_decode_worker(cluster)
+            victim = await cluster.busy_decode_worker()
             cluster.members[victim].send_signal(signal.SIGKILL)
             await answer.end()
         assert answer.choices == undisturbed.choices, f"killed after {num_tokens} tokens"
@@ -41,11 +40,3 @@ async def test_a_decode_worker_killed_at_any_of_twenty_tokens_changes_no_token_u
         await cluster.members[victim].exit_code()
         await cluster.mend()
         await cluster.until_free()
-
-
-async def _busy_decode_worker(cluster: LocalCluster) -> str:
-    async with asyncio.timeout(30):
-        while True:
-            for name in cluster.workers("decode"):
-                if (await cluster.inspect(name)).figures["running"]:
-                    return name
