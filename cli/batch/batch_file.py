@@ -5,9 +5,8 @@
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from cluster.errors import ConfigError
@@ -15,6 +14,8 @@ from cluster.errors import ConfigError
 URLS = ("/v1/chat/completions", "/v1/completions")
 _BATCH_CLASS = "flex"  # the service tier of requests that only use capacity that no other request needs
 _OK = 200
+_ID_PREFIX = "batch_req_"
+_BEGIN = f'{{"id": "{_ID_PREFIX}'  # of every line of answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class BatchAnswer:
     def to_line(self) -> str:
         response = {"status_code": self.status_code, "request_id": self.request_id, "body": self.body}
         line = {
-            "id": f"batch_req_{self.custom_id}",
+            "id": _ID_PREFIX + self.custom_id,
             "custom_id": self.custom_id,
             "response": response if self.status_code else None,
             "error": None if self.status_code else {"code": "unavailable", "message": self.problem},
@@ -66,22 +67,29 @@ def read_requests(lines: Iterable[str], name: str) -> list[BatchRequest]:
     return list(found.values())
 
 
-def answered_lines(path: Path) -> dict[str, str]:
-    """Return the lines of an earlier run that need not be asked again, by custom_id: whole lines with an answer that
-    another attempt would not change. {} if there is no such file."""
+def kept_lines(lines: Sequence[str], name: str, asked: Collection[str]) -> dict[str, str]:
+    """Return the lines of an earlier run that stay, by custom_id: all but those of requests in `asked` that another
+    attempt may answer differently, and a last line that an interruption cut off.
+
+    Raises ConfigError if the file `name` holds anything else, because its lines would be lost."""
     kept: dict[str, str] = {}
-    if not path.exists():
-        return kept
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+    for number, line in enumerate(lines, 1):
+        if number == len(lines) and _is_torn(line):
+            continue
         try:
             answer = json.loads(line)
-            status_code = answer["response"]["status_code"]
-            custom_id = answer["custom_id"]
-        except (ValueError, KeyError, TypeError):  # an error, or a line that an interruption cut off
-            continue
-        if line.endswith("\n") and is_final(status_code):
+            custom_id, response = answer["custom_id"], answer["response"]
+            status_code = response["status_code"] if response else 0
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(f"{name}, line {number}: not an answer of a batch; write the answers elsewhere") from None
+        if is_final(status_code) or custom_id not in asked:
             kept[custom_id] = line
     return kept
+
+
+def _is_torn(line: str) -> bool:
+    """Return whether this is the beginning of an answer of ours that was not written to its end."""
+    return not line.endswith("\n") and (line.startswith(_BEGIN) or _BEGIN.startswith(line))
 
 
 def is_final(status_code: int) -> bool:

@@ -88,6 +88,10 @@ class BatchSender:
             headers["authorization"] = f"Bearer {self._server.api_key}"
         connection = self._connection()
         try:
+            if connection.sock is None:
+                connection.connect()
+            if self._stopped.is_set():  # else `_stop` is still to come, and finds this socket
+                return BatchAnswer(request.custom_id, 0, problem="given up"), 0.0
             connection.request("POST", request.url, json.dumps(request.body), headers)
             response = connection.getresponse()
             body = json.loads(response.read())

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from cli import connection
-from cli.batch.batch_file import BatchAnswer, BatchRequest, answered_lines, read_requests
+from cli.batch.batch_file import BatchAnswer, BatchRequest, kept_lines, read_requests
 from cli.batch.sender import BatchSender, Server
 from cli.local.last_cluster import find_http_address, find_tls_ca
 from cluster.errors import ConfigError
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} must be positive, not {getattr(arguments, name):g}")
     requests = _requests(arguments.input)
     sender = BatchSender(_server(arguments), concurrency=arguments.concurrency, max_attempts=arguments.max_attempts)
-    kept = answered_lines(arguments.output)
+    kept = _kept(arguments.output, requests)
     left = [request for request in requests if request.custom_id not in kept]
     if len(left) < len(requests):
         sys.stderr.write(f"{len(requests) - len(left)} of {len(requests)} requests have an answer from before\n")
@@ -73,6 +73,17 @@ def _shown(answers: Iterator[BatchAnswer], total: int) -> Iterator[BatchAnswer]:
     from rich.progress import track
 
     yield from track(answers, "batch", total=total, console=Console(stderr=True))
+
+
+def _kept(path: Path, requests: Sequence[BatchRequest]) -> dict[str, str]:
+    """Return the lines of an earlier run that stay in the output. Raises ConfigError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    return kept_lines(lines, str(path), {request.custom_id for request in requests})
 
 
 def _requests(path: Path) -> list[BatchRequest]:

@@ -3,12 +3,11 @@
 import json
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from threading import Event, Thread
 
 import pytest
 
-from cli.batch.batch_file import BatchAnswer, BatchRequest, answered_lines, read_requests
+from cli.batch.batch_file import BatchAnswer, BatchRequest, kept_lines, read_requests
 from cli.batch.sender import BatchSender, Server
 from cluster.errors import ConfigError
 
@@ -44,13 +43,19 @@ def test_a_wrong_line_is_reported_with_its_number(lines: list[str], said: str) -
         read_requests(lines, "in")
 
 
-def test_answers_of_an_earlier_run_are_kept_unless_another_attempt_may_differ(tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
-    assert answered_lines(path) == {}
+def test_answers_of_an_earlier_run_are_kept_unless_another_attempt_may_differ() -> None:
     answers = [BatchAnswer(str(status), status, "r", {}) for status in (200, 400, 429, 503)]
     written = [answer.to_line() for answer in (*answers, BatchAnswer("lost", 0, problem="refused"))]
-    path.write_text("".join(written) + '{"custom_id": "torn", "response"')
-    assert answered_lines(path) == {"200": written[0], "400": written[1]}
+    for torn in ('{"id', written[0].rstrip()):
+        kept = kept_lines([*written, torn], "out", {"200", "429", "503", "lost"})
+        assert kept == {"200": written[0], "400": written[1]}
+    assert set(kept_lines(written, "out", {"200"})) == {"200", "400", "429", "503", "lost"}
+
+
+@pytest.mark.parametrize("foreign", ["notes\n", "notes", "{}\n", line() + "\n"])
+def test_a_file_that_holds_anything_else_is_not_written_over(foreign: str) -> None:
+    with pytest.raises(ConfigError, match="out, line 2: not an answer of a batch"):
+        kept_lines([BatchAnswer("1", 200, "r", {}).to_line(), foreign], "out", {"1"})
 
 
 class _Handler(BaseHTTPRequestHandler):
