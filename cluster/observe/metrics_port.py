@@ -36,9 +36,12 @@ class MetricsPort:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop answering; does not wait for scrapes in progress."""
+        """Stop answering; does not wait."""
+        threading.Thread(target=self._stop, name="stop metrics", daemon=True).start()
+
+    def _stop(self) -> None:
         if self._thread.is_alive():
-            self._server.shutdown()
+            self._server.shutdown()  # waits for the serving thread, which looks twice a second
         self._server.server_close()
 
 
