@@ -84,7 +84,15 @@ def test_a_conversation_from_a_pipe_is_answered_message_by_message(
 def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(up: Up) -> None:
     ours, theirs = os.openpty()
     command = [sys.executable, "-m", "cli", "chat", "--temperature", "0"]
-    chat = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=up.environment, cwd=ROOT)
+    chat = subprocess.Popen(
+        command,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=up.environment,
+        cwd=ROOT,
+        preexec_fn=interruptible,
+    )
     os.close(theirs)
     screen = Screen(ours)
     try:
@@ -100,6 +108,11 @@ def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(up: Up) -> None:
         chat.kill()
         chat.wait()
         os.close(ours)
+
+
+def interruptible() -> None:
+    """React to Ctrl-C, as what a shell starts in the foreground, also where these tests run in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Screen:
