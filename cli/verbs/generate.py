@@ -23,11 +23,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ledger", action="store_true", help="show where the request's time went")
     connection.add_arguments(parser)
     sampling = parser.add_argument_group("generation", "Options that are not given have the model's defaults.")
+    _add_request(sampling)
+    _add_drawing(sampling)
+    _add_logit_rules(sampling)
+    _add_grammars(sampling)
+    _add_text(sampling)
+
+
+def _add_request(sampling: "argparse._ArgumentGroup") -> None:
     sampling.add_argument("--model", help="name of a served model; default: the only one")
     sampling.add_argument(
         "--request-id", metavar="ID", help="id of the request, which logs show; default: a random one"
     )
     sampling.add_argument("--label", metavar="NAME", help="another name for logs, which need not be unique")
+    sampling.add_argument("--cache-salt", metavar="TEXT", help="share KV with requests of the same salt only")
+    sampling.add_argument(
+        "--priority", type=int, metavar="N", help="a lower value goes first, under --scheduling-policy priority"
+    )
+    sampling.add_argument(
+        "--is-batch", action="store_true", default=None, help="use only capacity that no other request needs"
+    )
+    sampling.add_argument(
+        "--slo-ttft-s", type=float, metavar="X", help="refuse it at once if its first token is predicted after X s"
+    )
+    sampling.add_argument("--slo-tpot-s", type=float, metavar="X", help="the same for its mean time between tokens")
+    sampling.add_argument(
+        "--timeout-s", type=float, metavar="X", default=600.0, help="timeout in seconds (default: 600)"
+    )
+
+
+def _add_drawing(sampling: "argparse._ArgumentGroup") -> None:
     sampling.add_argument("--n", type=int, metavar="N", help="number of continuations of the prompt")
     sampling.add_argument("--max-tokens", type=int, metavar="N", help="maximum tokens to generate")
     sampling.add_argument("--min-tokens", type=int, metavar="N", help="minimum tokens to generate")
@@ -40,8 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--min-p", type=float, metavar="X", help="drop tokens below this share of the most likely token's probability"
     )
     sampling.add_argument("--seed", type=int, metavar="N", help="seed of sampling; the same seed gives the same tokens")
-    _add_logit_rules(sampling)
-    _add_grammars(sampling)
+
+
+def _add_text(sampling: "argparse._ArgumentGroup") -> None:
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="stop before this text; may be repeated")
     sampling.add_argument(
         "--stop-token-ids", metavar="IDS", type=_ids, help="stop at one of these tokens, such as 1,2,3"
@@ -76,20 +102,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="N tokens of a continuation come together, except its first ones; 0: as they are generated",
-    )
-    sampling.add_argument("--cache-salt", metavar="TEXT", help="share KV with requests of the same salt only")
-    sampling.add_argument(
-        "--priority", type=int, metavar="N", help="a lower value goes first, under --scheduling-policy priority"
-    )
-    sampling.add_argument(
-        "--is-batch", action="store_true", default=None, help="use only capacity that no other request needs"
-    )
-    sampling.add_argument(
-        "--slo-ttft-s", type=float, metavar="X", help="refuse it at once if its first token is predicted after X s"
-    )
-    sampling.add_argument("--slo-tpot-s", type=float, metavar="X", help="the same for its mean time between tokens")
-    sampling.add_argument(
-        "--timeout-s", type=float, metavar="X", default=600.0, help="timeout in seconds (default: 600)"
     )
 
 

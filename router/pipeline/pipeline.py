@@ -326,21 +326,25 @@ class Pipeline:
     def _record_local_prefill(
         self, admitted: AdmittedRequest, choices: Sequence[Choice], placement: Placement, reason: str
     ) -> None:
-        """Count a prefill at the worker that decodes. It is a fallback only where the cluster once had a prefill
-        worker, and neither a pair nor a worker of both roles could be chosen."""
-        peer = self._fleet.peer(placement.decode)
-        if not reason and peer is not None and peer.member.role is Role.BOTH:
-            reason = _COLOCATED
-        elif not (reason or placement.is_fallback):
-            reason = _PREDICTED
-        elif not reason and self._fleet.prefill_loads():
-            has_large_pair = self._worker_choice.has_large_pair(admitted, choices)
-            reason = _PAIR_BREAKERS_OPEN if has_large_pair else _NO_LARGE_ENOUGH_PAIR
-        elif not reason:
-            reason = _NO_PREFILL_WORKER if self._fleet.has_prefill_pool else _COLOCATED
+        """Count a prefill at the worker that decodes. `reason`: the failure that led to it; empty: placement chose
+        it."""
+        reason = reason or self._why_local(admitted, choices, placement)
         self._telemetry.count("tandem_local_prefills_total", reason=reason)
         if reason not in (_COLOCATED, _PREDICTED):
             admitted.account.add_reason(reason)
+
+    def _why_local(self, admitted: AdmittedRequest, choices: Sequence[Choice], placement: Placement) -> str:
+        """Return why placement chose a worker alone. It is a fallback only where the cluster once had a prefill worker,
+        and neither a pair nor a worker of both roles could be chosen."""
+        peer = self._fleet.peer(placement.decode)
+        if peer is not None and peer.member.role is Role.BOTH:
+            return _COLOCATED
+        if not placement.is_fallback:
+            return _PREDICTED
+        if self._fleet.prefill_loads():
+            has_large_pair = self._worker_choice.has_large_pair(admitted, choices)
+            return _PAIR_BREAKERS_OPEN if has_large_pair else _NO_LARGE_ENOUGH_PAIR
+        return _NO_PREFILL_WORKER if self._fleet.has_prefill_pool else _COLOCATED
 
     def _takes_over(self, request: GenerateRequest) -> bool:
         """Return whether the request resumes a stream that is live here, with the right to end it."""
