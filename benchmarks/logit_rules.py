@@ -126,7 +126,7 @@ def _without_rules(step: Callable[[], float]) -> float:
 
 
 def _plain_samples(sequence: Sequence, draft_tokens: tuple[int, ...]) -> tuple[Sample, ...]:
-    """What `_samples` was before there were rules; steps of this benchmark have no draft tokens."""
+    """Do what `_samples` did before there were rules; steps of this benchmark have no draft tokens."""
     job, known, num_output = sequence.group.job, len(sequence.token_ids), sequence.num_output
     banned = banned_token_ids(job.stops, num_output)
     return tuple(Sample(choice.seed, known, job.sampling, banned) for _, choice in sequence.choices)

@@ -108,7 +108,7 @@ MAX_GRAMMAR_BYTES = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What the text of an answer must match, as its author wrote it. `text`: JSON for a schema and for choices."""
+    """A constraint on the text of an answer, as its author wrote it. `text`: JSON for a schema and for choices."""
 
     kind: GrammarKind
     text: str

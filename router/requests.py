@@ -32,7 +32,7 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """What a chat template is given beside the messages. The values are plain JSON."""
+    """The values that a chat template gets beside the messages, as plain JSON."""
 
     tools: tuple[Mapping[str, Any], ...] = ()
     documents: tuple[Mapping[str, Any], ...] = ()

@@ -39,7 +39,7 @@ _CORE_SHARE = 0.5  # of one core, for the delays
 
 @dataclass(slots=True)
 class Measured:
-    """What was measured of one path and one arm."""
+    """The measurements of one path and one arm."""
 
     pairs: list[Pair] = field(default_factory=list)
     long_prompt_ms: list[float] = field(default_factory=list)  # CPU of a request with a prompt of 100,000 tokens

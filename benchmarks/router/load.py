@@ -54,7 +54,7 @@ class Result:
 
 
 class Delays:
-    """How long tokens took from the step that sent them to their client."""
+    """The times of tokens from the step that sent them to their client."""
 
     def __init__(self, steps: StepTimes, *, wanted: bool) -> None:
         self._steps = steps

@@ -27,7 +27,7 @@ _STOP_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """What is compared: the router of a checkout, in one process or in several that share the HTTP port."""
+    """One side of the comparison: the router of a checkout, in one process or in several that share the HTTP port."""
 
     checkout: Path
     num_processes: int = 1

@@ -23,7 +23,7 @@ class SeenTokens:
 
 
 class LogitState:
-    """What precedes the next token of one sequence, as far as its rules read it.
+    """The tokens that precede the next one of a sequence, as far as its rules read them.
 
     One sequence owns it. `seen` and `forbidden` may be called while the sequence's tokens are known.
     """

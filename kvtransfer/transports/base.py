@@ -84,7 +84,7 @@ class DigestingChannel(ABC):
 
     @abstractmethod
     async def read_digested(self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> tuple[bytes, ...]:
-        """As `read`; return the digests of the bytes that were written."""
+        """Do what `read` does, and return the digests of the bytes that were written."""
 
 
 class ImporterTransport(Protocol):

@@ -36,7 +36,7 @@ class GrammarCheck(Protocol):
 
     @property
     def engine_id(self) -> str:
-        """What a worker must have in common with this router; empty: this router takes no grammars."""
+        """The engine and tokens that workers must share with this router; empty: this router takes no grammars."""
         ...
 
     async def check(self, grammar: Grammar) -> None:

@@ -25,7 +25,7 @@ _ID_CHARACTERS = 24
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How the answers to one request are divided, and which parts of them the client receives."""
+    """The division of the answers to one request, and the parts of them that the client receives."""
 
     new_parser: Callable[[], AnswerParser]
     answer_id: str  # the calls' ids follow from it
@@ -141,7 +141,7 @@ def _end(deltas: Sequence[ChoiceDelta], num_calls: int) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class ChatSettings:
-    """What this router does with chats beside rendering them."""
+    """The settings of a router for chats: how it divides answers, and whose templates it renders."""
 
     answers: AnswerFormat = field(default_factory=AnswerFormat)
     trusts_templates: bool = False  # that requests bring

@@ -17,7 +17,7 @@ _TAG_MARKERS = ("<tool_call>", "</tool_call>")
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family of models writes calls. `markers` are tokens that must appear in the text."""
+    """The form in which a family of models writes calls. `markers` are tokens that must appear in the text."""
 
     read: Callable[[Source, Tools], Waiting[None]]
     markers: tuple[str, ...] = ()
@@ -27,7 +27,7 @@ class ToolFormat:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a family writes its reasoning. Without `tags` the format is harmony, which holds calls too."""
+    """The form in which a family writes its reasoning. Without `tags` the format is harmony, which holds calls too."""
 
     tags: Tags | None
 
@@ -61,7 +61,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """What the answers of the served model are made of. None: no such parser was chosen."""
+    """The parts of the served model's answers. None: no parser was chosen for them."""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None

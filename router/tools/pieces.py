@@ -1,4 +1,4 @@
-"""What a parser makes of a model's text: content, reasoning, and calls of tools in the order in which they come."""
+"""The results of a parser: content, reasoning, and calls of tools, in the order in which they come."""
 
 from dataclasses import dataclass
 

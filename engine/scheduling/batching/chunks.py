@@ -1,4 +1,4 @@
-"""What a step computes and draws for one sequence: its chunk, the samples of its next tokens, and how it ends. Pure."""
+"""The work of a step for one sequence: its chunk, the samples of its next tokens, and how it ends. Pure."""
 
 from collections.abc import Sequence as SequenceOf
 

@@ -46,7 +46,7 @@ class MessageShape:
 
 @dataclass(frozen=True, slots=True)
 class MessageEnvelope(Envelope):
-    """What a message has around its content."""
+    """The fields of a message around its content."""
 
     def answer(self, choices: list[Json], usage: Usage, ledgers: Sequence[Ledger]) -> Json:
         return self.message() | choices[0] | {"usage": message_usage(usage)}

@@ -79,7 +79,7 @@ class AssistantToolCall(StrictBody):
 
 
 class AssistantMessage(_Message):
-    """What the assistant said and which tools it called."""
+    """An earlier answer: its text, and the tools that it called."""
 
     asks_for_nothing: ClassVar[NeutralValues] = {
         "refusal": ("",),

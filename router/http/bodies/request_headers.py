@@ -1,4 +1,4 @@
-"""What a request asks for in headers: bodies stay as OpenAI defines them."""
+"""The wishes of a request in its headers: bodies stay as OpenAI defines them."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -42,7 +42,7 @@ class ResponseFormat(StrictBody):
 
 
 class StructuredOutputs(StrictBody):
-    """vLLM's field: exactly one of its constraints."""
+    """The field of vLLM with exactly one of its constraints."""
 
     asks_for_nothing: ClassVar[NeutralValues] = {
         "disable_fallback": (False, True),  # there is no fallback
