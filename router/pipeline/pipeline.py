@@ -328,12 +328,12 @@ class Pipeline:
     ) -> None:
         """Count a prefill at the worker that decodes. `reason`: the failure that led to it; empty: placement chose
         it."""
-        reason = reason or self._why_local(admitted, choices, placement)
+        reason = reason or self._local_prefill_reason(admitted, choices, placement)
         self._telemetry.count("tandem_local_prefills_total", reason=reason)
         if reason not in (_COLOCATED, _PREDICTED):
             admitted.account.add_reason(reason)
 
-    def _why_local(self, admitted: AdmittedRequest, choices: Sequence[Choice], placement: Placement) -> str:
+    def _local_prefill_reason(self, admitted: AdmittedRequest, choices: Sequence[Choice], placement: Placement) -> str:
         """Return why placement chose a worker alone. It is a fallback only where the cluster once had a prefill worker,
         and neither a pair nor a worker of both roles could be chosen."""
         peer = self._fleet.peer(placement.decode)

@@ -1,8 +1,8 @@
 """Find every failure reason in the production code, and whether the stored results reached it.
 
 Reasons are the names of cluster/errors.py, and the words that are counted under a label of `_LABELS` or noted in a
-request's ledger. They are found by reading the source: constants in the calls that count, and values of variables that
-hold a reason by their name. A reason that is built at run time consists of these.
+request's ledger. They are found by reading the source: constants in the calls that count, and values of variables and
+functions that hold or return a reason by their name. A reason that is built at run time consists of these.
 """
 
 import ast
@@ -59,6 +59,9 @@ def _words_of(path: Path) -> Iterator[str]:
                 yield from _words(value, constants)
         elif isinstance(each, ast.Assign) and any(_VARIABLES.search(_name_of(target)) for target in each.targets):
             yield from _words(each.value, constants)
+        elif isinstance(each, ast.FunctionDef) and _VARIABLES.search(each.name):
+            for returned in (inner.value for inner in ast.walk(each) if isinstance(inner, ast.Return)):
+                yield from _words(returned, constants) if returned else ()
 
 
 @lru_cache
