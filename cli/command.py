@@ -29,6 +29,7 @@ _VERBS = (
     "migrate",
     "doctor",
     "certs",
+    "keys",
     "estimate",
     "bench",
     "completion",

@@ -64,14 +64,14 @@ class Exports:
         self,
         *,
         exporter: Exporter,
-        cluster_key: bytes,
+        hash_key: bytes,
         post: Callable[[commands.Command], None],
         on_forgotten: Callable[[MemberId, int], None],
         grace_s: float,  # after a ticket's end, for its router to thaw or cancel the sequence
         max_frozen: int = MAX_FROZEN,
     ) -> None:
         self._exporter = exporter
-        self._cluster_key = cluster_key
+        self._hash_key = hash_key
         self._post = post
         self._on_forgotten = on_forgotten
         self._grace_s = grace_s
@@ -142,7 +142,7 @@ class Exports:
             attempt=order.attempt,
             importer=order.importer,
             num_tokens=len(event.token_ids),
-            prompt_hash=hash_prompt(self._cluster_key, event.token_ids),
+            prompt_hash=hash_prompt(self._hash_key, event.token_ids),
             num_choices=1,
             ticket_id=event.ticket_id,
         )

@@ -37,7 +37,7 @@ class Imports:
         self,
         *,
         importer: Importer,
-        cluster_key: bytes,
+        hash_key: bytes,
         new_chain: NewChain,
         wire_dtype: str,
         handoff_ids: Iterator[int],
@@ -47,7 +47,7 @@ class Imports:
         on_failed: Callable[[DecodeJob, TandemError], None],
     ) -> None:
         self._importer = importer
-        self._cluster_key = cluster_key
+        self._hash_key = hash_key
         self._new_chain = new_chain
         self._wire_dtype = wire_dtype
         self._handoff_ids = handoff_ids
@@ -124,7 +124,7 @@ class Imports:
 
     def _expected(self, job: DecodeJob) -> ExpectedPrompt:
         token_ids = _token_ids(job)
-        prompt_hash = hash_prompt(self._cluster_key, token_ids)
+        prompt_hash = hash_prompt(self._hash_key, token_ids)
         return ExpectedPrompt(len(token_ids), prompt_hash, len(job.sequences), self._vocab_size)
 
     def _block_hashes(self, job: DecodeJob) -> tuple[bytes, ...]:

@@ -53,7 +53,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         vocab_size: int,
         limits: SchedulerLimits,
         handoff_ids: Iterator[int],
-        cluster_key: bytes,
+        hash_key: bytes,
         new_chain: NewChain,
         wire_dtype: str,
         stream_grace_s: float,
@@ -73,7 +73,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self.outstanding = self._reports.outstanding
         self.imports = Imports(
             importer=importer,
-            cluster_key=cluster_key,
+            hash_key=hash_key,
             new_chain=new_chain,
             wire_dtype=wire_dtype,
             handoff_ids=handoff_ids,
@@ -84,7 +84,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         )
         self.exports = Exports(
             exporter=exporter,
-            cluster_key=cluster_key,
+            hash_key=hash_key,
             post=steps.post,
             on_forgotten=self._on_forgotten,
             grace_s=stream_grace_s,

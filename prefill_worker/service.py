@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import grpc
 
 from cluster import holders
+from cluster.auth.keys import ClusterKeys
 from cluster.errors import Draining, HandOffReason, InvalidRequest, QueueFull, Unhealthy
 from cluster.messages import PrefillJob
 from cluster.observe.service_rate import ServiceRate
@@ -58,7 +59,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         outstanding: OutstandingWork,
         vocab_size: int,
         max_calls: int,  # at once, including calls that wait for a pull or a fetch
-        cluster_key: bytes,
+        keys: ClusterKeys,
         grammars: CompiledGrammars,
         refuse_if_unhealthy: Callable[[], None],
         telemetry: Telemetry,
@@ -73,7 +74,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         self._vocab_size = vocab_size
         self._max_calls = max_calls
         self._rate = ServiceRate()
-        self._cluster_key = cluster_key
+        self._keys, self._hash_key = keys, keys.hash_key
         self._grammars = grammars
         self._telemetry = telemetry
         self._calls: dict[bytes, _Call] = {}
@@ -118,7 +119,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
     async def Abandon(
         self, request: worker_pb2.AbandonRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> worker_pb2.AbandonResponse:
-        ticket = tickets.read(checked(request).ticket, self._cluster_key)
+        ticket = tickets.read(checked(request).ticket, self._keys)
         self._exporter.fail(ticket.ticket_id, reason=HandOffReason.CANCELLED, detail="the router abandoned the ticket")
         return worker_pb2.AbandonResponse()
 
@@ -223,7 +224,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
                 attempt=job.attempt,
                 importer=job.importer,
                 num_tokens=len(job.token_ids),
-                prompt_hash=hash_prompt(self._cluster_key, job.token_ids),
+                prompt_hash=hash_prompt(self._hash_key, job.token_ids),
                 num_choices=len(job.seeds),
             )
             signed = issued.signed

@@ -13,9 +13,10 @@ from functools import partial
 
 from fastapi import FastAPI
 
+from cluster.auth.key_file import cluster_keys
 from cluster.clock import MonotonicClock
 from cluster.errors import DrainIncomplete
-from cluster.identity import advertised_host, cluster_key, new_member_id
+from cluster.identity import advertised_host, new_member_id
 from cluster.member import DrainOutcome, Member, MemberState
 from cluster.messages import Role
 from cluster.observe.health import HealthPort
@@ -95,6 +96,7 @@ class Router:
         self._config = config
         self._stop = stop
         self._drained: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._keys = cluster_keys(config)
         host = advertised_host(config)
         tls = load_tls(config, host)
         self._connect = partial(open_channel, tls=tls)  # to other members, by address
@@ -272,7 +274,7 @@ class Router:
         )
 
     def _make_pipeline(self) -> Pipeline:
-        config, key = self._config, cluster_key(self._config)
+        config, keys = self._config, self._keys
         return Pipeline(
             router=self._member.id,
             tokenization=self._tokenization,
@@ -280,9 +282,9 @@ class Router:
             policy=self._policy,
             fleet=self._fleet,
             migrations=self._migrations,
-            prefixes=PrefixLocator(self._fleet, self._prefix_index, key),
+            prefixes=PrefixLocator(self._fleet, self._prefix_index, keys.hash_key),
             grammars=self._grammars,
-            key=key,
+            keys=keys,
             settings=PipelineSettings(
                 request_timeout_s=config.request_timeout_s,
                 max_attempts=config.max_attempts,

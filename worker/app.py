@@ -186,7 +186,7 @@ class WorkerApp:
             vocab_size=engine.model_info.vocab_size,
             limits=limits,
             handoff_ids=handoff_ids,
-            cluster_key=life.key,
+            hash_key=life.keys.hash_key,
             new_chain=life.new_chain,
             wire_dtype=life.config.kv_wire_dtype,
             stream_grace_s=life.config.stream_grace_s,

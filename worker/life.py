@@ -14,9 +14,10 @@ from functools import partial
 from importlib import import_module
 from typing import Any, TypeAlias, TypeVar
 
+from cluster.auth.key_file import cluster_keys
 from cluster.clock import MonotonicClock
 from cluster.errors import DrainIncomplete, Draining, InternalError, Unavailable, Unhealthy
-from cluster.identity import advertised_host, cluster_key, new_member_id
+from cluster.identity import advertised_host, new_member_id
 from cluster.member import Capacity, DrainOutcome, Member, MemberState
 from cluster.messages import LayoutFingerprint, Role
 from cluster.observe.health import HealthPort
@@ -78,9 +79,9 @@ class WorkerLife:
         self.config = config
         self.role = role
         self.member = new_member_id(config, role)
-        self.key = cluster_key(config)
+        self.keys = cluster_keys(config)
         keeps_prefixes = config.prefix_caching == "on"
-        self.new_chain = keyed_chains(self.key, config.block_size) if keeps_prefixes else nameless_chains()
+        self.new_chain = keyed_chains(self.keys.hash_key, config.block_size) if keeps_prefixes else nameless_chains()
         self.telemetry = Telemetry()
         self.host = advertised_host(config)
         self.tls = load_tls(config, self.host)

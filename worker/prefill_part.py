@@ -60,7 +60,7 @@ class PrefillPart:
             outstanding=outstanding,
             vocab_size=engine.model_info.vocab_size,
             max_calls=life.config.max_queue + life.config.max_num_seqs,
-            cluster_key=life.key,
+            keys=life.keys,
             grammars=grammars,
             refuse_if_unhealthy=refuse_if_unhealthy,
             telemetry=life.telemetry,

@@ -72,7 +72,7 @@ class WorkerTransfer:
         context = LinkCheckContext(
             member=self._life.member,
             layout=self._layout,
-            key=self._life.key,
+            keys=self._life.keys,
             block_bytes=self.block_bytes,
             transports=self.transports,
             connect=self._life.connect,
@@ -113,7 +113,7 @@ class WorkerTransfer:
             address=self._life.address,
             wire=self._wire,
             layout=self._layout,
-            key=self._life.key,
+            keys=self._life.keys,
             settings=self._life.config,
             transports=self.transports.exporters,
             release=release,
@@ -127,7 +127,7 @@ class WorkerTransfer:
             wire=self._wire,
             layout=self._layout,
             block_size=self._life.config.block_size,
-            key=self._life.key,
+            keys=self._life.keys,
             settings=self._life.config,
             transports=self.transports.importers,
             clock=self._clock,
@@ -143,7 +143,7 @@ class WorkerTransfer:
             address=self._life.address,
             memory=self._wire.memory,
             layout=self._layout,
-            key=self._life.key,
+            keys=self._life.keys,
             transports=self.transports,
         )
 

@@ -78,7 +78,7 @@ async def serve(transport_name: str, num_blocks: int, certificates: str, device:
         address=f"127.0.0.1:{port}",
         wire=NativeFormat(pool),
         layout=LAYOUT,
-        key=KEY,
+        keys=KEY,
         settings=TransferSettings(),
         transports=[transport],
         release=lambda ticket_id: None,

@@ -146,7 +146,7 @@ async def moves_over(
             wire=NativeFormat(pool),
             layout=LAYOUT,
             block_size=BLOCK_SIZE,
-            key=KEY,
+            keys=KEY,
             settings=TransferSettings(),
             transports=[side],
             clock=MonotonicClock(),

@@ -4,6 +4,7 @@ import importlib
 from pathlib import Path
 from types import ModuleType
 
+from cluster.auth.keys import ClusterKeys
 from cluster.messages import Epoch, LayoutFingerprint, MemberId
 from cluster.serving.tls import ClusterTls
 from cluster.serving.tls import load_tls as load_cluster_tls
@@ -12,7 +13,7 @@ from kvtransfer.memory import PoolMemory
 from kvtransfer.transports.base import TransportSetup
 
 HOST = "127.0.0.1"
-KEY = b"k" * 32
+KEY = ClusterKeys(b"k" * 32)
 PROMPT_HASH = b"h" * 16
 EXPORTER = MemberId("prefill-0", "a1")
 IMPORTER = MemberId("decode-0", "b2")

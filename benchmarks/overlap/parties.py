@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.overlap.paced_link import PacedLink
+from cluster.auth.key_file import load_keys
+from cluster.auth.keys import ClusterKeys
 from cluster.clock import MonotonicClock
 from cluster.errors import HandOffReason
-from cluster.identity import load_cluster_key
 from cluster.messages import Epoch, MemberId, PrefillJob, Sampling, TokenStops
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol import wire
@@ -121,9 +122,9 @@ class _Linked:
 class Pair:
     """The prefill worker and its importer."""
 
-    def __init__(self, engine: Engine, address: str, key: bytes) -> None:
+    def __init__(self, engine: Engine, address: str, keys: ClusterKeys) -> None:
         self.engine = engine
-        self._key = key
+        self._keys = keys
         self._member = MemberId("benchmark", secrets.token_hex(4))
         means = TransportSetup(self._member, engine.pool, "127.0.0.1", "127.0.0.1", timeout_s=_TIMEOUT_S)
         self.tcp = _Linked(tcp.importer(means))
@@ -141,7 +142,7 @@ class Pair:
             wire=NativeFormat(self.engine.pool),
             layout=self.engine.fingerprint,
             block_size=BLOCK_SIZE,
-            key=self._key,
+            keys=self._keys,
             settings=TransferSettings(),
             transports=transports,
             clock=MonotonicClock(),
@@ -171,7 +172,7 @@ class Pair:
             self._importers[transport].import_blocks(
                 handoff_id=self._number,
                 signed_ticket=ticket,
-                expected=ExpectedPrompt(num_tokens, hash_prompt(self._key, token_ids), 1),
+                expected=ExpectedPrompt(num_tokens, hash_prompt(self._keys.hash_key, token_ids), 1),
                 blocks=self._blocks,
             )
         )
@@ -208,7 +209,7 @@ async def pair(report: Callable[[str], None]) -> AsyncIterator[Pair]:
             model.mkdir()
             (model / "config.json").write_text(json.dumps(_MODEL))
             key_file = Path(folder) / "cluster.key"
-            key = load_cluster_key(key_file)
+            keys = load_keys(key_file)
             report("starting a prefill worker, and the same engine here")
             worker = await _start_worker(redis.url, model, key_file)
             try:
@@ -216,7 +217,7 @@ async def pair(report: Callable[[str], None]) -> AsyncIterator[Pair]:
                 engine = await asyncio.to_thread(build_engine, config)
                 async with asyncio.timeout(_TIMEOUT_S):
                     address = await _ready(worker)
-                parties = Pair(engine, address, key)
+                parties = Pair(engine, address, keys)
                 try:
                     yield parties
                 finally:

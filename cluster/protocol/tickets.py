@@ -1,15 +1,14 @@
-"""Signs, verifies and reissues tickets. The cluster's key is an argument; this module keeps neither keys nor tickets.
+"""Signs, verifies and reissues tickets. The cluster's keys are an argument; this module keeps neither keys nor tickets.
 
 A ticket travels as a serialized tandem.internal.v1.SignedTicket: the ticket's bytes exactly as signed, and their
-HMAC-SHA256.
+signature (cluster/auth/keys.py).
 """
 
 import dataclasses
-import hashlib
-import hmac
 
 from google.protobuf.message import DecodeError
 
+from cluster.auth.keys import ClusterKeys, Purpose
 from cluster.errors import HandOffFailed, HandOffReason, MalformedMessage
 from cluster.messages import MemberId, Ticket
 from cluster.protocol.received import checked
@@ -20,18 +19,18 @@ TICKET_ID_BYTES = 16
 CLOCK_LEEWAY_S = 60.0
 
 
-def sign(ticket: Ticket, key: bytes) -> bytes:
+def sign(ticket: Ticket, keys: ClusterKeys) -> bytes:
     """Return a serialized SignedTicket."""
     serialized = ticket_to_wire(ticket).SerializeToString(deterministic=True)
-    return kv_pb2.SignedTicket(ticket=serialized, signature=_signature(serialized, key)).SerializeToString()
+    return kv_pb2.SignedTicket(ticket=serialized, signature=keys.sign(Purpose.TICKETS, serialized)).SerializeToString()
 
 
-def verify(signed: bytes, key: bytes, *, importer: str) -> Ticket:
+def verify(signed: bytes, keys: ClusterKeys, *, importer: str) -> Ticket:
     """Return the ticket if the cluster signed it and it is for this importer ("id@incarnation").
 
     Raises HandOffFailed: BAD_SIGNATURE, FOREIGN_TICKET.
     """
-    ticket = read(signed, key)
+    ticket = read(signed, keys)
     if str(ticket.importer) != importer:
         raise HandOffFailed(HandOffReason.FOREIGN_TICKET, f"the ticket is for {ticket.importer}, not for {importer}")
     return ticket
@@ -45,12 +44,12 @@ def refuse_expired(ticket: Ticket, wall_s: float) -> None:
         raise HandOffFailed(HandOffReason.TICKET_EXPIRED, f"the ticket expired {late_s:.0f} s ago")
 
 
-def read(signed: bytes, key: bytes) -> Ticket:
+def read(signed: bytes, keys: ClusterKeys) -> Ticket:
     """Return the ticket if the cluster signed it, for any importer. Raises HandOffFailed: BAD_SIGNATURE,
     MALFORMED_MESSAGE."""
     try:
         envelope = kv_pb2.SignedTicket.FromString(signed)
-        if not hmac.compare_digest(envelope.signature, _signature(envelope.ticket, key)):
+        if not keys.verify(Purpose.TICKETS, envelope.ticket, envelope.signature):
             raise HandOffFailed(HandOffReason.BAD_SIGNATURE, "the ticket was not signed with this cluster's key")
         return ticket_from_wire(checked(kv_pb2.Ticket.FromString(envelope.ticket)))
     except DecodeError as error:
@@ -59,10 +58,6 @@ def read(signed: bytes, key: bytes) -> Ticket:
         raise HandOffFailed(HandOffReason.MALFORMED_MESSAGE, error.message) from error
 
 
-def reissue(signed: bytes, key: bytes, *, attempt: int, importer: MemberId) -> bytes:
+def reissue(signed: bytes, keys: ClusterKeys, *, attempt: int, importer: MemberId) -> bytes:
     """Return the same ticket for another attempt or another importer. Raises HandOffFailed: BAD_SIGNATURE."""
-    return sign(dataclasses.replace(read(signed, key), attempt=attempt, importer=importer), key)
-
-
-def _signature(serialized: bytes, key: bytes) -> bytes:
-    return hmac.new(key, b"tandem ticket\0" + serialized, hashlib.sha256).digest()
+    return sign(dataclasses.replace(read(signed, keys), attempt=attempt, importer=importer), keys)

@@ -24,9 +24,7 @@ class ClusterSettings:
         " without it, `tandem up` starts its own",
     )
     cluster_name: str = setting("tandem", "prefix of every key in Redis; members with the same name form one cluster")
-    cluster_key_file: str = setting(
-        "", "file with the key that signs tickets; created at the first start if it is missing"
-    )
+    cluster_key_file: str = setting("", "file with the cluster's secret; created at the first start if it is missing")
     host: str = setting("127.0.0.1", "address to bind to")
     advertise_host: str = setting("", "address at which other members reach this process; default: --host")
     member_id: str = setting("", "name of this member; default: role and a random suffix")

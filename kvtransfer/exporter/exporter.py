@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from cluster import holders
+from cluster.auth.keys import ClusterKeys
 from cluster.clock import Clock
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.member import OUR_VERSIONS, ProtocolRange
@@ -71,7 +72,7 @@ class Exporter:
         address: str,  # of the gRPC server with KvTransferServicer
         wire: WireFormat,
         layout: LayoutFingerprint,
-        key: bytes,
+        keys: ClusterKeys,
         settings: TransferSettings,
         transports: Sequence[ExporterTransport],
         release: Callable[[bytes], None],  # ticket id; called exactly once per issued ticket, on the loop
@@ -83,7 +84,7 @@ class Exporter:
     ) -> None:
         self._member, self._address = member, address
         self._wire = wire
-        self._key = key
+        self._keys = keys
         self._settings = settings
         self._policy = LeasePolicy(settings.lease_s, settings.max_lease_s, settings.attach_timeout_s)
         self._transports = tuple(transports)
@@ -93,7 +94,7 @@ class Exporter:
         self._rules = AttachRules(
             member=member,
             layout=layout,
-            key=key,
+            keys=keys,
             transports=self._transports,
             protocol=protocol,
             digests=digests,
@@ -170,7 +171,7 @@ class Exporter:
         self._tickets[ticket.ticket_id] = TicketDriver(
             ticket=ticket, policy=self._policy, clock=self._clock, counters=self._counters, released=self._on_released
         )
-        return IssuedTicket(ticket.ticket_id, tickets.sign(ticket, self._key))
+        return IssuedTicket(ticket.ticket_id, tickets.sign(ticket, self._keys))
 
     def seal(
         self, ticket_id: bytes, *, first_index: int, block_ids: Sequence[int], unverified: Set[int] = frozenset()

@@ -1,14 +1,13 @@
 """Lets one other worker at a time read this worker's pool for a few seconds, to measure the link between the two.
 
 Nothing is allocated, pinned or written for a link check: the other worker reads whatever the blocks contain and
-discards it. Only members of the cluster may request one; they sign their id with the cluster's key.
+discards it. Only members of the cluster may request one; they sign their id with the cluster's keys.
 """
 
 import asyncio
-import hashlib
-import hmac
 import secrets
 
+from cluster.auth.keys import ClusterKeys, Purpose
 from cluster.errors import HandOffFailed, HandOffReason, Overloaded
 from cluster.member import fingerprint_difference
 from cluster.messages import Epoch, LayoutFingerprint, MemberId
@@ -35,12 +34,12 @@ class LinkCheckAccess:
         address: str,  # the address under which other workers reach it
         memory: PoolMemory,  # the memory that transports serve
         layout: LayoutFingerprint,
-        key: bytes,
+        keys: ClusterKeys,
         transports: Available,
         open_s: float = OPEN_S,
     ) -> None:
         self._member, self._address, self._memory = member, address, memory
-        self._layout, self._key, self._transports, self._open_s = layout, key, transports, open_s
+        self._layout, self._keys, self._transports, self._open_s = layout, keys, transports, open_s
         self._epoch: Epoch | None = None
         self._importer: MemberId | None = None
         self._end: asyncio.TimerHandle | None = None
@@ -77,8 +76,8 @@ class LinkCheckAccess:
         self._end = self._epoch = self._importer = None
 
     def _checked(self, request: kv_pb2.OpenLinkCheckRequest) -> MemberId:
-        expected = sign_link_check(self._key, request.importer, self._member, self._address)
-        if not hmac.compare_digest(request.signature, expected):
+        signed = link_check_text(request.importer, self._member, self._address)
+        if not self._keys.verify(Purpose.LINK_CHECKS, signed, request.signature):
             detail = f"the link check of {self._member} is not signed with this cluster's key"
             raise HandOffFailed(HandOffReason.BAD_SIGNATURE, detail)
         difference = fingerprint_difference(self._layout, fingerprint_from_wire(request.layout))
@@ -106,11 +105,10 @@ class LinkCheckAccess:
         return paths
 
 
-def sign_link_check(key: bytes, importer: str, exporter: MemberId, address: str) -> bytes:
-    """Return the signature that an importer sends with its id.
+def link_check_text(importer: str, exporter: MemberId, address: str) -> bytes:
+    """Return what an importer signs and sends with its id.
 
     It is valid for this exporter at this address only: an attacker who directs a worker to another address receives no
     signature that the exporter would accept.
     """
-    text = "\0".join(("tandem link check", importer, str(exporter), address))
-    return hmac.new(key, text.encode(), hashlib.sha256).digest()
+    return "\0".join((importer, str(exporter), address)).encode()

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass
 
+from cluster.auth.keys import ClusterKeys
 from cluster.clock import Clock
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.member import ProtocolRange
@@ -50,19 +51,19 @@ class AttachRules:
         *,
         member: MemberId,
         layout: LayoutFingerprint,
-        key: bytes,
+        keys: ClusterKeys,
         transports: Sequence[ExporterTransport],
         protocol: ProtocolRange,
         digests: Sequence[str],
     ) -> None:
-        self._member, self._layout, self._key, self._protocol = member, layout, key, protocol
+        self._member, self._layout, self._keys, self._protocol = member, layout, keys, protocol
         self._transports, self._digests = tuple(transports), tuple(digests)
 
     def check(self, attach: kv_pb2.Attach, *, importer: str, wall_s: float) -> AcceptedAttach:
         """Return the agreed transports and versions. Raises HandOffFailed with the first reason that applies;
         ValueError for an invalid range."""
         signed = attach.ticket.SerializeToString()
-        ticket = tickets.verify(signed, self._key, importer=importer)
+        ticket = tickets.verify(signed, self._keys, importer=importer)
         tickets.refuse_expired(ticket, wall_s)
         if ticket.exporter.id != self._member.id:
             raise HandOffFailed(HandOffReason.UNKNOWN_TICKET, f"a ticket of {ticket.exporter}; this is {self._member}")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import grpc
 
 from cluster import holders
+from cluster.auth.keys import ClusterKeys
 from cluster.clock import Clock
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.member import OUR_VERSIONS, ProtocolRange
@@ -55,7 +56,7 @@ class Importer:
         wire: WireFormat,
         layout: LayoutFingerprint,
         block_size: int,
-        key: bytes,
+        keys: ClusterKeys,
         settings: TransferSettings,
         transports: Sequence[ImporterTransport],  # best first
         clock: Clock,
@@ -66,7 +67,7 @@ class Importer:
         protocol: ProtocolRange = OUR_VERSIONS,
         digests: Sequence[str] = KNOWN_DIGESTS,  # that it can compute
     ) -> None:
-        self._member, self._block_size, self._key, self._settings = member, block_size, key, settings
+        self._member, self._block_size, self._keys, self._settings = member, block_size, keys, settings
         self._counters = counters
         self._channels = GrpcChannelPool(connect)
         self._calls = CallPool(
@@ -157,7 +158,7 @@ class Importer:
         await asyncio.to_thread(self._pages.close)
 
     def _checked(self, signed_ticket: bytes, expected: ExpectedPrompt) -> Ticket:
-        ticket = tickets.verify(signed_ticket, self._key, importer=str(self._member))
+        ticket = tickets.verify(signed_ticket, self._keys, importer=str(self._member))
         if (ticket.num_tokens, ticket.num_choices) != (expected.num_tokens, expected.num_choices):
             detail = f"{ticket.num_tokens} tokens and {ticket.num_choices} choices in the ticket, "
             detail += f"{expected.num_tokens} and {expected.num_choices} in the request"

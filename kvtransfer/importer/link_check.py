@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from cluster import holders
+from cluster.auth.keys import ClusterKeys, Purpose
 from cluster.clock import Clock
 from cluster.errors import InvalidRequest, Overloaded, Unavailable
 from cluster.messages import Epoch, LayoutFingerprint, MemberId
@@ -21,7 +22,7 @@ from cluster.protocol.received import checked, malformed
 from cluster.protocol.wire import epoch_from_wire, fingerprint_to_wire, member_from_wire, unpack_ids
 from cluster.serving.rpc_errors import error_from_rpc
 from cluster.settings.transfer_settings import TRANSPORTS
-from kvtransfer.exporter.link_check_access import MAX_BYTES, sign_link_check
+from kvtransfer.exporter.link_check_access import MAX_BYTES, link_check_text
 from kvtransfer.importer.links import Estimate, LinkSpeedFit, LinkTable
 from kvtransfer.importer.reads import PIECE_BYTES
 from kvtransfer.memory import BlockSource
@@ -49,7 +50,7 @@ class LinkCheckContext:
 
     member: MemberId
     layout: LayoutFingerprint
-    key: bytes
+    keys: ClusterKeys
     block_bytes: int  # on the wire
     transports: Available
     connect: Callable[[str], grpc.aio.Channel]
@@ -158,7 +159,7 @@ class LinkCheck:
         context = self._context
         request = kv_pb2.OpenLinkCheckRequest(
             importer=str(context.member),
-            signature=sign_link_check(context.key, str(context.member), exporter, address),
+            signature=context.keys.sign(Purpose.LINK_CHECKS, link_check_text(str(context.member), exporter, address)),
             layout=fingerprint_to_wire(context.layout),
             transports=list(context.transports.names),
             endpoints={transport.name: transport.endpoint() for transport in context.transports.importers},

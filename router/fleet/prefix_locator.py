@@ -96,7 +96,7 @@ class RequestChains:
 
 class PrefixLocator:
     def __init__(self, fleet: Fleet, index: PrefixIndex, key: bytes) -> None:
-        """`key`: the cluster's key, with which block hashes are made."""
+        """`key`: the key of block hashes."""
         self._key = key
         self._fleet = fleet
         self._index = index

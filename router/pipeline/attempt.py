@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from cluster.auth.keys import ClusterKeys
 from cluster.errors import HandOffFailed, WrongTokens
 from cluster.messages import MemberId
 from cluster.observe.telemetry import Telemetry
@@ -39,7 +40,7 @@ class AttemptContext:
     """The parts of a router that all its attempts share."""
 
     router: MemberId
-    key: bytes  # the cluster's key, which signs tickets
+    keys: ClusterKeys  # sign tickets
     fleet: Fleet
     migrations: Migrations
     prefixes: PrefixLocator
@@ -154,7 +155,7 @@ class TicketImport:
             raise failure
         attempt = self._admitted.next_attempt()
         try:
-            ticket = tickets.reissue(ticket, self._context.key, attempt=attempt, importer=decode.member.id)
+            ticket = tickets.reissue(ticket, self._context.keys, attempt=attempt, importer=decode.member.id)
         except HandOffFailed as error:  # another cluster's key
             raise failure from error
         self._retry_budget.record_failure(failure)

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster.auth.keys import ClusterKeys
 from cluster.clock import Clock
 from cluster.errors import DeadlineExceeded, Draining, InvalidRequest, ResumeRefused
 from cluster.messages import MemberId, Role
@@ -75,13 +76,13 @@ class Pipeline:
         migrations: Migrations,
         prefixes: PrefixLocator,
         grammars: GrammarCheck,
-        key: bytes,
+        keys: ClusterKeys,
         settings: PipelineSettings,
         clock: Clock,
         telemetry: Telemetry,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`key`: the cluster's key, which signs tickets and acceptances."""
+        """`keys` sign tickets and acceptances."""
         self._tokenization = tokenization
         self._model = tokenization.model_info
         self._live_requests = live_requests
@@ -93,7 +94,7 @@ class Pipeline:
         )
         self._attempt_context = AttemptContext(
             router=router,
-            key=key,
+            keys=keys,
             fleet=fleet,
             migrations=migrations,
             prefixes=prefixes,
@@ -113,7 +114,7 @@ class Pipeline:
         self._settings = settings
         self._clock = clock
         self._telemetry = telemetry
-        self._signer = AcceptanceSigner(key)
+        self._signer = AcceptanceSigner(keys)
         self._wall_clock = wall_clock
         self._draining = False
 

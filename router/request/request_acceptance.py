@@ -1,8 +1,8 @@
 """The acceptance that a client receives for each admitted request, and shows when it resumes the request.
 
 An acceptance names one stream of one request: its id, the API key that made it, the instant at which its prompt was
-rendered, and digests of its prompt and of its resolved parameters. It is signed with the cluster's key, so every router
-of the cluster can check it. It never expires: its age affects only the place in the workers' queues.
+rendered, and digests of its prompt and of its resolved parameters. It is signed with the cluster's keys, so that every
+router of the cluster can check it. It never expires: its age affects only the place in the workers' queues.
 """
 
 import hashlib
@@ -12,6 +12,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from cluster.auth.keys import SIGNATURE_BYTES, ClusterKeys, Purpose
 from cluster.errors import (
     AcceptanceInvalid,
     AcceptanceMissing,
@@ -29,8 +30,7 @@ from router.text.model_files import ModelInfo
 _VERSION = 1
 # Version, stream id, microseconds since 1970 of rendering and of the deadline, digests of client, prompt, parameters.
 _BODY = struct.Struct(">B16sQQ16s32s32s")
-_SIGNATURE_BYTES = hashlib.sha256().digest_size
-ACCEPTANCE_BYTES = _BODY.size + _SIGNATURE_BYTES
+ACCEPTANCE_BYTES = _BODY.size + SIGNATURE_BYTES
 STREAM_ID_BYTES = 16
 _CLOCK_LEEWAY_US = 60_000_000  # between the routers of a cluster
 _LAST_US = 1 << 63
@@ -99,9 +99,8 @@ def accept(
 
 
 class AcceptanceSigner:
-    def __init__(self, key: bytes) -> None:
-        """`key`: the cluster's key."""
-        self._key = key
+    def __init__(self, keys: ClusterKeys) -> None:
+        self._keys = keys
 
     def sign(self, request_id: str, acceptance: Acceptance) -> bytes:
         """Return `ACCEPTANCE_BYTES` bytes for the client. Equal acceptances give equal bytes."""
@@ -114,7 +113,7 @@ class AcceptanceSigner:
             acceptance.prompt_digest,
             acceptance.parameters_digest,
         )
-        return body + self._signature(request_id, body)
+        return body + self._keys.sign(Purpose.ACCEPTANCES, _signed(request_id, body))
 
     def shown(self, request: GenerateRequest) -> Acceptance:
         """Return the acceptance that a resumed request shows, after checking its signature and its client.
@@ -128,9 +127,8 @@ class AcceptanceSigner:
                 " new request"
             )
         body, signature = token[: _BODY.size], token[_BODY.size :]
-        if len(token) != ACCEPTANCE_BYTES or not hmac.compare_digest(
-            signature, self._signature(request.request_id, body)
-        ):
+        signed = _signed(request.request_id, body)
+        if len(token) != ACCEPTANCE_BYTES or not self._keys.verify(Purpose.ACCEPTANCES, signed, signature):
             raise AcceptanceInvalid(
                 "resume_from.acceptance was not given by this cluster for this request_id; send the bytes of"
                 " AcceptedRequest.acceptance unchanged"
@@ -142,10 +140,10 @@ class AcceptanceSigner:
             raise AcceptanceOfAnotherClient("the request was made with another API key; resume it with that key")
         return acceptance
 
-    def _signature(self, request_id: str, body: bytes) -> bytes:
-        named = request_id.encode()
-        head = b"tandem acceptance\0" + struct.pack(">I", len(named)) + named
-        return hmac.new(self._key, head + body, hashlib.sha256).digest()
+
+def _signed(request_id: str, body: bytes) -> bytes:
+    named = request_id.encode()
+    return struct.pack(">I", len(named)) + named + body
 
 
 def client_of(authorization: str) -> bytes:

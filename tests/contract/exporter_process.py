@@ -31,7 +31,7 @@ async def main() -> None:
         address=f"127.0.0.1:{port}",
         wire=NativeFormat(pool),
         layout=LAYOUT,
-        key=KEY,
+        keys=KEY,
         settings=TransferSettings(),
         transports=[
             ShmExporter(memory=pool),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from cluster.auth.keys import ClusterKeys
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import Epoch, LayoutFingerprint, MemberId
 from cluster.observe.telemetry import Telemetry
@@ -31,7 +32,7 @@ from tests.contract.host_access import ExportedPool, HostAccess
 from tests.contract.socket_nccl import SocketNccl
 from tests.loopback import FaultSchedule, LoopbackExporter, LoopbackImporter, LoopbackNetwork
 
-KEY = b"k" * 32
+KEY = ClusterKeys(b"k" * 32)
 EXPORTER = MemberId("p0", "a1")
 IMPORTER = MemberId("d0", "b2")
 LAYOUT = LayoutFingerprint("weights", "config", "float32", "table")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from cluster.auth.keys import ClusterKeys, Purpose
 from cluster.clock import MonotonicClock
 from cluster.messages import Epoch, MemberId
 from cluster.observe.telemetry import Telemetry
@@ -16,7 +17,7 @@ from cluster.serving.serving import GrpcServer, open_channel
 from cluster.settings.transfer_settings import TransferSettings
 from engine.kv.pool import KvPool
 from kvtransfer.exporter.exporter import Exporter
-from kvtransfer.exporter.link_check_access import OPEN_S, LinkCheckAccess, sign_link_check
+from kvtransfer.exporter.link_check_access import OPEN_S, LinkCheckAccess, link_check_text
 from kvtransfer.exporter.service import KvTransferServicer
 from kvtransfer.importer.link_check import Destination, LinkCheck, LinkCheckContext
 from kvtransfer.importer.links import LinkTable
@@ -93,11 +94,11 @@ class Rig:
         return {path.transport: path for path in answer.paths}
 
     def request(
-        self, importer: MemberId = IMPORTER, key: bytes = KEY, address: str = ""
+        self, importer: MemberId = IMPORTER, key: ClusterKeys = KEY, address: str = ""
     ) -> kv_pb2.OpenLinkCheckRequest:
         return kv_pb2.OpenLinkCheckRequest(
             importer=str(importer),
-            signature=sign_link_check(key, str(importer), EXPORTER, address or self.address),
+            signature=key.sign(Purpose.LINK_CHECKS, link_check_text(str(importer), EXPORTER, address or self.address)),
             layout=fingerprint_to_wire(LAYOUT),
             transports=["tcp"],
             endpoints={"tcp": b""},
@@ -142,7 +143,7 @@ async def probe_rig(
         address=address,
         memory=source,
         layout=LAYOUT,
-        key=KEY,
+        keys=KEY,
         transports=Available(exporters, (), missing_there or {}),
         open_s=open_s,
     )
@@ -153,7 +154,7 @@ async def probe_rig(
     means = LinkCheckContext(
         member=IMPORTER,
         layout=LAYOUT,
-        key=KEY,
+        keys=KEY,
         block_bytes=target.block_bytes,
         transports=Available((), importers, missing_here or {}),
         connect=open_channel,
@@ -180,7 +181,7 @@ def _exporter(source: KvPool, address: str, transports: Sequence[ExporterTranspo
         address=address,
         wire=NativeFormat(source),
         layout=LAYOUT,
-        key=KEY,
+        keys=KEY,
         settings=TransferSettings(),
         transports=transports,
         release=lambda ticket_id: None,

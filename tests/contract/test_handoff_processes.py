@@ -40,7 +40,7 @@ class Side:
             wire=NativeFormat(self.pool),
             layout=LAYOUT,
             block_size=BLOCK_SIZE,
-            key=KEY,
+            keys=KEY,
             settings=TransferSettings(read_timeout_s=read_timeout_s),
             transports=[self.watched],
             clock=MonotonicClock(),

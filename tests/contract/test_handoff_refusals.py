@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
+from cluster.auth.keys import ClusterKeys
 from cluster.clock import ManualClock
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import Epoch, LayoutFingerprint, MemberId
@@ -72,7 +73,7 @@ async def refusal(rig: Rig, message: kv_pb2.ImporterMessage, importer: str = str
 
 async def test_a_forged_ticket_is_refused(rig: Rig) -> None:
     prefill = rig.prefill(BLOCK_SIZE)
-    forged = tickets.sign(tickets.read(prefill.signed, KEY), b"x" * 32)
+    forged = tickets.sign(tickets.read(prefill.signed, KEY), ClusterKeys(b"x" * 32))
     assert (await refusal(rig, attach(forged)))[0] == HandOffReason.BAD_SIGNATURE
     assert not prefill.released.is_set()
 

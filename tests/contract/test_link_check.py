@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from cluster.auth.keys import ClusterKeys
 from cluster.errors import HandOffFailed, HandOffReason, InvalidRequest, Overloaded, TandemError, Unavailable
 from cluster.protocol.wire import epoch_from_wire, fingerprint_to_wire
 from kvtransfer.importer import link_check as probe_module
@@ -128,7 +129,7 @@ async def test_a_link_check_whose_free_blocks_were_reserved_by_others_ends_soon(
 async def test_a_link_check_without_a_valid_signature_is_refused() -> None:
     async with probe_rig("tcp") as rig:
         for forged in (
-            rig.request(key=b"x" * 32),
+            rig.request(key=ClusterKeys(b"x" * 32)),
             rig.request(address="127.0.0.1:9"),  # signed by a member for a link check of another exporter
             kv_pb2.OpenLinkCheckRequest(importer=str(STRANGER), transports=["tcp"], layout=fingerprint_to_wire(LAYOUT)),
         ):

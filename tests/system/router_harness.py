@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+from cluster.auth.keys import ClusterKeys
 from cluster.clock import Clock, MonotonicClock
 from cluster.grammar.engine import grammar_engine_id
 from cluster.member import Capacity, Member
@@ -116,7 +117,7 @@ class RouterUnderTest:
             migrations=self.migrations,
             prefixes=PrefixLocator(self.fleet, index, b"key"),
             grammars=self.grammars,
-            key=b"key",
+            keys=ClusterKeys(b"key"),
             settings=PipelineSettings(
                 request_timeout_s=request_timeout_s,
                 max_attempts=max_attempts,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import grpc
 import pytest
 
+from cluster.auth.keys import ClusterKeys
 from cluster.clock import Clock, MonotonicClock
 from cluster.messages import Epoch, LayoutFingerprint, MemberId, PrefillJob, Sampling, TokenStops
 from cluster.observe.telemetry import Telemetry
@@ -42,7 +43,7 @@ from tests.system.local_cluster import DEMO_MODEL, LocalCluster
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 _DEADLINE_S = 60.0
-_KEY = b"k" * 32
+_KEY = ClusterKeys(b"k" * 32)
 _IMPORTER = MemberId("d0", "1")
 _CHUNK = 32
 _HELD_CHUNK = 5
@@ -70,7 +71,7 @@ async def test_with_prefill_held_at_chunk_5_chunks_1_to_4_are_at_the_importer() 
         async with grpc.aio.insecure_channel(worker.address) as channel:
             events = worker_pb2_grpc.PrefillWorkerStub(channel).Prefill(wire.prefill_job_to_wire(job))
             ticket = (await events.read()).accepted.ticket
-            expected = ExpectedPrompt(len(_PROMPT), hash_prompt(_KEY, _PROMPT), 1)
+            expected = ExpectedPrompt(len(_PROMPT), hash_prompt(_KEY.hash_key, _PROMPT), 1)
             blocks = DecodeBlocks(pool.num_blocks)
             importing_task = asyncio.create_task(
                 importer.import_blocks(handoff_id=1, signed_ticket=ticket, expected=expected, blocks=blocks)
@@ -197,7 +198,7 @@ async def _prefill_worker() -> AsyncIterator[_PrefillWorker]:
         grammars=CompiledGrammars(None),
         refuse_if_unhealthy=lambda: None,
         vocab_size=engine.model_info.vocab_size,
-        cluster_key=_KEY,
+        keys=_KEY,
         telemetry=Telemetry(),
     )
     services.append(service)
@@ -238,7 +239,7 @@ def _exporter(
         address=address,
         wire=NativeFormat(engine.pool),
         layout=engine.fingerprint,
-        key=_KEY,
+        keys=_KEY,
         settings=TransferSettings(),
         transports=[ShmExporter(memory=engine.pool)],
         release=lambda ticket_id: steps.post(Release(ticket_id)),
@@ -255,7 +256,7 @@ async def _importing(worker: _PrefillWorker) -> AsyncIterator[tuple[Importer, _R
         wire=NativeFormat(pool),
         layout=worker.fingerprint,
         block_size=pool.layout.block_size,
-        key=_KEY,
+        keys=_KEY,
         settings=TransferSettings(),
         transports=[_ShownTransport(ShmImporter(memory=pool), reads)],
         clock=MonotonicClock(),

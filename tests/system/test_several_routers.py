@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from cluster.identity import load_cluster_key
+from cluster.auth.key_file import load_keys
 from cluster.member import Member
 from cluster.messages import MemberId, Role
 from cluster.observe.telemetry import Telemetry
@@ -103,7 +103,7 @@ async def view(cluster: LocalCluster, incarnation: str) -> AsyncIterator[View]:
     async with AsyncExitStack() as stack:
         stack.push_async_callback(registry.close)
         await stack.enter_async_context(running(fleet.run()))
-        yield View(fleet, PrefixLocator(fleet, index, load_cluster_key(cluster.key_file)))
+        yield View(fleet, PrefixLocator(fleet, index, load_keys(cluster.key_file).hash_key))
 
 
 @asynccontextmanager

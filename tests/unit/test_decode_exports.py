@@ -37,7 +37,7 @@ async def test_the_ticket_is_for_all_tokens_but_the_last_and_names_its_importer(
     ticket = tickets.verify(frozen.signed_ticket, KEY, importer=str(IMPORTER))
     tokens = (*range(1, 7), worker.bench.choices[worker.handle].output[0])
     assert (ticket.num_tokens, ticket.num_choices, ticket.attempt) == (7, 1, ATTEMPT)
-    assert ticket.prompt_hash == hash_prompt(KEY, tokens)
+    assert ticket.prompt_hash == hash_prompt(KEY.hash_key, tokens)
     assert frozen.num_output == 2
 
 

@@ -78,7 +78,9 @@ def _flags_of(verb: str) -> frozenset[str]:
     module = import_module(f"cli.verbs.{verb}")
     parser = argparse.ArgumentParser()
     module.add_arguments(parser)
-    return frozenset(flag for action in parser._actions for flag in action.option_strings)
+    nested = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    parsers = [parser, *(each for choices in nested for each in choices.values())]
+    return frozenset(flag for each in parsers for action in each._actions for flag in action.option_strings)
 
 
 def _slug(heading: str) -> str:

@@ -45,6 +45,7 @@ PURE = [
     "cli.local.layout",
     "cluster.settings.config",
     "cluster.settings.config_sources",
+    "cluster.auth.keys",
     "cluster.clock",
     "cluster.settings.engine_settings",
     "cluster.errors",

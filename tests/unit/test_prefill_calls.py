@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cluster.auth.keys import ClusterKeys
 from cluster.errors import QueueFull
 from cluster.observe.telemetry import Telemetry
 from cluster.outstanding_work import OutstandingWork
@@ -39,7 +40,7 @@ def _service(steps: _Steps, telemetry: Telemetry) -> PrefillService:
         vocab_size=100,
         outstanding=OutstandingWork(),
         max_calls=2,
-        cluster_key=b"key",
+        keys=ClusterKeys(b"key"),
         grammars=CompiledGrammars(None),
         refuse_if_unhealthy=lambda: None,
         telemetry=telemetry,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
+from cluster.auth.keys import ClusterKeys, Purpose
 from cluster.errors import HandOffFailed, MalformedMessage
 from cluster.messages import Epoch, MemberId
 from cluster.protocol import tickets, wire
@@ -21,13 +22,13 @@ from tandem.internal.v1 import kv_pb2, worker_pb2
 from tandem.v1 import admin_pb2
 from tests.unit.member_messages import examples, kinds, mutations
 
-KEY = b"k" * 32
+KEY = ClusterKeys(b"k" * 32)
 EPOCH = Epoch(MemberId("p0", "a"), b"t" * 16, 1)
 
 
 def _ticket(message: kv_pb2.Ticket) -> object:
     signed = kv_pb2.SignedTicket(ticket=message.SerializeToString())
-    signed.signature = tickets._signature(signed.ticket, KEY)
+    signed.signature = KEY.sign(Purpose.TICKETS, signed.ticket)
     return tickets.read(signed.SerializeToString(), KEY)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from cluster.auth.keys import ClusterKeys
 from cluster.errors import (
     AcceptanceInvalid,
     AcceptanceMissing,
@@ -65,14 +66,14 @@ def resumed(token: bytes, **changes: object) -> GenerateRequest:
 
 @pytest.fixture
 def token() -> bytes:
-    return AcceptanceSigner(b"key").sign("r", accepted())
+    return AcceptanceSigner(ClusterKeys(b"key")).sign("r", accepted())
 
 
 def test_every_router_of_the_cluster_verifies_acceptances_of_the_others(token: bytes) -> None:
-    acceptance = AcceptanceSigner(b"key").shown(resumed(token))
+    acceptance = AcceptanceSigner(ClusterKeys(b"key")).shown(resumed(token))
     assert acceptance == accepted()
     assert acceptance.resolved(resumed(token), PROMPT, MODEL) == resolve(REQUEST, PROMPT, MODEL)
-    assert AcceptanceSigner(b"key").sign("r", acceptance) == token
+    assert AcceptanceSigner(ClusterKeys(b"key")).sign("r", acceptance) == token
     assert len(token) == ACCEPTANCE_BYTES
 
 
@@ -82,33 +83,33 @@ def test_an_acceptance_with_any_changed_byte_is_refused(token: bytes) -> None:
             changed = bytearray(token)
             changed[place] ^= 1 << bit
             with pytest.raises(AcceptanceInvalid):
-                AcceptanceSigner(b"key").shown(resumed(bytes(changed)))
+                AcceptanceSigner(ClusterKeys(b"key")).shown(resumed(bytes(changed)))
 
 
 def test_an_acceptance_that_is_too_short_or_too_long_is_refused(token: bytes) -> None:
     for length in range(1, len(token)):
         with pytest.raises(AcceptanceInvalid):
-            AcceptanceSigner(b"key").shown(resumed(token[:length]))
+            AcceptanceSigner(ClusterKeys(b"key")).shown(resumed(token[:length]))
     for longer in (token + b"\0", token + token, b"\0" + token):
         with pytest.raises(AcceptanceInvalid):
-            AcceptanceSigner(b"key").shown(resumed(longer))
+            AcceptanceSigner(ClusterKeys(b"key")).shown(resumed(longer))
     with pytest.raises(AcceptanceMissing, match="new request"):
-        AcceptanceSigner(b"key").shown(resumed(b""))
+        AcceptanceSigner(ClusterKeys(b"key")).shown(resumed(b""))
 
 
 def test_an_acceptance_holds_for_one_request_id_one_cluster_and_one_api_key(token: bytes) -> None:
     with pytest.raises(AcceptanceInvalid):
-        AcceptanceSigner(b"another").shown(resumed(token))
+        AcceptanceSigner(ClusterKeys(b"another")).shown(resumed(token))
     with pytest.raises(AcceptanceInvalid):
-        AcceptanceSigner(b"key").shown(resumed(token, request_id="s"))
+        AcceptanceSigner(ClusterKeys(b"key")).shown(resumed(token, request_id="s"))
     for client in (client_of("Bearer two"), b"", client_of("Bearer one")[:-1]):
         with pytest.raises(AcceptanceOfAnotherClient):
-            AcceptanceSigner(b"key").shown(resumed(token, client=client))
+            AcceptanceSigner(ClusterKeys(b"key")).shown(resumed(token, client=client))
 
 
 @pytest.mark.parametrize("prompt", [(5, 6), (5, 6, 7, 8), (5, 6, 8), (6, 5, 7)])
 def test_another_prompt_is_refused_by_name(token: bytes, prompt: tuple[int, ...]) -> None:
-    acceptance = AcceptanceSigner(b"key").shown(resumed(token))
+    acceptance = AcceptanceSigner(ClusterKeys(b"key")).shown(resumed(token))
     with pytest.raises(PromptChanged, match="tokenizer"):
         acceptance.resolved(resumed(token), prompt, MODEL)
 
@@ -146,7 +147,7 @@ def test_another_prompt_is_refused_by_name(token: bytes, prompt: tuple[int, ...]
     ids=str,
 )
 def test_changed_parameters_are_refused_by_name(token: bytes, changes: dict[str, object]) -> None:
-    acceptance = AcceptanceSigner(b"key").shown(resumed(token))
+    acceptance = AcceptanceSigner(ClusterKeys(b"key")).shown(resumed(token))
     with pytest.raises(RequestChanged, match="AcceptedRequest"):
         acceptance.resolved(resumed(token, **changes), PROMPT, MODEL)
 
@@ -176,7 +177,7 @@ def test_the_parameters_digest_covers_every_field_of_a_resolved_request() -> Non
 
 
 def test_a_router_with_another_model_or_other_model_files_refuses_the_acceptance(token: bytes) -> None:
-    acceptance = AcceptanceSigner(b"key").shown(resumed(token))
+    acceptance = AcceptanceSigner(ClusterKeys(b"key")).shown(resumed(token))
     for model in (
         replace(MODEL, eos_token_ids=frozenset({1})),
         replace(MODEL, name="another"),
@@ -203,7 +204,7 @@ def test_the_values_that_were_accepted_hold_under_other_defaults_and_limits() ->
 @pytest.mark.parametrize("shift_us", [-1000 * HOUR_US, -5 * HOUR_US, 0, 5 * HOUR_US, 1000 * HOUR_US])
 def test_an_acceptance_stays_valid_when_a_clock_jumps(token: bytes, shift_us: int) -> None:
     """`shown` takes no time at all. Only the place in the queue depends on it."""
-    acceptance = AcceptanceSigner(b"key").shown(resumed(token))
+    acceptance = AcceptanceSigner(ClusterKeys(b"key")).shown(resumed(token))
     assert acceptance.resolved(resumed(token), PROMPT, MODEL)
     assert acceptance.is_recent(NOW_US + shift_us) == (shift_us <= 0)
 
@@ -212,4 +213,4 @@ def test_a_deadline_too_late_to_encode_is_cut() -> None:
     acceptance = accept(
         REQUEST, resolve(REQUEST, PROMPT, MODEL), MODEL, stream_id=b"s" * 16, rendered_at_us=NOW_US, timeout_s=1e300
     )
-    assert len(AcceptanceSigner(b"key").sign("r", acceptance)) == ACCEPTANCE_BYTES
+    assert len(AcceptanceSigner(ClusterKeys(b"key")).sign("r", acceptance)) == ACCEPTANCE_BYTES

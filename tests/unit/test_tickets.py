@@ -4,12 +4,13 @@ import dataclasses
 
 import pytest
 
+from cluster.auth.keys import ClusterKeys
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import MemberId, Ticket
 from cluster.protocol import tickets
 from tandem.internal.v1 import kv_pb2
 
-KEY = b"k" * 32
+KEY = ClusterKeys(b"k" * 32)
 IMPORTER = MemberId("d0", "b2")
 TICKET = Ticket(
     ticket_id=b"t" * 16,
@@ -25,7 +26,7 @@ TICKET = Ticket(
 )
 
 
-def _refusal(signed: bytes, *, key: bytes = KEY, importer: MemberId = IMPORTER) -> HandOffReason:
+def _refusal(signed: bytes, *, key: ClusterKeys = KEY, importer: MemberId = IMPORTER) -> HandOffReason:
     with pytest.raises(HandOffFailed) as caught:
         tickets.verify(signed, key, importer=str(importer))
     return caught.value.handoff_reason
@@ -36,7 +37,7 @@ def test_a_verified_ticket_equals_the_signed_one() -> None:
 
 
 def test_another_key_is_a_bad_signature() -> None:
-    assert _refusal(tickets.sign(TICKET, b"x" * 32)) is HandOffReason.BAD_SIGNATURE
+    assert _refusal(tickets.sign(TICKET, ClusterKeys(b"x" * 32))) is HandOffReason.BAD_SIGNATURE
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\xff\xff\xff", b"ticket"])
@@ -75,4 +76,4 @@ def test_a_reissued_ticket_differs_in_attempt_and_importer_only() -> None:
 
 def test_a_ticket_signed_with_another_key_is_not_reissued() -> None:
     with pytest.raises(HandOffFailed):
-        tickets.reissue(tickets.sign(TICKET, b"x" * 32), KEY, attempt=2, importer=IMPORTER)
+        tickets.reissue(tickets.sign(TICKET, ClusterKeys(b"x" * 32)), KEY, attempt=2, importer=IMPORTER)

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from cluster.auth.keys import ClusterKeys
 from cluster.clock import Clock
 from cluster.member import from_json, to_json
 from cluster.service_times import StepWork
@@ -203,7 +204,7 @@ def simulated_machine() -> Iterator[None]:
         "worker.life.process_age_s": lambda: 0.0,
         "worker.life.HealthPort": _SilentPort,
         "worker.life.MetricsPort": _SilentPort,
-        "worker.life.cluster_key": lambda _: b"k" * 32,
+        "worker.life.cluster_keys": lambda _: ClusterKeys(b"k" * 32),
         "kvtransfer.importer.importer.ThreadPoolExecutor": Threads,
         "kvtransfer.exporter.exporter.ThreadPoolExecutor": Threads,
         "kvtransfer.importer.handoff_driver._DICE": dice,
@@ -216,7 +217,7 @@ def simulated_machine() -> Iterator[None]:
         "router.fleet.decode_events.Sequences": type("Sequences", (Counted, Sequences), {}),
         "router.fleet.worker_stream.Sequences": type("Sequences", (Counted, Sequences), {}),
         "router.app.configure_logs": lambda *_: None,
-        "router.app.cluster_key": lambda _: b"k" * 32,
+        "router.app.cluster_keys": lambda _: ClusterKeys(b"k" * 32),
         "router.app.HttpServer": _HttpServer,
         "router.app.random": dice,
         "router.app.HealthPort": _SilentPort,

@@ -6,6 +6,7 @@ from dataclasses import replace
 from random import Random
 from unittest import mock
 
+from cluster.auth.keys import ClusterKeys
 from cluster.messages import MemberId, Ticket
 from cluster.protocol import tickets
 from tests.chaos.simulated.machine import simulated_machine
@@ -61,9 +62,9 @@ _REISSUE = tickets.reissue
 def _noting(reissued: list[tuple[Ticket, Ticket]]) -> Callable[..., bytes]:
     """Return the real `reissue`, which also keeps each ticket before and after it."""
 
-    def reissue(signed: bytes, key: bytes, *, attempt: int, importer: MemberId) -> bytes:
-        again = _REISSUE(signed, key, attempt=attempt, importer=importer)
-        reissued.append((tickets.read(signed, key), tickets.read(again, key)))
+    def reissue(signed: bytes, keys: ClusterKeys, *, attempt: int, importer: MemberId) -> bytes:
+        again = _REISSUE(signed, keys, attempt=attempt, importer=importer)
+        reissued.append((tickets.read(signed, keys), tickets.read(again, keys)))
         return again
 
     return reissue

@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 
+from cluster.auth.keys import ClusterKeys
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import Epoch, LayoutFingerprint, MemberId
 from cluster.settings.transfer_settings import TransferSettings
@@ -37,7 +38,7 @@ from tests.loopback import (
     LoopbackNetwork,
 )
 
-KEY = b"k" * 32
+KEY = ClusterKeys(b"k" * 32)
 ROOT = b"root"
 _FREED = 0xEE  # every byte of a free block
 _FINGERPRINT = LayoutFingerprint("weights", "config", "float32", "table")
@@ -136,7 +137,7 @@ class Worker:
                 address=self.address,
                 wire=NativeFormat(self.memory),
                 layout=_FINGERPRINT,
-                key=KEY,
+                keys=KEY,
                 settings=settings,
                 transports=[_Exports(name, self.memory, network) for name in schedules],
                 release=self._release,
@@ -149,7 +150,7 @@ class Worker:
                 wire=NativeFormat(self.memory),
                 layout=_FINGERPRINT,
                 block_size=BLOCK_SIZE,
-                key=KEY,
+                keys=KEY,
                 settings=settings,
                 transports=[
                     _Imports(name, self.memory, network, schedule, self._check_destination)
