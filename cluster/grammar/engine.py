@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 WORD_BITS = 32  # of a mask
 # At most one space, or a new line with its indentation: a model that likes white space cannot fill an answer with it.
-_JSON_OPTIONS = {"whitespace_pattern": r"(?: ?|\n[ \t]{0,32})", "lenient": False, "coerce_one_of": False}
+JSON_OPTIONS = {"whitespace_pattern": r"(?: ?|\n[ \t]{0,32})", "lenient": False, "coerce_one_of": False}
 _ERROR_CHARACTERS = 300
 
 
@@ -168,7 +168,7 @@ def _source(grammar: Grammar) -> str:
 
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            return LLMatcher.grammar_from_json_schema(_schema(grammar.text), overrides=_JSON_OPTIONS)  # type: ignore[arg-type]
+            return LLMatcher.grammar_from_json_schema(_schema(grammar.text), overrides=JSON_OPTIONS)  # type: ignore[arg-type]
         case GrammarKind.REGEX:
             return LLMatcher.grammar_from_regex(grammar.text)
         case GrammarKind.CHOICE:

@@ -14,11 +14,11 @@ from cluster.messages import FinishReason
 from router.http.openai_errors import BadField
 from router.http.openai_responses import ChatShape, Json, choice_end, chunk_choice, token_ids
 from router.http.openai_schema import ChatCompletionRequest
-from router.requests import ChatPrompt, ChoiceDelta
+from router.requests import ChatPrompt, ChoiceDelta, GenerateRequest
 from router.text.tokenization import Tokenization
+from router.tools.constraint import ToolUse, constrained
 from router.tools.formats import AnswerFormat, AnswerParser
 from router.tools.pieces import Arguments, CallBegun, Content, Piece, Reasoning
-from router.tools.tagged import Tools
 
 _ID_CHARACTERS = 24
 
@@ -32,6 +32,7 @@ class Division:
     id_characters: int
     has_reasoning: bool
     is_parallel: bool  # not: only the first call
+    is_named: bool = False  # the request names the call: the answer ends as one without calls, as OpenAI has it
 
     def wanted(self, pieces: Sequence[Piece]) -> list[Piece]:
         return [piece for piece in pieces if self._is_wanted(piece)]
@@ -83,7 +84,7 @@ class DividedChatShape(ChatShape):
             more = {"logprobs": logprobs} | ids if number == 0 else {"logprobs": None}
             yield chunk_choice(delta.choice, {"delta": part} | more)
         if delta.finish_reason is not None:
-            yield chunk_choice(delta.choice, {"delta": {}, "logprobs": None} | _end([delta], dividing.num_calls))
+            yield chunk_choice(delta.choice, {"delta": {}, "logprobs": None} | self._end([delta], dividing.num_calls))
 
     def whole(self, deltas: Sequence[ChoiceDelta]) -> Json:
         choice = deltas[0].choice
@@ -94,7 +95,7 @@ class DividedChatShape(ChatShape):
             "index": choice,
             "message": message,
             "logprobs": self._logprobs(deltas),
-            **_end(deltas, num_calls),
+            **self._end(deltas, num_calls),
         } | token_ids(deltas, wanted=self.return_token_ids)
 
     def _delta(self, choice: int, piece: Piece) -> Json:
@@ -120,6 +121,11 @@ class DividedChatShape(ChatShape):
         message |= _reasoning(reasoning) if reasoning else {}
         return message | ({"tool_calls": calls} if calls else {}), len(calls)
 
+    def _end(self, deltas: Sequence[ChoiceDelta], num_calls: int) -> Json:
+        end = choice_end(deltas)
+        ends_by_calls = num_calls and not self.division.is_named and end["finish_reason"] == FinishReason.STOP
+        return end | {"finish_reason": "tool_calls"} if ends_by_calls else end
+
     def _call(self, choice: int, index: int, name: str, arguments: str) -> Json:
         function = {"name": name, "arguments": arguments}
         return {"id": self.division.call_id(choice, index), "type": "function", "function": function}
@@ -134,11 +140,6 @@ def _reasoning(text: str) -> dict[str, Any]:
     return {"reasoning_content": text, "reasoning": text}
 
 
-def _end(deltas: Sequence[ChoiceDelta], num_calls: int) -> Json:
-    end = choice_end(deltas)
-    return end | {"finish_reason": "tool_calls"} if num_calls and end["finish_reason"] == FinishReason.STOP else end
-
-
 @dataclass(frozen=True, slots=True)
 class ChatSettings:
     """The settings of a router for chats: how it divides answers, and whose templates it renders."""
@@ -146,7 +147,9 @@ class ChatSettings:
     answers: AnswerFormat = field(default_factory=AnswerFormat)
     trusts_templates: bool = False  # that requests bring
 
-    def shape(self, body: ChatCompletionRequest, tokenization: Tokenization, answer_id: str) -> ChatShape:
+    def shape(
+        self, body: ChatCompletionRequest, use: ToolUse | None, tokenization: Tokenization, answer_id: str
+    ) -> ChatShape:
         """Return the response format for a request. Raises InvalidRequest for a template of the request that is not
         trusted, and for tools where the router has no parser for calls."""
         if body.chat_template is not None and not self.trusts_templates:
@@ -155,33 +158,30 @@ class ChatSettings:
                 " --trust-request-chat-template on",
                 "chat_template",
             )
-        tools = body.callable_tools
         names, echo = (body.return_token_ids, body.return_tokens_as_token_ids), body.continued()
-        if tools is None and self.answers.reasoning is None:
+        if use is None and self.answers.reasoning is None:
             return ChatShape(tokenization, *names, echo=echo)
         division = self.division(
             body.chat,
-            tools,
+            use,
             tokenization,
             answer_id,
             has_reasoning=body.include_reasoning,
-            is_parallel=body.parallel_tool_calls,
         )
         return DividedChatShape(tokenization, *names, echo=echo, division=division)
 
     def division(
         self,
         chat: ChatPrompt,
-        tools: Tools | None,
+        use: ToolUse | None,
         tokenization: Tokenization,
         answer_id: str,
         *,
         has_reasoning: bool = True,
-        is_parallel: bool = True,
     ) -> Division:
         """Return how the answers to a chat are divided. Raises InvalidRequest for tools where the router has no parser
         for calls."""
-        if tools is not None and self.answers.tools is None:
+        if use is not None and self.answers.tools is None:
             raise BadField(
                 "tools: this router reads no calls from answers: send tool_choice none, or start the router with"
                 " --tool-call-parser",
@@ -189,9 +189,18 @@ class ChatSettings:
             )
         prompt_end = tokenization.prompt_end(chat) if self.answers.reasoning is not None else ""
         return Division(
-            new_parser=partial(self.answers.parser, tools, prompt_end),
+            new_parser=partial(self.answers.parser, use.schemas if use is not None else None, prompt_end),
             answer_id=answer_id,
             id_characters=self.answers.tools.id_characters if self.answers.tools is not None else _ID_CHARACTERS,
             has_reasoning=has_reasoning,
-            is_parallel=is_parallel,
+            is_parallel=use is None or use.is_parallel,
+            is_named=use is not None and use.is_named,
         )
+
+    def constrained(self, request: GenerateRequest, use: ToolUse | None, tokenization: Tokenization) -> GenerateRequest:
+        """Return a chat's request with the grammar that its tools and its reasoning ask for. Raises InvalidGrammar."""
+        if request.grammar is None and (use is None or not use.is_constrained):
+            return request
+        assert isinstance(request.prompt, ChatPrompt)
+        prompt_end = tokenization.prompt_end(request.prompt)
+        return constrained(request, use, self.answers, token_ids=tokenization.marker_token_ids, prompt_end=prompt_end)

@@ -38,6 +38,7 @@ from router.http.openai_responses import CompletionShape, Envelope, Shape
 from router.http.openai_schema import ChatCompletionRequest, CompletionRequest
 from router.http.openai_stream import EventStream, Generates, WholeResponse
 from router.request.live_requests import LiveRequests
+from router.requests import GenerateRequest
 from router.text.tokenization import Tokenization
 
 _Headers = Annotated[RequestHeaders, Header()]
@@ -119,7 +120,8 @@ def _add_generation(
             body.skip_special_tokens,
             body.echoes(),
         )
-        return await answer(body, headers, request, shape, ("cmpl", "text_completion", "text_completion"))
+        names = "cmpl", "text_completion", "text_completion"
+        return await answer(body, body.requests(_label(body, request)), headers, shape, names)
 
     @app.post(
         "/v1/chat/completions",
@@ -128,22 +130,23 @@ def _add_generation(
     )
     async def chat_completions(body: ChatCompletionRequest, headers: _Headers, request: Request) -> Response:
         names = "chatcmpl", "chat.completion", "chat.completion.chunk"
-        shape = chats.shape(body, tokenization, f"chatcmpl-{body.request_id or request.state.request_id}")
-        return await answer(body, headers, request, shape, names)
+        label, use = _label(body, request), body.tool_use
+        shape = chats.shape(body, use, tokenization, f"chatcmpl-{label}")
+        requests = [chats.constrained(each, use, tokenization) for each in body.requests(label)]
+        return await answer(body, requests, headers, shape, names)
 
     async def answer(
         body: CompletionRequest | ChatCompletionRequest,
+        unheaded: list[GenerateRequest],
         headers: RequestHeaders,
-        request: Request,
         shape: Shape,
         names: tuple[str, str, str],
     ) -> Response:
         prefix, kind, chunk_kind = names
-        label: str = body.request_id or request.state.request_id
-        requests = headers.apply(body.requests(label))
+        requests = headers.apply(unheaded)
         options = body.stream_options
         envelope = Envelope(
-            f"{prefix}-{label}",
+            f"{prefix}-{unheaded[0].label}",
             model,
             int(time.time()),
             kind,
@@ -155,6 +158,11 @@ def _add_generation(
         if body.stream:
             return EventStream(pipeline, requests, shape, envelope)
         return WholeResponse(pipeline, live_requests, requests, shape, envelope)
+
+
+def _label(body: CompletionRequest | ChatCompletionRequest, request: Request) -> str:
+    label: str = body.request_id or request.state.request_id
+    return label
 
 
 async def _invalid_body(request: Request, error: Exception) -> Response:

@@ -114,7 +114,9 @@ def _description(error: Mapping[str, Any]) -> str:
 
 def _param(error: Mapping[str, Any]) -> str:
     path = _path(error["loc"])
-    return f"{path}.role" if error["type"].startswith("union_tag_") else path
+    if not error["type"].startswith("union_tag_"):
+        return path
+    return f"{path}.{error['ctx']['discriminator'].strip(chr(39))}"
 
 
 def _path(location: Sequence[str | int]) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, FailFast, Field, PlainValidator, WithJsonSchema, field_validator
 
 from cluster.errors import InvalidRequest
-from router.http.bodies.messages import MAX_MESSAGES, MAX_TOOLS, Message, Tool
+from router.http.bodies.messages import MAX_MESSAGES, Message, ToolFields
 from router.http.bodies.openapi import TOKEN_IDS
 from router.http.bodies.strict_body import NeutralValues, StrictBody
 from router.http.bodies.structured_outputs import StructuredOutputFields
@@ -297,7 +297,7 @@ class CompletionRequest(_Request):
         ]
 
 
-class ChatCompletionRequest(_Request):
+class ChatCompletionRequest(_Request, ToolFields):
     """The body of /v1/chat/completions."""
 
     asks_for_nothing = _CHAT_ASKS_FOR_NOTHING
@@ -314,9 +314,6 @@ class ChatCompletionRequest(_Request):
     top_logprobs: int | None = Field(
         None, description="above 0 it needs logprobs; up to 20", json_schema_extra=_range(0, MAX_LOGPROBS)
     )
-    tools: Annotated[list[Tool], FailFast()] = Field([], description="that the model may call", max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto"] = Field("auto", description="none: the model is shown no tools")
-    parallel_tool_calls: bool = Field(default=True, description="false: only the first call is returned")
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
         None, description="given to the chat template; none also sets its enable_thinking to false"
     )
@@ -346,7 +343,7 @@ class ChatCompletionRequest(_Request):
             thinks = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
             arguments = {"reasoning_effort": self.reasoning_effort} | thinks | arguments
         options = ChatOptions(
-            tools=tuple(tool.value() for tool in self.tools if self.tool_choice != "none"),
+            tools=tuple(tool.value() for tool in self.tools if self.tool_choice.type != "none"),
             documents=tuple(self.documents),
             template=self.chat_template,
             arguments=arguments,
@@ -354,13 +351,6 @@ class ChatCompletionRequest(_Request):
             continue_final_message=self.continue_final_message,
         )
         return ChatPrompt(tuple(message.value() for message in self.messages), options)
-
-    @property
-    def callable_tools(self) -> dict[str, dict[str, Any]] | None:
-        """The schemas of the tools that the model may call, by name; None if it may call none."""
-        if not self.tools or self.tool_choice == "none":
-            return None
-        return {tool.function.name: tool.function.parameters for tool in self.tools}
 
     def continued(self) -> str:
         """Return the assistant's message that the answer continues, if it is to begin with that."""

@@ -45,6 +45,7 @@ class Tokenization:
         self._special_tokens = dict(special_tokens or {})
         self._tokenizer = tokenizer
         self._chat_template = chat_template
+        self.marker_token_ids = _marker_token_ids(tokenizer, markers) if tokenizer is not None else {}
         self._vocabulary = Vocabulary(tokenizer, markers) if tokenizer is not None else None
 
     @staticmethod
@@ -184,6 +185,17 @@ class Tokenization:
             name = self.model_info.name
             raise NoTokenizer(f"the model {name} has no tokenizer: send token ids, not text, and no stop strings")
         return self._tokenizer
+
+
+def _marker_token_ids(tokenizer: Tokenizer, markers: Collection[str]) -> dict[str, int]:
+    """Return the markers that grammars take for tokens of their own: special tokens, and added ones between angle
+    brackets. No other text of a grammar holds them."""
+    added = tokenizer.get_added_tokens_decoder().items()
+    return {
+        token.content: token_id
+        for token_id, token in added
+        if token.content in markers and (token.special or (token.content[0], token.content[-1]) == ("<", ">"))
+    }
 
 
 def _text_digest(digest: str, markers: Collection[str]) -> str:

@@ -37,7 +37,7 @@ class CallArguments:
         emit = self._source.arguments
         emit((", " if self._given else "{") + json.dumps(key, ensure_ascii=False) + ": ")
         self._given.add(key)
-        types = frozenset(_types(self._properties.get(key)))
+        types = schema_types(self._properties.get(key))
         if types == {"string"}:
             emit('"')
             yield from self._value(ends, implicit, lambda text: emit(_escaped(text)))
@@ -58,8 +58,12 @@ class CallArguments:
             self._source.unread(marker)
 
 
+def schema_types(schema: object) -> frozenset[str]:
+    """Return the JSON types that a schema names, in its alternatives too; empty if it names none."""
+    return frozenset(_types(schema))
+
+
 def _types(schema: object) -> Iterator[str]:
-    """Return the JSON types that a schema names, in its alternatives too."""
     if not isinstance(schema, Mapping):
         return
     named = schema.get("type")

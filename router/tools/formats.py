@@ -4,6 +4,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.errors import ConfigError
+from router.tools.call_forms import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    GLM45,
+    GLM47,
+    HERMES,
+    LLAMA3,
+    MISTRAL_LIST,
+    QWEN3_CODER,
+    CallForm,
+)
 from router.tools.harmony import MARKERS as HARMONY_MARKERS
 from router.tools.harmony import harmony
 from router.tools.marked import DEEPSEEK_MARKERS, MISTRAL_MARKERS, PYTHON_TAG, deepseek, llama3_json, mistral
@@ -13,6 +24,7 @@ from router.tools.tagged import Tools, coder_beginnings, glm45, glm_beginnings, 
 from router.tools.thinking import BRACKET_THINK, THINK, Tags, thinking
 
 _TAG_MARKERS = ("<tool_call>", "</tool_call>")
+_GLM_MARKERS = (*_TAG_MARKERS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +32,7 @@ class ToolFormat:
     """The form in which a family of models writes calls. `markers` are tokens that must appear in the text."""
 
     read: Callable[[Source, Tools], Waiting[None]]
+    form: CallForm | None  # None: harmony, whose messages are the form
     markers: tuple[str, ...] = ()
     id_characters: int = 24  # of a call's id after its prefix; Mistral's templates take 9 characters alone
     beginnings: Callable[[Tools], Sequence[str]] | None = None  # of calls that end reasoning without its end tag
@@ -36,17 +49,16 @@ class ReasoningFormat:
         return HARMONY_MARKERS if self.tags is None else (self.tags.opening, self.tags.closing)
 
 
-_GLM = ToolFormat(glm45, _TAG_MARKERS, beginnings=glm_beginnings)
-_HARMONY = ToolFormat(harmony, HARMONY_MARKERS)
+_HARMONY = ToolFormat(harmony, None, HARMONY_MARKERS)
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
-    "hermes": ToolFormat(hermes, _TAG_MARKERS),
-    "qwen3_coder": ToolFormat(qwen3_coder, _TAG_MARKERS, beginnings=coder_beginnings),
-    "llama3_json": ToolFormat(llama3_json, (PYTHON_TAG,)),
-    "mistral": ToolFormat(mistral, MISTRAL_MARKERS, id_characters=9),
-    "deepseek_v3": ToolFormat(deepseek, DEEPSEEK_MARKERS),
-    "deepseek_v31": ToolFormat(deepseek, DEEPSEEK_MARKERS),
-    "glm45": _GLM,
-    "glm47": _GLM,
+    "hermes": ToolFormat(hermes, HERMES, _TAG_MARKERS),
+    "qwen3_coder": ToolFormat(qwen3_coder, QWEN3_CODER, _TAG_MARKERS, beginnings=coder_beginnings),
+    "llama3_json": ToolFormat(llama3_json, LLAMA3, (PYTHON_TAG,)),
+    "mistral": ToolFormat(mistral, MISTRAL_LIST, MISTRAL_MARKERS, id_characters=9),
+    "deepseek_v3": ToolFormat(deepseek, DEEPSEEK_V3, DEEPSEEK_MARKERS),
+    "deepseek_v31": ToolFormat(deepseek, DEEPSEEK_V31, DEEPSEEK_MARKERS),
+    "glm45": ToolFormat(glm45, GLM45, _GLM_MARKERS, beginnings=glm_beginnings),
+    "glm47": ToolFormat(glm45, GLM47, _GLM_MARKERS, beginnings=glm_beginnings),
     "openai": _HARMONY,
 }
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {

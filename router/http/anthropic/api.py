@@ -35,14 +35,10 @@ def add_messages(
     async def messages(body: MessagesRequest, headers: _Headers, request: Request) -> Response:
         label: str = request.state.request_id
         answer_id = f"msg_{label}"
-        division = chats.division(
-            body.chat,
-            body.callable_tools,
-            tokenization,
-            answer_id,
-            is_parallel=not (body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use),
-        )
-        shape, requests = MessageShape(division), headers.apply([body.request(label)])
+        use = body.tool_use
+        division = chats.division(body.chat, use, tokenization, answer_id)
+        asked = chats.constrained(body.request(label), use, tokenization)
+        shape, requests = MessageShape(division), headers.apply([asked])
         envelope = MessageEnvelope(answer_id, model.name, int(time.time()), "message", "message", False)
         if body.stream:
             return MessageStream(pipeline, requests, shape, envelope)

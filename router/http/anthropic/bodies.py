@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
 
 from router.http.bodies.messages import MAX_MESSAGES, MAX_TOOLS
 from router.http.bodies.strict_body import NeutralValues, StrictBody
-from router.http.openai_errors import json_bytes
+from router.http.openai_errors import BadField, json_bytes
 from router.request.validation import MAX_STOP_STRING_CHARACTERS, MAX_STOP_STRINGS
 from router.requests import (
     ChatMessage,
@@ -18,6 +18,8 @@ from router.requests import (
     StopConditions,
     ToolCall,
 )
+from router.tools.call_forms import CallableTool
+from router.tools.constraint import ToolUse
 
 _MAX_BLOCKS = 2048
 
@@ -129,6 +131,7 @@ class ToolDefinition(StrictBody):
     name: Annotated[str, Field(min_length=1, max_length=128)]
     description: str = ""
     input_schema: dict[str, Any]
+    strict: bool = Field(default=False, description="the input of its calls follows its schema")
     cache_control: CacheControl | None = None
 
     def value(self) -> dict[str, Any]:
@@ -137,8 +140,14 @@ class ToolDefinition(StrictBody):
 
 
 class ToolChoice(StrictBody):
-    type: Literal["auto", "none"] = Field(description="none: the model is shown no tools")
-    disable_parallel_tool_use: bool = Field(default=False, description="only the first call is returned")
+    type: Literal["auto", "none", "any", "tool"] = Field(
+        description="none: the model is shown no tools; any: it calls at least one; tool: it calls the named one"
+    )
+    name: str = Field("", description="of the tool that is called, with the type tool")
+    disable_parallel_tool_use: bool = Field(default=False, description="one call at most")
+
+
+_AUTO = ToolChoice(type="auto", name="", disable_parallel_tool_use=False)
 
 
 class Thinking(StrictBody):
@@ -168,18 +177,33 @@ class CountTokensRequest(StrictBody):
         messages = [*system, *(value for message in self.messages for value in message.values())]
         continues = messages[-1].role == "assistant" and not messages[-1].tool_calls
         options = ChatOptions(
-            tools=tuple(tool.value() for tool in self.tools) if self.callable_tools is not None else (),
+            tools=tuple(tool.value() for tool in self.tools) if self.shows_tools else (),
             arguments={"enable_thinking": self.thinking.type == "enabled"} if self.thinking is not None else {},
             continue_final_message=continues,
         )
         return ChatPrompt(tuple(messages), options)
 
     @property
-    def callable_tools(self) -> dict[str, dict[str, Any]] | None:
-        """The schemas of the tools that the model may call, by name; None if it may call none."""
-        if not self.tools or (self.tool_choice is not None and self.tool_choice.type == "none"):
+    def shows_tools(self) -> bool:
+        return self.tool_choice is None or self.tool_choice.type != "none"
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """What the answer may do with the tools; None if it may call none. Raises BadField."""
+        choice = self.tool_choice or _AUTO
+        if choice.type == "none" or (choice.type == "auto" and not self.tools):
             return None
-        return {tool.name: tool.input_schema for tool in self.tools}
+        is_named = choice.type == "tool"
+        tools = [tool for tool in self.tools if not is_named or tool.name == choice.name]
+        if not tools:
+            named = f"with the name {choice.name!r}" if is_named else "to call"
+            raise BadField(f"tool_choice: the request has no tool {named}", "tool_choice")
+        return ToolUse(
+            tuple(CallableTool(tool.name, tool.input_schema, tool.strict) for tool in tools),
+            must_call=choice.type != "auto",
+            is_parallel=not choice.disable_parallel_tool_use,
+            is_named=is_named,
+        )
 
 
 class MessagesRequest(CountTokensRequest):

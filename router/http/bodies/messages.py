@@ -5,7 +5,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
 
 from router.http.bodies.strict_body import NeutralValues, StrictBody
+from router.http.openai_errors import BadField
 from router.requests import ChatMessage, ToolCall
+from router.tools.call_forms import CallableTool
+from router.tools.constraint import ToolUse
 
 MAX_MESSAGES = 2048
 MAX_TOOLS = 128
@@ -107,7 +110,10 @@ class Function(StrictBody):
     name: Annotated[str, Field(min_length=1, max_length=_MAX_NAME_CHARACTERS)]
     description: str = ""
     parameters: dict[str, Any] = Field({}, description="the JSON schema of its arguments")
-    strict: bool = Field(default=False, description="accepted; changes nothing")
+    strict: bool = Field(default=False, description="the arguments of its calls follow its schema")
+
+    def callable(self) -> CallableTool:
+        return CallableTool(self.name, self.parameters, self.strict)
 
 
 class Tool(StrictBody):
@@ -118,3 +124,81 @@ class Tool(StrictBody):
         """Return the tool as chat templates read it: what the client set."""
         function = self.function.model_dump(include={"name", "description", "parameters"}, exclude_unset=True)
         return {"type": "function", "function": function}
+
+
+class WordChoice(StrictBody):
+    """`none`: the model is shown no tools. `required`: it calls at least one."""
+
+    type: Literal["none", "auto", "required"]
+
+
+class FunctionName(StrictBody):
+    name: str
+
+
+class NamedTool(StrictBody):
+    """The model calls this tool once."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(StrictBody):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+class AllowedToolsChoice(StrictBody):
+    """The model is shown all tools, and calls only these."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _as_object(value: object) -> object:
+    if isinstance(value, str) and value not in _CHOICE_WORDS:
+        raise ValueError(f"must be one of {', '.join(_CHOICE_WORDS)}, or an object")
+    return {"type": value} if isinstance(value, str) else value
+
+
+_CHOICE_WORDS = ("none", "auto", "required")
+_Choice = Annotated[WordChoice | NamedTool | AllowedToolsChoice, Field(discriminator="type")]
+ToolChoice = Annotated[
+    _Choice,
+    BeforeValidator(
+        _as_object, json_schema_input_type=Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice
+    ),
+]
+
+
+class ToolFields(StrictBody):
+    """The fields of a chat that say which tools its answer may call."""
+
+    tools: Annotated[list[Tool], FailFast()] = Field([], description="that the model may call", max_length=MAX_TOOLS)
+    tool_choice: ToolChoice = Field(WordChoice(type="auto"), description="none, auto, required, or which tools")
+    parallel_tool_calls: bool = Field(default=True, description="false: one call at most")
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """What the answer may do with the tools; None if it may call none. Raises BadField for a choice that the tools
+        do not allow."""
+        choice = self.tool_choice
+        word = choice.allowed_tools.mode if isinstance(choice, AllowedToolsChoice) else choice.type
+        if choice.type == "none" or (choice.type == "auto" and not self.tools):
+            return None
+        tools = {tool.function.name: tool.function.callable() for tool in self.tools}
+        names = list(tools)
+        if isinstance(choice, NamedTool):
+            names = [choice.function.name]
+        elif isinstance(choice, AllowedToolsChoice):
+            names = [tool.function.name for tool in choice.allowed_tools.tools]
+        if unknown := [name for name in names if name not in tools]:
+            raise BadField(f"tool_choice: no tool of the request has the name {unknown[0]!r}", "tool_choice")
+        if not tools:
+            raise BadField("tool_choice: a call is required, but the request has no tools", "tool_choice")
+        return ToolUse(
+            tuple(tools[name] for name in dict.fromkeys(names)),
+            must_call=word != "auto",
+            is_parallel=self.parallel_tool_calls,
+            is_named=isinstance(choice, NamedTool),
+        )

@@ -25,6 +25,15 @@ with client.messages.stream(**GREEDY) as stream:
     final = stream.get_final_message()
 assert final.content[0].text == whole.content[0].text == asyncio.run(asynchronous())
 assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
+CITY = {"type": "object", "properties": {"people": {"type": "integer", "minimum": 0, "maximum": 999}}}
+CITY |= {"required": ["people"], "additionalProperties": False}
+for choice in {"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "city"}:
+    forced = GREEDY | {"tools": [{"name": "city", "input_schema": CITY}], "tool_choice": choice, "max_tokens": 400}
+    forced["thinking"] = {"type": "disabled"}
+    (use,) = [block for block in client.messages.create(**forced).content if block.type == "tool_use"]
+    assert use.name == "city" and 0 <= use.input["people"] <= 999
+    with client.messages.stream(**forced) as stream:
+        assert use.input in [block.input for block in stream.get_final_message().content if block.type == "tool_use"]
 count = client.messages.count_tokens(model="demo_model", messages=QUESTION, system="Be brief.")
 assert count.input_tokens == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
 with pytest.raises(anthropic.BadRequestError, match="temperature"):

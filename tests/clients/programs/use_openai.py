@@ -2,11 +2,20 @@
 
 import asyncio
 import sys
+from typing import Literal
 
 import openai
+import pydantic
 import pytest
 
 URL = sys.argv[1] + "/v1"
+
+
+class City(pydantic.BaseModel):
+    name: Literal["Paris", "Rome"]
+    people: int = pydantic.Field(ge=0, le=999)
+
+
 CHAT = [{"role": "user", "content": "Write a function that reads a file."}]
 
 
@@ -41,12 +50,46 @@ def synchronous() -> str:
     assert len(chat.choices) == 2
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.chat.completions.create(model="demo_model", messages=CHAT, temperature=5)
+    tools(client)
     greedy = client.chat.completions.create(model="demo_model", messages=CHAT, max_completion_tokens=12, temperature=0)
     return str(greedy.choices[0].message.content)
 
 
+def tools(client: openai.OpenAI) -> None:
+    """A forced call follows the tool's schema, and `parse` returns what its model says."""
+    asked = {
+        "model": "demo_model",
+        "messages": CHAT,
+        "max_completion_tokens": 400,
+        "seed": 1,
+        "reasoning_effort": "none",
+    }
+    tool = openai.pydantic_function_tool(City)
+    for choice, end in ("required", "tool_calls"), ({"type": "function", "function": {"name": "City"}}, "stop"):
+        forced = {"tools": [tool], "tool_choice": choice, "parallel_tool_calls": False}
+        answer = client.chat.completions.create(**asked, **forced).choices[0]
+        assert answer.finish_reason == end
+        (call,) = answer.message.tool_calls
+        City.model_validate_json(call.function.arguments)
+        with client.chat.completions.stream(**asked, **forced) as stream:
+            (parsed,) = stream.get_final_completion().choices[0].message.tool_calls
+        assert isinstance(parsed.function.parsed_arguments, City)
+        assert parsed.function.arguments == call.function.arguments
+    parsed = client.chat.completions.parse(**asked, response_format=City).choices[0].message.parsed
+    assert isinstance(parsed, City)
+
+
 async def asynchronous() -> str:
     async with openai.AsyncOpenAI(base_url=URL, api_key="-") as client:
+        parsed = await client.chat.completions.parse(
+            model="demo_model",
+            messages=CHAT,
+            max_completion_tokens=400,
+            seed=1,
+            reasoning_effort="none",
+            response_format=City,
+        )
+        assert isinstance(parsed.choices[0].message.parsed, City)
         stream = await client.chat.completions.create(
             model="demo_model", messages=CHAT, max_completion_tokens=12, temperature=0, stream=True
         )

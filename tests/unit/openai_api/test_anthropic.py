@@ -137,6 +137,15 @@ def test_a_last_message_of_the_assistant_is_continued_and_counted(shared: Endpoi
     assert count["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
 
 
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])
+def test_a_forced_call_is_drawn_under_a_grammar(tools: Endpoint, choice: dict[str, str]) -> None:
+    answer = tools.post("/v1/messages", _BODY | {"tools": _TOOLS, "tool_choice": choice}).json()
+    assert answer["stop_reason"] == "tool_use"
+    request = tools.pipeline.seen[-1]
+    assert request.grammar is not None and "get_weather" in request.grammar.text
+    assert request.grammar_field == "tools"
+
+
 @pytest.mark.parametrize(
     ("sent", "status", "kind", "words"),
     [
@@ -144,7 +153,13 @@ def test_a_last_message_of_the_assistant_is_continued_and_counted(shared: Endpoi
         ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens"),
         ({"temperature": 5}, 400, "invalid_request_error", "temperature"),
         ({"made_up": 1}, 400, "invalid_request_error", "'made_up'"),
-        ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "tool_choice.type"),
+        (
+            {"tool_choice": {"type": "any"}},
+            400,
+            "invalid_request_error",
+            "tool_choice: the request has no tool to call",
+        ),
+        ({"tool_choice": {"type": "tool", "name": "f"}}, 400, "invalid_request_error", "with the name 'f'"),
         ({"tools": _TOOLS}, 400, "invalid_request_error", "--tool-call-parser"),
         ({"model": "claude"}, 404, "not_found_error", "claude"),
     ],

@@ -54,10 +54,29 @@ def test_tools_are_refused_with_the_flag_that_is_missing(shared: Endpoint) -> No
     assert shared.post("/v1/chat/completions", body | {"tool_choice": "none"}).status_code == 200
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
-def test_a_forced_tool_call_is_refused_by_name(shared: Endpoint, choice: object) -> None:
+_FORCED = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "param", "words"),
+    [
+        ("required", "tool_choice", "has no tools"),
+        (_FORCED, "tool_choice", "has the name 'f'"),
+        (
+            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [_FORCED]}},
+            "tool_choice",
+            "the name 'f'",
+        ),
+        ("always", "tool_choice", "one of none, auto, required"),
+        ({"type": "custom"}, "tool_choice.type", "'function'"),
+        ({"type": "function"}, "tool_choice.function.function", "required"),
+    ],
+)
+def test_a_choice_that_the_tools_do_not_allow_is_refused_by_name(
+    shared: Endpoint, choice: object, param: str, words: str
+) -> None:
     body = {"messages": USER, "tool_choice": choice}
-    refused(shared.post("/v1/chat/completions", body), 400, "invalid_request", "tool_choice", "'none' or 'auto'")
+    refused(shared.post("/v1/chat/completions", body), 400, "invalid_request", param, words)
 
 
 def test_a_template_of_a_request_is_refused_with_the_flag_that_allows_it(shared: Endpoint) -> None:

@@ -81,6 +81,40 @@ def test_only_the_first_call_is_returned_without_parallel_calls(tools: Endpoint)
             assert len(answer.choices[0].message.tool_calls) == 1
 
 
+_NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "ends"),
+    [
+        ("required", "tool_calls"),
+        (_NAMED, "stop"),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [_NAMED]}}, "tool_calls"),
+    ],
+)
+def test_a_forced_call_is_drawn_under_a_grammar(tools: Endpoint, choice: Any, ends: str) -> None:
+    for stream in (False, True):
+        body = {"messages": USER, "tools": [WEATHER], "tool_choice": choice, "stream": stream, "request_id": "same"}
+        answer = tools.post("/v1/chat/completions", body)
+        assert f'"finish_reason":"{ends}"' in answer.text
+        request = tools.pipeline.seen[-1]
+        assert request.grammar is not None and "get_weather" in request.grammar.text
+        assert request.grammar_field == "tools"
+        assert isinstance(request.prompt, ChatPrompt) and request.prompt.options.tools == (WEATHER,)
+
+
+def test_calls_of_a_strict_tool_and_an_answer_in_a_format_are_drawn_under_a_grammar(tools: Endpoint) -> None:
+    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+    formatted = {"response_format": {"type": "json_object"}}
+    for sent, field in (({"tools": [strict]}, "tools"), (formatted, "response_format")):
+        assert tools.post("/v1/chat/completions", {"messages": USER} | sent).status_code == 200
+        request = tools.pipeline.seen[-1]
+        assert request.grammar is not None and request.grammar_field == field
+        assert "</think>" in request.grammar.text, "reasoning comes before it"
+    assert tools.post("/v1/chat/completions", {"messages": USER, "tools": [WEATHER]}).status_code == 200
+    assert tools.pipeline.seen[-1].grammar is None
+
+
 @pytest.mark.parametrize("sent", [{}, {"tools": [WEATHER], "tool_choice": "none"}])
 def test_without_callable_tools_calls_are_text(tools: Endpoint, sent: dict[str, Any]) -> None:
     answer = tools.client.chat.completions.create(model="", messages=USER, extra_body=sent)
