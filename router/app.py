@@ -43,6 +43,7 @@ from router.grpc_api.service import AdminService, ApiKeyInterceptor, InferenceSe
 from router.http.divided_chat import ChatSettings
 from router.http.openai_api import build_app
 from router.http.server import HttpServer
+from router.overview.overview import Overview, Watched
 from router.pipeline.migration import Migrations
 from router.pipeline.pipeline import Pipeline, PipelineSettings
 from router.policies.breakers import BreakerPolicy
@@ -126,8 +127,9 @@ class Router:
         self._evacuation = Evacuation(fleet=self._fleet, migrations=self._migrations)
         self._grammars = grammar_checker(config.model)
         self._pipeline = self._make_pipeline()
-        self._app = self._http_app()
         self._scaling = ScaleTargetView(ScaleTargets(self._registry), self._fleet.set_scale_target)
+        self._overview = self._make_overview()
+        self._app = self._http_app()
         inference_pb2_grpc.add_InferenceServicer_to_server(self._inference_service(), self._ports.grpc.grpc)
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin_service(), self._ports.grpc.grpc)
 
@@ -172,6 +174,7 @@ class Router:
                 tasks.create_task(registration.keep(), name="keep registration"),
                 tasks.create_task(self._follow_readiness(), name="readiness"),
                 tasks.create_task(self._publish_figures(), name="figures"),
+                tasks.create_task(self._overview.run(), name="overview"),
                 tasks.create_task(self._publish_effect(), name="effect of disaggregation"),
             ]
             tasks.create_task(self._serve_http(http_stop), name="HTTP")
@@ -295,6 +298,19 @@ class Router:
             telemetry=self._telemetry,
         )
 
+    def _make_overview(self) -> Overview:
+        watched = Watched(
+            router=self._member,
+            fleet=self._fleet,
+            live_requests=self._live_requests,
+            pairs=self._pipeline.pairs,
+            scaling=self._scaling,
+            telemetry=self._telemetry,
+            registry_age_s=lambda: self._registry.age_s,
+            placement=self._config.placement,
+        )
+        return Overview(watched, connect=self._connect, clock=MonotonicClock())
+
     def _http_app(self) -> FastAPI:
         return build_app(
             pipeline=self._pipeline,
@@ -328,6 +344,7 @@ class Router:
             migrations=self._migrations,
             commands=commands,
             scaling=self._scaling,
+            overview=self._overview,
             placement=self._config.placement,
             explore=self._config.explore,
         )

@@ -18,8 +18,8 @@ class EnumWords(Generic[EnumT]):
     def __init__(self, enum: type[EnumT]) -> None:
         """`enum` is an enum of a generated module, such as inference_pb2.FinishReason."""
         values = enum.DESCRIPTOR.values  # type: ignore[attr-defined]
-        self._name = str(enum.DESCRIPTOR.name)  # type: ignore[attr-defined]
-        prefix = re.sub(r"(?<!^)(?=[A-Z])", "_", self._name).upper() + "_"
+        self.name = str(enum.DESCRIPTOR.name)  # type: ignore[attr-defined]
+        prefix = re.sub(r"(?<!^)(?=[A-Z])", "_", self.name).upper() + "_"
         self._words: dict[int, str] = {value.number: value.name.removeprefix(prefix).lower() for value in values}
         self._words[0] = ""
         self._numbers: dict[str, EnumT] = {word: number for number, word in self._words.items()}  # type: ignore[misc]
@@ -33,14 +33,14 @@ class EnumWords(Generic[EnumT]):
         """Return the number of a word, 0 for "". Raises ValueError for an unknown word and names the known words."""
         number = self._numbers.get(word)
         if number is None:
-            raise ValueError(f"{word!r} is no {self._name}: use one of {', '.join(self.words)}")
+            raise ValueError(f"{word!r} is no {self.name}: use one of {', '.join(self.words)}")
         return number
 
     def word(self, number: int) -> str:
         """Return the word of a number, "" for 0. Raises ValueError for an unknown number and names the known words."""
         word = self._words.get(number)
         if word is None:
-            raise ValueError(f"{number} is no {self._name}: known are {', '.join(self.words)}")
+            raise ValueError(f"{number} is no {self.name}: known are {', '.join(self.words)}")
         return word
 
     def label(self, number: int) -> str:
@@ -57,3 +57,4 @@ MEMBER_STATES = EnumWords(admin_pb2.MemberState)
 DRAIN_OUTCOMES = EnumWords(admin_pb2.DrainOutcome)
 DISAGGREGATION_VERDICTS = EnumWords(admin_pb2.DisaggregationVerdict)
 EFFECT_BASES = EnumWords(admin_pb2.EffectBasis)
+EVENT_KINDS = EnumWords(admin_pb2.EventKind)

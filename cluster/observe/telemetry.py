@@ -238,6 +238,21 @@ class Telemetry:
         self._check_labels(name, labels)
         return self._registry.get_sample_value(name + suffix, labels) or 0.0
 
+    def by_labels(self, name: str) -> dict[tuple[str, ...], float]:
+        """The values of a counter by the values of its labels, in the order of METRICS; empty before the first use."""
+        counter, labels = self._counters.get(name), METRICS[name].labels
+        samples = [sample for metric in counter.collect() for sample in metric.samples] if counter is not None else []
+        return {tuple(s.labels[label] for label in labels): s.value for s in samples if s.name == name}
+
+    def observations(self, name: str) -> tuple[int, ...]:
+        """The number of observations of a histogram without labels in each of its ranges; the last one has no bound."""
+        histogram = self._histograms.get(name)
+        if histogram is None:
+            return (0,) * (len(METRICS[name].buckets) + 1)
+        samples = [sample for metric in histogram.collect() for sample in metric.samples]
+        up_to = [int(sample.value) for sample in samples if sample.name == f"{name}_bucket"]
+        return tuple(count - below for below, count in zip([0, *up_to], up_to, strict=False))
+
     def render(self) -> bytes:
         """The metrics in Prometheus' text format, of type CONTENT_TYPE."""
         return generate_latest(self._registry)

@@ -78,7 +78,7 @@ def output_to_wire(output: Output) -> inference_pb2.GenerateResponse:
                 completion_tokens=usage.completion_tokens,
                 cached_tokens=usage.cached_tokens,
             ),
-            ledger=_ledger(output.summary.ledger),
+            ledger=ledger_to_wire(output.summary.ledger),
         )
     return inference_pb2.GenerateResponse(
         request_id=output.request_id,
@@ -207,7 +207,7 @@ def _delta(delta: ChoiceDelta) -> inference_pb2.ChoiceDelta:
     )
 
 
-def _ledger(ledger: Ledger) -> inference_pb2.Ledger:
+def ledger_to_wire(ledger: Ledger) -> inference_pb2.Ledger:
     return inference_pb2.Ledger(
         phases=[
             inference_pb2.Phase(phase=REQUEST_PHASES.number(phase.name), duration_s=phase.duration_s)

@@ -11,24 +11,23 @@ from typing import Any
 
 import grpc
 
-from cluster.errors import InvalidRequest, NotFound, TandemError, Unauthenticated
-from cluster.member import Member
+from cluster.errors import InvalidRequest, Unauthenticated
 from cluster.messages import Role
 from cluster.observe.telemetry import Telemetry
-from cluster.protocol.report_wire import link_speeds_to_wire
 from cluster.registry.scale_target import POOLS
 from router.drain.operator_commands import MemberCommands, OperatorCall, ScaleTargetView, target_to_wire
 from router.fleet.fleet import Fleet
-from router.grpc_api.admin_wire import comparison_to_wire, explanation_to_wire, live_requests_to_wire
+from router.grpc_api.admin_wire import comparison_to_wire, live_requests_to_wire
 from router.grpc_api.inference_wire import chat_from_wire, generate_request_from_wire, model_to_wire, output_to_wire
+from router.overview.members import member_to_wire
+from router.overview.overview import Overview
 from router.pipeline.migration import Migrations
 from router.pipeline.pipeline import Pipeline
-from router.request.explanations import MAX_EXPLAINED
 from router.request.request_acceptance import client_of
 from router.request.validation import check_model
 from router.running import running
 from router.text.tokenization import Tokenization, TokenizerThreads
-from tandem.enum_words import DRAIN_OUTCOMES, MEMBER_ROLES, MEMBER_STATES
+from tandem.enum_words import DRAIN_OUTCOMES, MEMBER_ROLES
 from tandem.keepalive import KEEPALIVE_KEY
 from tandem.routers import ROUTERS_KEY
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -175,10 +174,12 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         migrations: Migrations,
         commands: MemberCommands,
         scaling: ScaleTargetView,
+        overview: Overview,
         placement: str,
         explore: float,
     ) -> None:
         """`placement`, `explore`: the router's settings of these names."""
+        self._overview = overview
         self._placement = placement
         self._explore = explore
         self._pipeline = pipeline
@@ -188,7 +189,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self._scaling = scaling
 
     async def Status(self, request: admin_pb2.StatusRequest, context: _Context) -> admin_pb2.StatusResponse:
-        members = await asyncio.gather(*(self._status(member) for member in self._fleet.members()))
+        members = await self._overview.members.fresh()
         comparison = self._pipeline.live_requests.explanations.comparison()
         response = self._response(members)
         response.disaggregation.CopyFrom(comparison_to_wire(comparison, self._placement, self._explore))
@@ -199,7 +200,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     ) -> AsyncIterator[admin_pb2.StatusResponse]:
         sent = None
         while True:
-            found = [_member_status(member) for member in self._fleet.members()], target_to_wire(self._scaling.target)
+            found = [member_to_wire(member) for member in self._fleet.members()], target_to_wire(self._scaling.target)
             if found != sent:
                 sent = found
                 yield self._response(found[0])
@@ -232,30 +233,10 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         )
 
     async def Explain(self, request: admin_pb2.ExplainRequest, context: _Context) -> admin_pb2.ExplainResponse:
-        found = self._pipeline.live_requests.explain(request.request)
-        if not found:
-            raise NotFound(f"no request {request.request!r} is live or among the last {MAX_EXPLAINED} of this router")
-        now_s = asyncio.get_running_loop().time()
-        return admin_pb2.ExplainResponse(requests=[explanation_to_wire(each, now_s, self._placement) for each in found])
+        return self._overview.explain(request.request)
 
-    async def _status(self, member: Member) -> admin_pb2.MemberStatus:
-        """Describe a member. A worker that does not answer is listed without figures, with the time since it last
-        answered."""
-        figures: dict[str, float] = {}
-        last_seen_s = 0.0
-        peer = self._fleet.peer(member.id)
-        if peer is not None:
-            try:
-                inspected = await peer.inspect()
-                figures = dict(inspected.figures) | {f"blocks_{k}": float(v) for k, v in inspected.blocks.items()}
-            except TandemError:
-                last_seen_s = peer.silent_s
-                figures = {"step_s": peer.stream.heartbeat.step_s}
-        status = _member_status(member)
-        status.last_seen_s = last_seen_s
-        status.figures.update(figures)
-        status.links.extend(link_speeds_to_wire(self._fleet.links(member.id)))
-        return status
+    async def Overview(self, request: admin_pb2.OverviewRequest, context: _Context) -> admin_pb2.OverviewResponse:
+        return await self._overview.of_cluster(request, _shown_key(context))
 
     async def _changed(self) -> None:
         """Wait for a change, `_LOOK_AGAIN_S` at most: a change during the last response may have been missed."""
@@ -286,20 +267,6 @@ def _keepalive_interval_s(context: _Context) -> float | None:
         return max(_LEAST_KEEPALIVE_INTERVAL_S, float(asked)) if asked is not None else None
     except ValueError:
         return None
-
-
-def _member_status(member: Member) -> admin_pb2.MemberStatus:
-    """Describe a member as the registry has it."""
-    return admin_pb2.MemberStatus(
-        member_id=member.id.id,
-        incarnation=member.id.incarnation,
-        role=MEMBER_ROLES.number(member.role),
-        state=MEMBER_STATES.number(member.state),
-        address=member.address,
-        model=member.model,
-        kv_transports=member.transports,
-        metrics_address=member.metrics_address,
-    )
 
 
 def _shown_key(context: _Context) -> tuple[tuple[str, str], ...]:

@@ -88,7 +88,7 @@ class Pipeline:
         self._live_requests = live_requests
         self._fleet = fleet
         self._grammars = grammars
-        pairs = PairHealth(policy=settings.breakers, fleet=fleet, telemetry=telemetry)
+        self.pairs = pairs = PairHealth(policy=settings.breakers, fleet=fleet, telemetry=telemetry)
         self._worker_choice = WorkerChoice(
             fleet=fleet, policy=policy, prefixes=prefixes, pairs=pairs, telemetry=telemetry
         )

@@ -51,6 +51,12 @@ class PairHealth:
         self._judge()
         return self._breakers.excluded_pairs(_now_s())
 
+    def failing(self) -> dict[Pair, BreakerState]:
+        """Return the pairs of connected workers whose circuit breaker is open or half open."""
+        connected = self._fleet.connected()
+        failing = self._breakers.failing().items()
+        return {pair: state for pair, state in failing if pair[0] in connected and pair[1] in connected}
+
     @contextmanager
     def attempting(self, exporter: MemberId, importer: MemberId) -> Iterator[Callable[[], None]]:
         """Record one hand-off between the two workers. Yields a function to call when the KV has arrived; an

@@ -140,6 +140,10 @@ class PairBreakers:
             pair: breaker for pair, breaker in self._breakers.items() if pair[0] in members and pair[1] in members
         }
 
+    def failing(self) -> dict[Pair, BreakerState]:
+        """Return the pairs that are open or half open."""
+        return {pair: each.state for pair, each in self._breakers.items() if each.state is not BreakerState.CLOSED}
+
     def count(self, state: BreakerState) -> int:
         """Return the number of pairs in this state. Closed pairs count only if they have failed before."""
         return sum(breaker.state is state for breaker in self._breakers.values())

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from cluster.observe.telemetry import Telemetry
 from router.policies.unmodelled import ModelledRequest
-from router.request.explanations import Explanation, PlacementLog
+from router.request.explanations import MAX_SPANS, Explanation, PlacementLog, Span
 from router.requests import ChoiceDelta, Ledger, Phase, WorkerTime
 
 
@@ -161,7 +161,16 @@ class RequestAccount:
             label=self._label,
         )
 
-    def explanation(self, request_id: str, outcome: str = "") -> Explanation:
+    def spans(self, now_s: float) -> tuple[Span, ...]:
+        """Return the phases in their order: at most MAX_SPANS, the first ones and the last ones."""
+        end_s = self._end_s if self._end_s is not None else max(now_s, self._marks[-1][1])
+        ends_s = [at_s for _, at_s in self._marks[1:]] + [end_s]
+        marks = list(zip(self._marks, ends_s, strict=True))
+        if len(marks) > MAX_SPANS:
+            marks[MAX_SPANS // 4 : -(MAX_SPANS - MAX_SPANS // 4)] = []
+        return tuple(Span(str(phase), at_s - self.began_s, until_s - at_s) for (phase, at_s), until_s in marks)
+
+    def explanation(self, request_id: str, now_s: float, outcome: str = "") -> Explanation:
         """Explain the placements of the request. `outcome`: as in `publish`; empty: it is live."""
         longer = [choice for choice, num_tokens in self._num_tokens.items() if num_tokens > 1]
         num_later = sum(self._num_tokens[choice] - 1 for choice in longer)
@@ -176,6 +185,8 @@ class RequestAccount:
             first_token_s=self._first_token_s if self._num_tokens else None,
             itl_s=decoding_s / num_later if num_later else None,
             attempts=self.placements.attempts,
+            ledger=self.ledger(now_s),
+            spans=self.spans(now_s),
         )
 
     def publish(self, outcome: str, now_s: float) -> None:

@@ -1,17 +1,24 @@
 """Why requests were placed as they were, and what really happened: of live requests, and of the last ones that ended.
 
-Memory is bounded: `MAX_EXPLAINED` ended requests, `MAX_ATTEMPTS` attempts of each, and the candidates that a placement
-keeps. Owns no request and decides nothing.
+Memory is bounded: `MAX_EXPLAINED` ended requests, `MAX_KEPT` older ones that failed, were retried or were slow,
+`MAX_ATTEMPTS` attempts of each, and the candidates that a placement keeps. Owns no request and decides nothing.
 """
 
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import islice, takewhile
 
 from router.policies.effect import Comparison, DisaggregationEffect
 from router.policies.placement import Placement
+from router.requests import Ledger
 
 MAX_EXPLAINED = 1000
+MAX_KEPT = 250
+MAX_UNPLACED = 100  # requests that were refused before any worker was chosen
+MAX_SPANS = 64  # of one request: the first ones and the last ones
+_SLOW_SHARE = 0.02  # of the last requests
+_JUDGED_EVERY = 100  # requests: how slow is slow
 MAX_ATTEMPTS = 8  # of one request: the first one and the last ones
 MAX_FOUND = 10  # requests of one label: the newest ones
 
@@ -58,6 +65,15 @@ class PlacementLog:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """One phase of a request."""
+
+    phase: str
+    start_s: float  # from the request's arrival
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """One request: its placements, and its real times."""
 
@@ -70,23 +86,39 @@ class Explanation:
     first_token_s: float | None  # when its client was given the first one, by the same clock; None: not yet
     itl_s: float | None  # the mean time between its tokens; None: it has fewer than two
     attempts: tuple[PlacedAttempt, ...]
+    ledger: Ledger | None = None
+    spans: tuple[Span, ...] = ()  # its phases in their order, at most MAX_SPANS
+    number: int = 0  # of an ended request, from 1 on
 
 
 class Explanations:
     """The explanations of the last requests that ended at this router, and what they tell about disaggregation."""
 
     def __init__(self) -> None:
-        self._ended: deque[Explanation] = deque(maxlen=MAX_EXPLAINED)  # the oldest first
+        self._ended: deque[Explanation] = deque()  # the oldest first
+        self._kept: deque[Explanation] = deque(maxlen=MAX_KEPT)  # older ones
+        self._unplaced: deque[Explanation] = deque(maxlen=MAX_UNPLACED)
+        self._slow_s = (float("inf"), float("inf"))  # time to first token, time between tokens
         self._effect = DisaggregationEffect()
+        self.newest = 0  # number of the last request that was added
 
     def __len__(self) -> int:
-        return len(self._ended)
+        return len(self._kept) + len(self._ended)
 
     def add(self, ended: Explanation) -> None:
-        """Keep a request that has ended. One that was never placed has nothing to explain and is not kept."""
+        """Keep a request that has ended. One that was never placed has nothing to explain, and `find` omits it."""
+        self.newest += 1
+        ended = replace(ended, number=self.newest)
         if not ended.attempts:
+            self._unplaced.append(ended)
             return
+        if len(self._ended) == MAX_EXPLAINED:
+            oldest = self._ended.popleft()
+            if self._is_notable(oldest):
+                self._kept.append(oldest)
         self._ended.append(ended)
+        if self.newest % _JUDGED_EVERY == 0:
+            self._slow_s = _slowest(self._ended)
         first = ended.attempts[0]
         if first.is_batch:  # its time to first token depends on others' work, whichever workers it has
             return
@@ -96,9 +128,48 @@ class Explanations:
     def find(self, name: str, live: Iterable[Explanation] = ()) -> list[Explanation]:
         """Return the requests with this id or label, the newest first: at most `MAX_FOUND`. `live`: requests that have
         not ended, which come before all others."""
-        known = [*sorted(live, key=lambda each: each.began_s, reverse=True), *reversed(self._ended)]
+        ended = *reversed(self._ended), *reversed(self._kept)
+        known = [*sorted(live, key=lambda each: each.began_s, reverse=True), *ended]
         return [each for each in known if is_named(name, each.request_id, each.label)][:MAX_FOUND]
+
+    def since(self, number: int, most: int) -> list[Explanation]:
+        """Return the requests that ended after the one with this number, the oldest first: at most `most`, of which a
+        quarter may be older ones that failed, were retried or were slow."""
+        newer = [each for kept in (self._kept, self._unplaced, self._ended) for each in _newer(kept, number, most)]
+        newer.sort(key=lambda each: each.number)
+        if len(newer) <= most:
+            return newer
+        notable = [each for each in newer[: -(most - most // 4)] if self._is_notable(each)][-(most // 4) :]
+        return notable + newer[-(most - len(notable)) :]
+
+    def _is_notable(self, ended: Explanation) -> bool:
+        """Return whether the request failed, was retried, or was among the slowest."""
+        if ended.outcome not in ("ok", "cancelled") or any(attempt.failure for attempt in ended.attempts):
+            return True
+        ttft_s = 0.0 if ended.first_token_s is None else ended.first_token_s - ended.began_s
+        return ttft_s > self._slow_s[0] or (ended.itl_s or 0.0) > self._slow_s[1]
 
     def comparison(self) -> Comparison:
         """Return what disaggregation changes, by the last requests."""
         return self._effect.compare()
+
+
+def _newer(kept: deque[Explanation], number: int, most: int) -> list[Explanation]:
+    """Return the last requests that are newer than a number, without a walk through all: at most twice `most`."""
+    newest = islice(reversed(kept), 2 * most)
+    return list(takewhile(lambda each: each.number > number, newest))
+
+
+def _slowest(ended: Iterable[Explanation]) -> tuple[float, float]:
+    """Return the times to first token and between tokens that `_SLOW_SHARE` of these requests exceed."""
+    ttfts_s, itls_s = [], []
+    for each in ended:
+        if each.first_token_s is not None:
+            ttfts_s.append(each.first_token_s - each.began_s)
+        if each.itl_s is not None:
+            itls_s.append(each.itl_s)
+    return _exceeded(ttfts_s), _exceeded(itls_s)
+
+
+def _exceeded(values: list[float]) -> float:
+    return sorted(values)[int(len(values) * (1 - _SLOW_SHARE))] if values else float("inf")

@@ -8,9 +8,10 @@ the network may deliver a call after a newer one: a call never ends a stream wit
 
 import asyncio
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 
 from cluster.clock import Clock
 from cluster.errors import Cancelled, ResumeSuperseded, TandemError
@@ -68,7 +69,15 @@ class LiveRequests:
     def explain(self, name: str) -> list[Explanation]:
         """Return the requests with this id or label, live ones and those that ended recently, the newest first."""
         named = [live for live in self if is_named(name, live.request_id, live.request.label)]
-        return self.explanations.find(name, [live.account.explanation(live.request_id) for live in named])
+        return self.explanations.find(name, self._explained(named))
+
+    def explain_oldest(self, most: int) -> list[Explanation]:
+        """Return the oldest live requests, at most `most`."""
+        return self._explained(islice(self._live.values(), most))
+
+    def _explained(self, requests: Iterable[LiveRequest]) -> list[Explanation]:
+        now_s = self._clock.now_s()
+        return [live.account.explanation(live.request_id, now_s) for live in requests]
 
     async def until_none_left(self) -> None:
         await self._none_left.wait()
@@ -93,7 +102,8 @@ class LiveRequests:
             outcome = "internal"
             raise
         finally:
-            now_s, ended = self._clock.now_s(), account.explanation(request_id, outcome)
+            now_s = self._clock.now_s()
+            ended = account.explanation(request_id, now_s, outcome)
             account.publish(outcome, now_s)
             self.explanations.add(ended)
             self._log.write(ended, account.ledger(now_s), now_s)

@@ -46,6 +46,13 @@ class EffectBasis(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EFFECT_BASIS_UNKNOWN: _ClassVar[EffectBasis]
     EFFECT_BASIS_PREDICTED: _ClassVar[EffectBasis]
     EFFECT_BASIS_MEASURED: _ClassVar[EffectBasis]
+
+class EventKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EVENT_KIND_UNSPECIFIED: _ClassVar[EventKind]
+    EVENT_KIND_MEMBER: _ClassVar[EventKind]
+    EVENT_KIND_SCALE: _ClassVar[EventKind]
+    EVENT_KIND_FAULT: _ClassVar[EventKind]
 MEMBER_ROLE_UNSPECIFIED: MemberRole
 MEMBER_ROLE_ROUTER: MemberRole
 MEMBER_ROLE_PREFILL: MemberRole
@@ -70,6 +77,10 @@ EFFECT_BASIS_UNSPECIFIED: EffectBasis
 EFFECT_BASIS_UNKNOWN: EffectBasis
 EFFECT_BASIS_PREDICTED: EffectBasis
 EFFECT_BASIS_MEASURED: EffectBasis
+EVENT_KIND_UNSPECIFIED: EventKind
+EVENT_KIND_MEMBER: EventKind
+EVENT_KIND_SCALE: EventKind
+EVENT_KIND_FAULT: EventKind
 
 class StatusRequest(_message.Message):
     __slots__ = ()
@@ -80,7 +91,7 @@ class FollowRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class MemberStatus(_message.Message):
-    __slots__ = ("member_id", "incarnation", "role", "state", "address", "last_seen_s", "figures", "model", "kv_transports", "links", "metrics_address")
+    __slots__ = ("member_id", "incarnation", "role", "state", "address", "last_seen_s", "figures", "model", "kv_transports", "links", "metrics_address", "http_address")
     class FiguresEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -99,6 +110,7 @@ class MemberStatus(_message.Message):
     KV_TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     member_id: str
     incarnation: str
     role: MemberRole
@@ -110,7 +122,8 @@ class MemberStatus(_message.Message):
     kv_transports: _containers.RepeatedScalarFieldContainer[str]
     links: _containers.RepeatedCompositeFieldContainer[LinkSpeed]
     metrics_address: str
-    def __init__(self, member_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[MemberRole, str]] = ..., state: _Optional[_Union[MemberState, str]] = ..., address: _Optional[str] = ..., last_seen_s: _Optional[float] = ..., figures: _Optional[_Mapping[str, float]] = ..., model: _Optional[str] = ..., kv_transports: _Optional[_Iterable[str]] = ..., links: _Optional[_Iterable[_Union[LinkSpeed, _Mapping]]] = ..., metrics_address: _Optional[str] = ...) -> None: ...
+    http_address: str
+    def __init__(self, member_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[MemberRole, str]] = ..., state: _Optional[_Union[MemberState, str]] = ..., address: _Optional[str] = ..., last_seen_s: _Optional[float] = ..., figures: _Optional[_Mapping[str, float]] = ..., model: _Optional[str] = ..., kv_transports: _Optional[_Iterable[str]] = ..., links: _Optional[_Iterable[_Union[LinkSpeed, _Mapping]]] = ..., metrics_address: _Optional[str] = ..., http_address: _Optional[str] = ...) -> None: ...
 
 class LinkSpeed(_message.Message):
     __slots__ = ("exporter", "transport", "bytes_per_s", "latency_s")
@@ -383,3 +396,172 @@ class ScaleTarget(_message.Message):
     reached: int
     problem: str
     def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ..., colocated: _Optional[int] = ..., version: _Optional[int] = ..., follower: _Optional[str] = ..., reached: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
+
+class OverviewRequest(_message.Message):
+    __slots__ = ("seen", "only_this_router")
+    class SeenEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: OverviewPosition
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[OverviewPosition, _Mapping]] = ...) -> None: ...
+    SEEN_FIELD_NUMBER: _ClassVar[int]
+    ONLY_THIS_ROUTER_FIELD_NUMBER: _ClassVar[int]
+    seen: _containers.MessageMap[str, OverviewPosition]
+    only_this_router: bool
+    def __init__(self, seen: _Optional[_Mapping[str, OverviewPosition]] = ..., only_this_router: bool = ...) -> None: ...
+
+class OverviewPosition(_message.Message):
+    __slots__ = ("ended", "events", "samples")
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    ended: int
+    events: int
+    samples: int
+    def __init__(self, ended: _Optional[int] = ..., events: _Optional[int] = ..., samples: _Optional[int] = ...) -> None: ...
+
+class OverviewResponse(_message.Message):
+    __slots__ = ("members", "target", "routers")
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    ROUTERS_FIELD_NUMBER: _ClassVar[int]
+    members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
+    target: ScaleTarget
+    routers: _containers.RepeatedCompositeFieldContainer[RouterOverview]
+    def __init__(self, members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., target: _Optional[_Union[ScaleTarget, _Mapping]] = ..., routers: _Optional[_Iterable[_Union[RouterOverview, _Mapping]]] = ...) -> None: ...
+
+class RouterOverview(_message.Message):
+    __slots__ = ("router", "problem", "time_s", "position", "num_live", "live", "ended", "events", "samples", "latencies", "registry_age_s", "breakers")
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    TIME_S_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    NUM_LIVE_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    LATENCIES_FIELD_NUMBER: _ClassVar[int]
+    REGISTRY_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    BREAKERS_FIELD_NUMBER: _ClassVar[int]
+    router: str
+    problem: str
+    time_s: float
+    position: OverviewPosition
+    num_live: int
+    live: _containers.RepeatedCompositeFieldContainer[RequestTimeline]
+    ended: _containers.RepeatedCompositeFieldContainer[RequestTimeline]
+    events: _containers.RepeatedCompositeFieldContainer[ClusterEvent]
+    samples: _containers.RepeatedCompositeFieldContainer[RateSample]
+    latencies: _containers.RepeatedCompositeFieldContainer[LatencyHistogram]
+    registry_age_s: float
+    breakers: _containers.RepeatedCompositeFieldContainer[PairBreaker]
+    def __init__(self, router: _Optional[str] = ..., problem: _Optional[str] = ..., time_s: _Optional[float] = ..., position: _Optional[_Union[OverviewPosition, _Mapping]] = ..., num_live: _Optional[int] = ..., live: _Optional[_Iterable[_Union[RequestTimeline, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[RequestTimeline, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[ClusterEvent, _Mapping]]] = ..., samples: _Optional[_Iterable[_Union[RateSample, _Mapping]]] = ..., latencies: _Optional[_Iterable[_Union[LatencyHistogram, _Mapping]]] = ..., registry_age_s: _Optional[float] = ..., breakers: _Optional[_Iterable[_Union[PairBreaker, _Mapping]]] = ...) -> None: ...
+
+class RequestTimeline(_message.Message):
+    __slots__ = ("request_id", "label", "outcome", "arrived_s", "num_prompt_tokens", "num_tokens", "ttft_s", "itl_s", "spans", "ledger", "num_placements", "placement_reason", "prefill_member", "decode_member")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    ITL_S_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    LEDGER_FIELD_NUMBER: _ClassVar[int]
+    NUM_PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_REASON_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_MEMBER_FIELD_NUMBER: _ClassVar[int]
+    DECODE_MEMBER_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    label: str
+    outcome: str
+    arrived_s: float
+    num_prompt_tokens: int
+    num_tokens: int
+    ttft_s: float
+    itl_s: float
+    spans: _containers.RepeatedCompositeFieldContainer[PhaseSpan]
+    ledger: _inference_pb2.Ledger
+    num_placements: int
+    placement_reason: str
+    prefill_member: str
+    decode_member: str
+    def __init__(self, request_id: _Optional[str] = ..., label: _Optional[str] = ..., outcome: _Optional[str] = ..., arrived_s: _Optional[float] = ..., num_prompt_tokens: _Optional[int] = ..., num_tokens: _Optional[int] = ..., ttft_s: _Optional[float] = ..., itl_s: _Optional[float] = ..., spans: _Optional[_Iterable[_Union[PhaseSpan, _Mapping]]] = ..., ledger: _Optional[_Union[_inference_pb2.Ledger, _Mapping]] = ..., num_placements: _Optional[int] = ..., placement_reason: _Optional[str] = ..., prefill_member: _Optional[str] = ..., decode_member: _Optional[str] = ...) -> None: ...
+
+class PhaseSpan(_message.Message):
+    __slots__ = ("phase", "start_s", "duration_s")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    START_S_FIELD_NUMBER: _ClassVar[int]
+    DURATION_S_FIELD_NUMBER: _ClassVar[int]
+    phase: _inference_pb2.RequestPhase
+    start_s: float
+    duration_s: float
+    def __init__(self, phase: _Optional[_Union[_inference_pb2.RequestPhase, str]] = ..., start_s: _Optional[float] = ..., duration_s: _Optional[float] = ...) -> None: ...
+
+class ClusterEvent(_message.Message):
+    __slots__ = ("at_s", "kind", "member", "text")
+    AT_S_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    at_s: float
+    kind: EventKind
+    member: str
+    text: str
+    def __init__(self, at_s: _Optional[float] = ..., kind: _Optional[_Union[EventKind, str]] = ..., member: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
+
+class RateSample(_message.Message):
+    __slots__ = ("at_s", "period_s", "num_ended", "num_failed", "num_prompt_tokens", "num_tokens", "num_live", "ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s")
+    AT_S_FIELD_NUMBER: _ClassVar[int]
+    PERIOD_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_ENDED_FIELD_NUMBER: _ClassVar[int]
+    NUM_FAILED_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LIVE_FIELD_NUMBER: _ClassVar[int]
+    TTFT_P50_S_FIELD_NUMBER: _ClassVar[int]
+    TTFT_P99_S_FIELD_NUMBER: _ClassVar[int]
+    ITL_P50_S_FIELD_NUMBER: _ClassVar[int]
+    ITL_P99_S_FIELD_NUMBER: _ClassVar[int]
+    at_s: float
+    period_s: float
+    num_ended: int
+    num_failed: int
+    num_prompt_tokens: int
+    num_tokens: int
+    num_live: int
+    ttft_p50_s: float
+    ttft_p99_s: float
+    itl_p50_s: float
+    itl_p99_s: float
+    def __init__(self, at_s: _Optional[float] = ..., period_s: _Optional[float] = ..., num_ended: _Optional[int] = ..., num_failed: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_live: _Optional[int] = ..., ttft_p50_s: _Optional[float] = ..., ttft_p99_s: _Optional[float] = ..., itl_p50_s: _Optional[float] = ..., itl_p99_s: _Optional[float] = ...) -> None: ...
+
+class LatencyHistogram(_message.Message):
+    __slots__ = ("name", "bounds_s", "counts", "p50_s", "p90_s", "p99_s")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BOUNDS_S_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    P50_S_FIELD_NUMBER: _ClassVar[int]
+    P90_S_FIELD_NUMBER: _ClassVar[int]
+    P99_S_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    bounds_s: _containers.RepeatedScalarFieldContainer[float]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    p50_s: float
+    p90_s: float
+    p99_s: float
+    def __init__(self, name: _Optional[str] = ..., bounds_s: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., p50_s: _Optional[float] = ..., p90_s: _Optional[float] = ..., p99_s: _Optional[float] = ...) -> None: ...
+
+class PairBreaker(_message.Message):
+    __slots__ = ("exporter", "importer", "state")
+    EXPORTER_FIELD_NUMBER: _ClassVar[int]
+    IMPORTER_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    exporter: str
+    importer: str
+    state: str
+    def __init__(self, exporter: _Optional[str] = ..., importer: _Optional[str] = ..., state: _Optional[str] = ...) -> None: ...

@@ -70,6 +70,11 @@ class AdminStub(object):
                 request_serializer=tandem_dot_v1_dot_admin__pb2.ScaleRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_admin__pb2.ScaleResponse.FromString,
                 _registered_method=True)
+        self.Overview = channel.unary_unary(
+                '/tandem.v1.Admin/Overview',
+                request_serializer=tandem_dot_v1_dot_admin__pb2.OverviewRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_admin__pb2.OverviewResponse.FromString,
+                _registered_method=True)
         self.Follow = channel.unary_stream(
                 '/tandem.v1.Admin/Follow',
                 request_serializer=tandem_dot_v1_dot_admin__pb2.FollowRequest.SerializeToString,
@@ -138,6 +143,15 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Overview(self, request, context):
+        """Returns what an operator watches: members with their figures, live and ended
+        requests with their phases, rates, latencies, and events. Its size is bounded, and it has no prompt and no output.
+        Poll it; `seen` leaves out what the caller has already.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Follow(self, request, context):
         """Returns members and target without figures at once, and again after each change.
         """
@@ -182,6 +196,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Scale,
                     request_deserializer=tandem_dot_v1_dot_admin__pb2.ScaleRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_admin__pb2.ScaleResponse.SerializeToString,
+            ),
+            'Overview': grpc.unary_unary_rpc_method_handler(
+                    servicer.Overview,
+                    request_deserializer=tandem_dot_v1_dot_admin__pb2.OverviewRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_admin__pb2.OverviewResponse.SerializeToString,
             ),
             'Follow': grpc.unary_stream_rpc_method_handler(
                     servicer.Follow,
@@ -379,6 +398,33 @@ class Admin(object):
             '/tandem.v1.Admin/Scale',
             tandem_dot_v1_dot_admin__pb2.ScaleRequest.SerializeToString,
             tandem_dot_v1_dot_admin__pb2.ScaleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Overview(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Admin/Overview',
+            tandem_dot_v1_dot_admin__pb2.OverviewRequest.SerializeToString,
+            tandem_dot_v1_dot_admin__pb2.OverviewResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -68,8 +68,9 @@ async def served(api_key: str = "", **settings: Any) -> AsyncIterator[Served]:
             pipeline=router.pipeline,
             fleet=router.fleet,
             migrations=router.migrations,
-            commands=None,  # type: ignore[arg-type]  # neither is asked for here
+            commands=None,  # type: ignore[arg-type]  # none of the three is asked for here
             scaling=None,  # type: ignore[arg-type]
+            overview=None,  # type: ignore[arg-type]
             placement="least-loaded",
             explore=0.0,
         )

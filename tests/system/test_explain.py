@@ -17,6 +17,7 @@ from cli.__main__ import main
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
 from router.policies.candidates import SloTargets
 from router.policies.effect import LEAST_EXPLORED
+from tandem import channel
 from tandem.client import Client
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from tests.system.router_harness import RouterUnderTest
@@ -212,6 +213,23 @@ def test_a_request_over_http_is_explained_by_its_x_request_id(up: Up, tandem: Co
     assert (explained["label"], explained["outcome"], explained["policy"]) == ("from http", "ok", "auto")
     assert sum(candidate["is_chosen"] for candidate in placement["candidates"]) == 1
     assert explained["ttft_s"] > 0
+
+
+def test_an_overview_has_the_requests_of_every_router_and_leaves_out_what_was_seen(tandem: Command) -> None:
+    _, routers = _addresses(tandem)
+    for number, address in enumerate(routers):
+        with Client(address, discover=False) as client:
+            _generate(client, f"watched at router {number}")
+    with channel.open_channel(routers[0]) as opened:
+        admin = admin_pb2_grpc.AdminStub(opened)
+        found = admin.Overview(admin_pb2.OverviewRequest(), timeout=60)
+        seen = {router.router: router.position for router in found.routers}
+        again = admin.Overview(admin_pb2.OverviewRequest(seen=seen), timeout=60)
+    assert [router.router.partition("@")[0] for router in found.routers] == ["router-0", "router-1"]
+    for number, router in enumerate(found.routers):
+        assert f"watched at router {number}" in [request.label for request in router.ended]
+    assert [len(router.ended) for router in again.routers] == [0, 0]
+    assert {member.role for member in found.members} == {1, 2, 3}
 
 
 def test_status_says_whether_disaggregation_is_worth_it_once_requests_were_explored(tandem: Command) -> None:

@@ -10,6 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cluster.clock import MonotonicClock
 from cluster.member import MemberState
 from cluster.registry.registry import Registry
 from cluster.registry.scale_registry import ScaleTargets
@@ -17,6 +18,7 @@ from cluster.serving.rpc_errors import REASON, RETRY_AFTER_S
 from cluster.serving.serving import GrpcServer, open_channel
 from router.drain.operator_commands import MemberCommands, ScaleTargetView
 from router.grpc_api.service import AdminService, ApiKeyInterceptor, InferenceService, WriteTimeout
+from router.overview.overview import Overview, Watched
 from tandem.enum_words import MEMBER_ROLES
 from tandem.keepalive import KEEPALIVE_KEY
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -47,12 +49,27 @@ async def served(
             drained=asyncio.get_running_loop().create_future(),
         )
         registry = Registry(url="redis://127.0.0.1:1/0", cluster_name="nobody", ttl_s=5.0)  # it does not answer
+        scaling = ScaleTargetView(ScaleTargets(registry), router.fleet.set_scale_target)
         admin = AdminService(
             pipeline=router.pipeline,
             fleet=router.fleet,
             migrations=router.migrations,
             commands=drains,
-            scaling=ScaleTargetView(ScaleTargets(registry), router.fleet.set_scale_target),
+            scaling=scaling,
+            overview=Overview(
+                Watched(
+                    router=router.member,
+                    fleet=router.fleet,
+                    live_requests=router.live_requests,
+                    pairs=router.pipeline.pairs,
+                    scaling=scaling,
+                    telemetry=router.telemetry,
+                    registry_age_s=lambda: registry.age_s,
+                    placement=str(settings.get("placement", "least-loaded")),
+                ),
+                connect=open_channel,
+                clock=MonotonicClock(),
+            ),
             placement=str(settings.get("placement", "least-loaded")),
             explore=float(str(settings.get("explore", 0.0))),
         )

@@ -12,6 +12,7 @@ from cluster.messages import FinishReason, Role
 from cluster.protocol import wire
 from cluster.settings.transfer_settings import TransferSettings
 from router.http.bodies.messages import Message
+from router.overview.events import EventKind
 from router.policies.effect import Basis, Verdict
 from router.request.account import PhaseName
 from tandem import enum_words
@@ -28,6 +29,7 @@ from tandem.enum_words import EnumWords
         (enum_words.DRAIN_OUTCOMES, [*DrainOutcome, "lost"]),
         (enum_words.DISAGGREGATION_VERDICTS, Verdict),
         (enum_words.EFFECT_BASES, Basis),
+        (enum_words.EVENT_KINDS, EventKind),
     ],
 )
 def test_the_words_equal_the_values_that_python_code_uses(

@@ -102,6 +102,8 @@ PURE = [
     "kvtransfer.transports.nccl.communicator_life",
     "kvtransfer.importer.links",
     "prefill_worker.prefixes.tier_index",
+    "router.overview.events",
+    "router.overview.history",
     "router.policies.admission",
     "router.policies.breakers",
     "router.request.explanations",

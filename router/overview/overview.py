@@ -1,0 +1,224 @@
+"""What operators watch: `Overview` records the rates and events of this router, and collects what every router shows.
+
+It reads what the router holds anyway: counters, live and ended requests, the fleet. Routers ask each other only while
+a caller asks one of them. Owns the history, the event log, and the channels to other routers.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import grpc
+
+from cluster.clock import Clock
+from cluster.errors import NotFound
+from cluster.member import Member, MemberState
+from cluster.messages import Role
+from cluster.observe.telemetry import METRICS, Telemetry
+from cluster.serving.rpc_errors import error_from_rpc
+from router.drain.operator_commands import ScaleTargetView, target_to_wire
+from router.fleet.fleet import Fleet
+from router.grpc_api.admin_wire import explanation_to_wire
+from router.overview.events import ClusterView, EventLog, SeenMember
+from router.overview.history import SAMPLE_PERIOD_S, History, Totals
+from router.overview.members import MemberStatuses
+from router.overview.overview_wire import (
+    breakers_to_wire,
+    event_to_wire,
+    latencies_to_wire,
+    sample_to_wire,
+    timelines_to_wire,
+)
+from router.pipeline.worker_choice import PairHealth
+from router.request.explanations import MAX_EXPLAINED
+from router.request.live_requests import LiveRequests
+from tandem.v1 import admin_pb2, admin_pb2_grpc
+
+MAX_LIVE_SHOWN = 100
+MAX_ENDED_SHOWN = 200
+_MAX_OTHERS = 16  # routers
+_OTHER_S = 2.0  # for the answer of another router
+_VIEW_PERIOD_S = 1.0
+_LATENCY_METRICS = {"ttft": "tandem_ttft_seconds", "itl": "tandem_inter_token_seconds", "e2e": "tandem_request_seconds"}
+_NO_FAILURE = ("ok", "cancelled")
+
+Metadata: TypeAlias = Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """What an overview reads."""
+
+    router: Member
+    fleet: Fleet
+    live_requests: LiveRequests
+    pairs: PairHealth
+    scaling: ScaleTargetView
+    telemetry: Telemetry
+    registry_age_s: Callable[[], float]
+    placement: str  # the router's --placement
+
+
+class Overview:
+    def __init__(
+        self,
+        watched: Watched,
+        *,
+        connect: Callable[[str], grpc.aio.Channel],
+        clock: Clock,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`connect` opens a channel to another router. `clock`: the one of the live requests."""
+        self._watched, self._connect = watched, connect
+        self._clock, self._wall_clock = clock, wall_clock
+        self._history = History(METRICS[_LATENCY_METRICS["ttft"]].buckets)
+        self._events = EventLog()
+        self._channels: dict[str, grpc.aio.Channel] = {}  # to other routers, by address
+        self.members = MemberStatuses(watched.fleet, clock.now_s)
+
+    async def run(self) -> None:
+        """Record rates and events until cancelled."""
+        sampled_s = self._clock.now_s() - SAMPLE_PERIOD_S
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._close_channels)
+            while True:
+                self._events.observe(self._view(), self._wall_clock())
+                if (now_s := self._clock.now_s()) - sampled_s >= SAMPLE_PERIOD_S:
+                    sampled_s = now_s
+                    self._history.add(self._totals())
+                await asyncio.wait((self._watched.fleet.next_change(),), timeout=_VIEW_PERIOD_S)
+
+    async def of_cluster(self, request: admin_pb2.OverviewRequest, metadata: Metadata) -> admin_pb2.OverviewResponse:
+        """Return the overview of all routers, this one's first. `metadata` has the caller's API key, for the others.
+        A router that does not answer is listed with the reason."""
+        if request.only_this_router:
+            return admin_pb2.OverviewResponse(routers=[self._of_this_router(request.seen)])
+        asked = admin_pb2.OverviewRequest(seen=request.seen, only_this_router=True)
+        members, others = await asyncio.gather(
+            self.members.recent(),
+            asyncio.gather(*(self._of_router(other, asked, metadata) for other in self._others())),
+        )
+        return admin_pb2.OverviewResponse(
+            members=members,
+            target=target_to_wire(self._watched.scaling.target),
+            routers=[self._of_this_router(request.seen), *others],
+        )
+
+    def explain(self, name: str) -> admin_pb2.ExplainResponse:
+        """Explain requests of this router. Raises NotFound."""
+        found = self._watched.live_requests.explain(name)
+        if not found:
+            raise NotFound(f"no request {name!r} is live or among the last {MAX_EXPLAINED} of this router")
+        now_s, placement = self._clock.now_s(), self._watched.placement
+        return admin_pb2.ExplainResponse(requests=[explanation_to_wire(each, now_s, placement) for each in found])
+
+    async def explain_anywhere(self, name: str, metadata: Metadata) -> admin_pb2.ExplainResponse:
+        """Explain requests of whichever router has them. Raises NotFound."""
+        try:
+            return self.explain(name)
+        except NotFound as error:
+            asked = admin_pb2.ExplainRequest(request=name)
+            for other in self._others():
+                try:
+                    found: admin_pb2.ExplainResponse = await self._stub(other).Explain(
+                        asked, timeout=_OTHER_S, metadata=metadata
+                    )
+                    return found
+                except grpc.aio.AioRpcError:
+                    continue  # it has no such request, or does not answer
+            raise error
+
+    def _of_this_router(self, seen: Mapping[str, admin_pb2.OverviewPosition]) -> admin_pb2.RouterOverview:
+        watched, router, now_s = self._watched, str(self._watched.router.id), self._wall_clock()
+        has = seen[router] if router in seen else admin_pb2.OverviewPosition()
+        ended, origin_s = watched.live_requests.explanations, now_s - self._clock.now_s()
+        return admin_pb2.RouterOverview(
+            router=router,
+            time_s=now_s,
+            position=admin_pb2.OverviewPosition(
+                ended=ended.newest, events=self._events.newest, samples=self._history.newest
+            ),
+            num_live=len(watched.live_requests),
+            live=timelines_to_wire(watched.live_requests.explain_oldest(MAX_LIVE_SHOWN), origin_s),
+            ended=timelines_to_wire(ended.since(has.ended, MAX_ENDED_SHOWN), origin_s),
+            events=[event_to_wire(event) for event in self._events.since(has.events)],
+            samples=[sample_to_wire(sample) for sample in self._history.since(has.samples)],
+            latencies=latencies_to_wire(self._history.bounds_s, self._history.latencies()),
+            registry_age_s=watched.registry_age_s(),
+            breakers=breakers_to_wire(watched.pairs.failing()),
+        )
+
+    async def _of_router(
+        self, other: Member, request: admin_pb2.OverviewRequest, metadata: Metadata
+    ) -> admin_pb2.RouterOverview:
+        try:
+            answer: admin_pb2.OverviewResponse = await self._stub(other).Overview(
+                request, timeout=_OTHER_S, metadata=metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            return admin_pb2.RouterOverview(router=str(other.id), problem=error_from_rpc(error).message)
+        return answer.routers[0]
+
+    def _others(self) -> list[Member]:
+        itself = self._watched.router.id
+        routers = [member for member in self._watched.fleet.members() if member.role is Role.ROUTER]
+        return [
+            member
+            for member in routers
+            if member.id != itself and member.state in (MemberState.READY, MemberState.DRAINING)
+        ][:_MAX_OTHERS]
+
+    def _stub(self, other: Member) -> admin_pb2_grpc.AdminStub:
+        channel = self._channels.get(other.address)
+        if channel is None:
+            channel = self._channels[other.address] = self._connect(other.address)
+        return admin_pb2_grpc.AdminStub(channel)
+
+    async def _close_channels(self) -> None:
+        await asyncio.gather(*(channel.close() for channel in self._channels.values()))
+
+    def _totals(self) -> Totals:
+        telemetry = self._watched.telemetry
+        outcomes = telemetry.by_labels("tandem_requests_total")
+        return Totals(
+            at_s=self._wall_clock(),
+            num_ended=int(sum(outcomes.values())),
+            num_failed=int(sum(count for (outcome,), count in outcomes.items() if outcome not in _NO_FAILURE)),
+            num_prompt_tokens=int(telemetry.value("tandem_prompt_tokens_total")),
+            num_tokens=int(telemetry.value("tandem_generated_tokens_total")),
+            num_live=len(self._watched.live_requests),
+            latencies={name: telemetry.observations(metric) for name, metric in _LATENCY_METRICS.items()},
+        )
+
+    def _view(self) -> ClusterView:
+        watched = self._watched
+        return ClusterView(
+            members={str(member.id): self._seen(member) for member in watched.fleet.members()},
+            target=watched.scaling.target,
+            breakers={(str(a), str(b)): str(state) for (a, b), state in watched.pairs.failing().items()},
+            registry_age_s=watched.registry_age_s(),
+            faults=_faults(watched.telemetry),
+        )
+
+    def _seen(self, member: Member) -> SeenMember:
+        peer = self._watched.fleet.peer(member.id)
+        answers = not member.role.is_worker or (peer is not None and peer.is_reachable)
+        return SeenMember(str(member.role), str(member.state), answers)
+
+
+def _faults(telemetry: Telemetry) -> dict[str, int]:
+    """Describe what counters of faults have counted."""
+    faults: dict[str, int] = {}
+    for (outcome,), count in telemetry.by_labels("tandem_requests_total").items():
+        if outcome not in _NO_FAILURE:
+            faults[f"a request failed: {outcome}"] = int(count)
+    for (leg, reason), count in telemetry.by_labels("tandem_retries_total").items():
+        faults[f"{leg} was retried: {reason}"] = int(count)
+    for (surface,), count in telemetry.by_labels("tandem_stalled_clients_total").items():
+        faults[f"a client stopped reading ({surface})"] = int(count)
+    for (message,), count in telemetry.by_labels("tandem_malformed_messages_total").items():
+        faults[f"a worker sent a malformed message: {message}"] = int(count)
+    return faults
