@@ -1,13 +1,14 @@
 """When a decode worker reports to a router the work of the others."""
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import ExitStack
+from itertools import pairwise
 from random import Random
 
 import pytest
 
 from cluster.messages import MemberId
-from cluster.outstanding_work import PromptWork, SequenceOutlook
+from cluster.outstanding_work import OthersWork, PromptWork, SequenceOutlook
 from decode_worker.streams import RouterStream, RouterStreams
 from decode_worker.work_reports import MIN_INTERVAL_S, WorkReports
 from tests.chaos.simulated.loop import SimulatedLoop
@@ -109,3 +110,26 @@ def test_a_single_router_gets_no_report_of_its_own_work() -> None:
             worker.reports.outstanding.remove_export(key, worker.loop.time())
 
     assert _run(scenario).received == {A: [(0.0, 0)]}
+
+
+def test_expensive_reports_become_rare() -> None:
+    """Each report takes 2 ms of the event loop, so there are at most five per second: 1 % of its time."""
+    cost_s = 0.002
+
+    async def scenario(worker: _Worker) -> None:
+        worker.connect(B)
+        make = worker.reports.outstanding.reports
+
+        def make_slowly(routers: Iterable[MemberId], now_s: float) -> dict[MemberId, OthersWork]:
+            worker.loop.spend(cost_s)
+            return make(routers, now_s)
+
+        worker.reports.outstanding.reports = make_slowly  # type: ignore[method-assign]
+        for _ in range(1000):
+            worker.add_prompt(A, 10)
+            await _pass(worker, MIN_INTERVAL_S / 50)
+        await _pass(worker, 1.0)
+
+    times_s = [time_s for time_s, _ in _run(scenario).received[B]][1:]
+    gaps_s = [later - earlier for earlier, later in pairwise(times_s)]
+    assert len(gaps_s) >= 4 and gaps_s == pytest.approx([100 * cost_s] * len(gaps_s), rel=0.02)

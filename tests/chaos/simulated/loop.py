@@ -120,6 +120,10 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return self._now_s
 
+    def spend(self, seconds: float) -> None:
+        """Let the present callback take so long."""
+        self._now_s += seconds
+
     def call_soon(  # type: ignore[override]
         self, callback: Any, *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
