@@ -183,25 +183,24 @@ class RoundRobin:
 
 
 class _Turns:
-    """Remembers when each worker was last chosen, so that equals take turns."""
+    """Remembers when each worker and each pair was last chosen, so that equals take turns: decode workers first, then
+    the pairs of one decode worker. So every pair is used, and workers of a pool are used equally often."""
 
     def __init__(self) -> None:
         self._turn = 0
-        self._last_turn: dict[MemberId, int] = {}
+        self._last_turn: dict[MemberId | tuple[MemberId | None, MemberId], int] = {}
 
     def choose(
         self, best: Sequence[Pair], pairs: Sequence[Pair], reason: PlacementReason, request: RequestFacts
     ) -> Placement | None:
-        """Return the pair of `best` that was chosen least recently. Workers in none of `pairs` are forgotten."""
+        """Return the pair of `best` whose turn it is. Workers in none of `pairs` are forgotten."""
         if not best:
             return None
         prefill, decode = chosen = min(best, key=self._rank)
         self._turn += 1
-        present = {load.member for pair in pairs for load in pair if load is not None}
-        self._last_turn = {member: turn for member, turn in self._last_turn.items() if member in present}
-        for load in (prefill, decode):
-            if load is not None:
-                self._last_turn[load.member] = self._turn
+        present = {load.member for pair in pairs for load in pair if load is not None} | {*map(_members, pairs)}
+        self._last_turn = {known: turn for known, turn in self._last_turn.items() if known in present}
+        self._last_turn |= {known: self._turn for known in (*_members(chosen), _members(chosen)) if known is not None}
         return Placement(
             prefill=prefill.member if prefill is not None else None,
             decode=decode.member,
@@ -211,10 +210,11 @@ class _Turns:
             num_candidates=len(pairs),
         )
 
-    def _rank(self, pair: Pair) -> tuple[int, str]:
-        loads = [load for load in pair if load is not None]
-        turns = sum(self._last_turn.get(load.member, 0) for load in loads)
-        return turns, " ".join(str(load.member) for load in loads)
+    def _rank(self, pair: Pair) -> tuple[int, int, int, str]:
+        members = prefill, decode = _members(pair)
+        turn_of = self._last_turn.get
+        prefill_turn = turn_of(prefill, 0) if prefill is not None else 0
+        return turn_of(decode, 0), turn_of(members, 0), prefill_turn, f"{prefill} {decode}"
 
 
 class _Speeds:
@@ -262,6 +262,11 @@ def candidate_of(prefill: WorkerLoad | None, decode: WorkerLoad, request: Reques
     cached = min(request.cached_tokens.get(computing.member, 0), request.num_prompt_tokens - 1)
     member = prefill.member if prefill is not None else None
     return Candidate(member, decode.member, _depth((prefill, decode)), cached)
+
+
+def _members(pair: Pair) -> tuple[MemberId | None, MemberId]:
+    prefill, decode = pair
+    return prefill.member if prefill is not None else None, decode.member
 
 
 def _depth(pair: Pair) -> int:

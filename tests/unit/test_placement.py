@@ -1,7 +1,9 @@
 """Placement: the workers that serve a request, and that every request gets workers while there is a decode worker."""
 
+from collections import Counter
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,6 +50,15 @@ def test_equal_pairs_are_chosen_in_turn() -> None:
         pairs = [names(chosen.choose(prefills, decodes, facts())) for _ in range(12)]
         assert {name: sum(name in pair for pair in pairs) for name in ("p0", "p1")} == {"p0": 6, "p1": 6}
         assert {name: sum(name in pair for pair in pairs) for name in ("d0", "d1", "d2")} == {"d0": 4, "d1": 4, "d2": 4}
+
+
+@pytest.mark.parametrize(("num_prefills", "num_decodes"), [(1, 3), (2, 2), (2, 4), (3, 2), (3, 3)])
+def test_every_pair_of_equal_workers_has_its_turn_equally_often(num_prefills: int, num_decodes: int) -> None:
+    prefills, decodes = [load(f"p{i}") for i in range(num_prefills)], [load(f"d{i}") for i in range(num_decodes)]
+    num_pairs = num_prefills * num_decodes
+    for chosen in (LeastLoaded(), PrefixAware(), RoundRobin()):
+        pairs = [names(chosen.choose(prefills, decodes, facts())) for _ in range(3 * num_pairs)]
+        assert sorted(Counter(pairs).values()) == [3] * num_pairs
 
 
 def test_round_robin_ignores_load() -> None:
