@@ -76,7 +76,7 @@ class _WorkerEvacuation:
 
     @property
     def _has_refuge(self) -> bool:
-        return bool(self._fleet.decode_loads())
+        return self._fleet.is_ready
 
     def _has_room_elsewhere(self, size: RequestSize | None) -> bool:
         """Return whether a worker that accepts new work can hold the sequence. If none can, the sequence stays."""

@@ -81,7 +81,7 @@ class Fleet:
     @property
     def is_ready(self) -> bool:
         """Whether a worker could serve a request that arrived now."""
-        return bool(self.decode_loads())
+        return any(peer.member.role.decodes and self._may_get_work(peer) for peer in self._peers.values())
 
     @property
     def ignores_priorities(self) -> bool:

@@ -7,12 +7,16 @@ costs a few dozen of them however long the work is.
 """
 
 import math
+from copy import copy
 from dataclasses import dataclass
 
 from cluster.outstanding_work import PromptWork
 from cluster.service_times import StepWork
 from router.policies.work_ahead import WorkAhead
 
+# The share by which a forecast may be wrong because equal steps are taken together. Over 78,000 random workers, more
+# work ahead made the first token up to 1.5 % earlier.
+PRECISION = 0.02
 _AGE_SHARE = 0.3  # steps are equal until the age of the oldest prompt and its patience have grown by this share
 _TOKEN_SHARE = 0.25  # of the tokens to forecast: steps are equal for so many, although sequences may end meanwhile
 _MOST_PARTS = 4  # into which the prompts behind the first one are divided
@@ -69,6 +73,13 @@ class Forecast:
             self._take_steps(0.0, math.inf)
         self.now_s = max(0.0, self.now_s)
         self.first_quiet_s = self.quiet_s()  # the time of a step at present, without prompts
+
+    def copy(self) -> "Forecast":
+        """Return a forecast that starts where this one is, and moves apart from it."""
+        other = copy(self)
+        other._prompts = [copy(prompts) for prompts in self._prompts]
+        other._left, other._imports_s = self._left[:], self._imports_s[:]
+        return other
 
     @property
     def num_running(self) -> int:
@@ -158,7 +169,8 @@ class Forecast:
             number = min(number, max(1.0, math.ceil(steps)) if step.num_new and not self._left else steps)
         if self._left and self.now_s >= 0:
             horizon = min(self._new_left, num_tokens, number)
-            number = min(number, max(min(self._left), _TOKEN_SHARE * horizon))
+            together = min(_TOKEN_SHARE * horizon, max(self._left))  # steps without any sequence are much shorter
+            number = min(number, max(min(self._left), together))
         return max(number, _NEGLIGIBLE)
 
     def _record(self, step: _Step, number: float, *, is_own: bool) -> None:

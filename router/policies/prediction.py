@@ -48,15 +48,22 @@ def predict(
     speed of one of them is not known.
 
     `after_s`: predict it as if it were sent so much later, and nothing else arrived until then."""
-    return _Predictor(request, after_s).predict(prefill, decode)
+    predictions = predict_all([(prefill, decode)], request, after_s=after_s)
+    return predictions[0] if predictions is not None else None
 
 
 def predict_all(ways: Sequence[Pair], request: RequestFacts, *, after_s: float = 0.0) -> list[Prediction] | None:
     """Predict a request at all candidates. Returns None if the speed of a worker is not known."""
-    predictor = _Predictor(request, after_s)
-    predictions = [predictor.predict(prefill, decode) for prefill, decode in ways]
-    known = [prediction for prediction in predictions if prediction is not None]
-    return known if len(known) == len(predictions) else None
+    predictor, computed = _Predictor(request, after_s), list[_Computed]()
+    for prefill, decode in ways:
+        computing = prefill if prefill is not None else decode
+        if computing.work is None or decode.work is None:
+            return None
+        computed.append(predictor.compute(computing, is_export=computing is not decode))
+    predictions: list[Prediction | None] = [None] * len(ways)
+    for i in sorted(range(len(ways)), key=lambda i: computed[i].at_s):
+        predictions[i] = predictor.predict(*ways[i], computed[i])
+    return [prediction for prediction in predictions if prediction is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,29 +79,31 @@ class _Computed:
 
 
 class _Predictor:
-    """The predictions of one request. A prefill worker is forecast once for all decode workers."""
+    """The predictions of one request, made in the order in which its prompt would be computed. Each worker is forecast
+    once as the one that computes the prompt for another one, and once as the one that imports it."""
 
     def __init__(self, request: RequestFacts, after_s: float) -> None:
         self._request = request
         self._after_s = after_s
         self._exported: dict[MemberId, _Computed] = {}
+        self._importing: dict[MemberId, Forecast] = {}  # moved to the latest prompt that was predicted
 
-    def predict(self, prefill: WorkerLoad | None, decode: WorkerLoad) -> Prediction | None:
-        computing = prefill if prefill is not None else decode
-        if computing.work is None or decode.work is None:
-            return None
+    def compute(self, load: WorkerLoad, *, is_export: bool) -> "_Computed":
+        """Predict the prefill behind the worker's queue and beside its running sequences."""
+        if not is_export:
+            return self._compute(load, _work(load))
+        if load.member not in self._exported:
+            self._exported[load.member] = self._compute(load, _work(load))
+        return self._exported[load.member]
+
+    def predict(self, prefill: WorkerLoad | None, decode: WorkerLoad, computed: "_Computed") -> Prediction:
         if prefill is None:
-            computed = self._compute(computing, computing.work)
-            return self._prediction(computing, decode, computed, self._decode_here(computed))
-        if prefill.member not in self._exported:
-            self._exported[prefill.member] = self._compute(prefill, computing.work)
-        computed = self._exported[prefill.member]
+            return self._prediction(decode, decode, computed, self._decode_here(computed))
         if not self._num_later:
             return self._prediction(prefill, decode, computed, _NOTHING_DECODED)
         kv_bytes = max(0, self._request.num_prompt_tokens - self._num_cached(decode)) * decode.kv_bytes_per_token
-        exposed_s = _exposed_s(decode.work, transfer_s(prefill, decode, kv_bytes) or 0.0, computed)
-        decoded = self._decode_there(decode.work, computed, exposed_s)
-        return self._prediction(prefill, decode, computed, decoded, kv_bytes)
+        exposed_s = _exposed_s(_work(decode), transfer_s(prefill, decode, kv_bytes) or 0.0, computed)
+        return self._prediction(prefill, decode, computed, self._decode_there(decode, computed, exposed_s), kv_bytes)
 
     @property
     def _num_later(self) -> float:
@@ -105,7 +114,6 @@ class _Predictor:
         return self._request.cached_tokens.get(load.member, 0)
 
     def _compute(self, load: WorkerLoad, work: WorkAhead) -> _Computed:
-        """Predict the prefill behind the worker's queue and beside its running sequences."""
         forecast = Forecast(work)
         forecast.wait(self._after_s)
         forecast.compute(PromptWork.of(self._request.num_prompt_tokens, self._num_cached(load)))
@@ -125,10 +133,14 @@ class _Predictor:
             return _NOTHING_DECODED
         return self._decode(forecast, computed.at_s, begun_s)
 
-    def _decode_there(self, work: WorkAhead, computed: _Computed, exposed_s: float) -> "_Decoded":
+    def _decode_there(self, decode: WorkerLoad, computed: _Computed, exposed_s: float) -> "_Decoded":
         """Predict the decode batch of another worker, from the time when the KV has arrived."""
-        forecast = Forecast(work)
-        forecast.join_imports_until(computed.at_s)
+        importing = self._importing.get(decode.member)
+        if importing is None:
+            importing = self._importing[decode.member] = Forecast(_work(decode))
+            importing.join_imports_until(computed.at_s)
+        importing.wait(computed.at_s)
+        forecast = importing.copy()
         forecast.wait(computed.at_s + exposed_s)
         return self._decode(forecast, computed.at_s, 0.0)
 
@@ -166,6 +178,11 @@ class _Predictor:
                 if one.number
             ),
         )
+
+
+def _work(load: WorkerLoad) -> WorkAhead:
+    assert load.work is not None, "a worker of unknown speed was predicted"
+    return load.work
 
 
 @dataclass(frozen=True, slots=True)

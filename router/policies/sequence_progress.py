@@ -40,10 +40,6 @@ class SequenceProgress:
         return self.size.num_prompt + self.size.max_tokens - self.num_left if self.size is not None else 0
 
     @property
-    def work(self) -> SequenceWork:
-        return SequenceWork(int(self.is_decoding), int(not self.is_decoding), self.length, self.expected_left)
-
-    @property
     def expected_left(self) -> float:
         """The number of tokens that it is expected to generate yet."""
         if self.size is None or self._num_expected >= self.size.max_tokens:
@@ -94,7 +90,13 @@ class OutputLengths:
 
 def batch_of(all_progress: Iterable[SequenceProgress], others: SequenceWork = NO_SEQUENCE_WORK) -> SequenceBatch:
     """Return the batch of this router's sequences at one worker and those of other routers."""
-    return SequenceBatch.of(sum((progress.work for progress in all_progress), others))
+    num_running, num_joining, context, left = others.num_running, others.num_joining, others.context, others.left
+    for progress in all_progress:
+        num_running += progress.is_decoding
+        num_joining += not progress.is_decoding
+        context += progress.length
+        left += progress.expected_left
+    return SequenceBatch.of(SequenceWork(num_running, num_joining, context, left))
 
 
 def sequences_to_move(all_progress: Mapping[int, SequenceProgress], now_s: float, drain_deadline_s: float) -> list[int]:

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from cluster.messages import Role
 from router.policies.candidates import NO_TARGETS, Pair, RequestFacts, SloTargets, WorkerLoad, candidates
+from router.policies.forecast import PRECISION
 from router.policies.placement import (
     Candidate,
     LeastLoaded,
@@ -27,8 +28,7 @@ from router.policies.placement import (
 )
 from router.policies.prediction import Prediction, predict_all
 
-# Predictions that differ by less than this share and this time are equal: the models are not more precise.
-_TOLERANCE = 0.02
+# Predictions that differ by less than `PRECISION` and this time are equal: the models are not more precise.
 _TOLERANCE_S = 0.001
 _TOLERANCE_MISSES = 0.02
 _SHARPNESS = 8.0  # a target is missed with a probability of 19 % at 1.2 times the predicted time, of 5 % at 1.45 times
@@ -150,8 +150,8 @@ class SloAware:
 _Criterion = tuple[PlacementReason, Callable[[Candidate], float], float, float]
 _CRITERIA: tuple[_Criterion, ...] = (
     (PlacementReason.SLO, lambda candidate: candidate.expected_misses, 0.0, _TOLERANCE_MISSES),
-    (PlacementReason.TTFT, lambda candidate: _prediction(candidate).ttft_s, _TOLERANCE, _TOLERANCE_S),
-    (PlacementReason.TOKEN_DELAY, lambda candidate: _prediction(candidate).delay_s, _TOLERANCE, _TOLERANCE_S),
+    (PlacementReason.TTFT, lambda candidate: _prediction(candidate).ttft_s, PRECISION, _TOLERANCE_S),
+    (PlacementReason.TOKEN_DELAY, lambda candidate: _prediction(candidate).delay_s, PRECISION, _TOLERANCE_S),
     (PlacementReason.KV_BYTES, lambda candidate: _prediction(candidate).kv_bytes, 0.0, 0.0),
 )
 
