@@ -60,7 +60,7 @@ test-repeat: $(VENV)/.test ## the tests again and again, quiet and loaded, into 
 	@$(BIN)/python -m tests.repeat $(REPEAT_ARGS)
 
 test-all: $(VENV)/.test ## the tests and the long ones
-	@$(PYTEST) -m "" $(PYTEST_ARGS)
+	@$(PYTEST) -m "" --hypothesis-profile=search $(PYTEST_ARGS)
 
 soak: $(VENV)/.test ## a cluster at full rate for ten minutes, with KV reads that go wrong; SOAK_ARGS="--minutes 1"
 	@$(BIN)/python -m tests.soak $(SOAK_ARGS)

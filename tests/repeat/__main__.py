@@ -71,7 +71,7 @@ def _run(kind: Kind, code: str, commit: str) -> Run:
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder) / "junit.xml"
         processes = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")  # as `make test`
-        command = ("-m", "pytest", *processes, "-q", f"--junitxml={junit}")
+        command = ("-m", "pytest", *processes, "-q", "--hypothesis-profile=search", f"--junitxml={junit}")
         with _busy(os.cpu_count() or 1) if kind.is_loaded else _busy(0):
             status = subprocess.run(
                 (sys.executable, *command, f"--randomly-seed={seed}", *kind.paths), cwd=ROOT, check=False
