@@ -66,6 +66,11 @@ class TandemError(Exception):
 class InvalidRequest(TandemError):
     reason = "invalid_request"
 
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
+        """`param`: the field of the request that must change, if it is one."""
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.param = param
+
 
 class PromptTooLong(InvalidRequest):
     reason = "prompt_too_long"
@@ -85,11 +90,6 @@ class UnsupportedField(InvalidRequest):
 
 class InvalidGrammar(InvalidRequest):
     reason = "invalid_grammar"
-
-    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
-        """`param`: the field of the request that holds the grammar."""
-        super().__init__(message, retry_after_s=retry_after_s)
-        self.param = param
 
 
 class GrammarRejected(InvalidRequest):

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from cluster.errors import InvalidRequest
 from cluster.messages import FinishReason
-from router.http.openai_errors import BadField
 from router.http.openai_responses import ChatShape, Json, choice_end, chunk_choice, token_ids
 from router.http.openai_schema import ChatCompletionRequest
 from router.requests import ChatPrompt, ChoiceDelta, GenerateRequest
@@ -153,10 +153,10 @@ class ChatSettings:
         """Return the response format for a request. Raises InvalidRequest for a template of the request that is not
         trusted, and for tools where the router has no parser for calls."""
         if body.chat_template is not None and not self.trusts_templates:
-            raise BadField(
+            raise InvalidRequest(
                 "chat_template: this router takes no templates from requests: leave it out, or start the router with"
                 " --trust-request-chat-template on",
-                "chat_template",
+                param="chat_template",
             )
         names, echo = (body.return_token_ids, body.return_tokens_as_token_ids), body.continued()
         if use is None and self.answers.reasoning is None:
@@ -182,10 +182,10 @@ class ChatSettings:
         """Return how the answers to a chat are divided. Raises InvalidRequest for tools where the router has no parser
         for calls."""
         if use is not None and self.answers.tools is None:
-            raise BadField(
+            raise InvalidRequest(
                 "tools: this router reads no calls from answers: send tool_choice none, or start the router with"
                 " --tool-call-parser",
-                "tools",
+                param="tools",
             )
         prompt_end = tokenization.prompt_end(chat) if self.answers.reasoning is not None else ""
         return Division(

@@ -96,5 +96,5 @@ class LogitFields(StrictBody):
 
         wrong = next((key for key in self.logit_bias if not is_id(key)), None)
         if wrong is not None:
-            raise InvalidRequest(f"logit_bias: {wrong!r:.40} is no token id")
+            raise InvalidRequest(f"logit_bias: {wrong!r:.40} is no token id", param="logit_bias")
         return tuple(sorted({int(key): bias for key, bias in self.logit_bias.items()}.items()))

@@ -32,22 +32,6 @@ _MAX_REPORTED = 5  # validation errors in one message
 _LOG = logging.getLogger("tandem.router.http")
 
 
-class BadField(InvalidRequest):
-    """An InvalidRequest about one field of the body."""
-
-    def __init__(self, message: str, param: str | None) -> None:
-        super().__init__(message)
-        self.param = param
-
-
-class BadFieldName(UnsupportedField):
-    """The body has a field that Tandem does not support."""
-
-    def __init__(self, param: str) -> None:
-        super().__init__(f"unsupported field {param!r}: leave it out")
-        self.param = param
-
-
 def json_bytes(value: object) -> bytes:
     """Encode as compact JSON. Half of a surrogate pair, which a client can send as an escape, is encoded as an
     escape."""
@@ -96,7 +80,8 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> TandemError:
     """Convert the errors that pydantic found. An unsupported field is reported before any other error."""
     for error in errors:
         if error["type"] == "extra_forbidden":
-            return BadFieldName(_path(error["loc"]))
+            param = _path(error["loc"])
+            return UnsupportedField(f"unsupported field {param!r}: leave it out", param=param)
     first = errors[0]
     if first["type"] == "json_invalid":
         return InvalidRequest(f"the body is not valid JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
@@ -104,7 +89,7 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> TandemError:
         return InvalidRequest("the body must be a JSON object, sent with content-type: application/json")
     described = "; ".join(_description(error) for error in errors[:_MAX_REPORTED])
     more = f" (and {len(errors) - _MAX_REPORTED} more)" if len(errors) > _MAX_REPORTED else ""
-    return BadField(described + more, _param(first) or None)
+    return InvalidRequest(described + more, param=_param(first) or None)
 
 
 def _description(error: Mapping[str, Any]) -> str:

@@ -289,7 +289,9 @@ class CompletionRequest(_Request):
         """Return one request per prompt. With several prompts each label gets the number of its prompt appended. Raises
         InvalidRequest for fields that contradict each other."""
         if self.echo and self.logprobs is not None:
-            raise InvalidRequest("echo with logprobs needs the log-probabilities of the prompt, which Tandem has not")
+            raise InvalidRequest(
+                "echo with logprobs needs the log-probabilities of the prompt, which Tandem has not", param="echo"
+            )
         labels = [label] if len(self.prompt) == 1 else [f"{label}-{i}" for i in range(len(self.prompt))]
         return [
             self.request(prompt, one_label, max_tokens=self.max_tokens, logprobs=self.logprobs)
@@ -360,9 +362,11 @@ class ChatCompletionRequest(_Request, ToolFields):
     def requests(self, label: str) -> list[GenerateRequest]:
         """Return the single request. Raises InvalidRequest for fields that contradict each other."""
         if self.top_logprobs and not self.logprobs:
-            raise InvalidRequest("top_logprobs needs logprobs to be true")
+            raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise InvalidRequest("max_tokens and max_completion_tokens mean the same; give one of them")
+            raise InvalidRequest(
+                "max_tokens and max_completion_tokens mean the same; give one of them", param="max_tokens"
+            )
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return [self.request(self.chat, label, max_tokens=max_tokens, logprobs=logprobs)]

@@ -208,7 +208,8 @@ class Pipeline:
         if request.priority and self._fleet.ignores_priorities:
             raise InvalidRequest(
                 f"priority is {request.priority}, but the workers schedule without priorities: leave it at 0, or have"
-                f" them started with --scheduling-policy {PRIORITY_POLICY}"
+                f" them started with --scheduling-policy {PRIORITY_POLICY}",
+                param="priority",
             )
         resolved = resolve(request, prompt_token_ids, self._model, bad_words)
         sizes = request.num_bytes, len(prompt_token_ids), request.n

@@ -2,7 +2,8 @@
 
 from functools import partial
 
-from router.request.validation import truncated
+from cluster.errors import InvalidRequest
+from router.request.validation import prompt_field, truncated
 from router.requests import ChatPrompt, GenerateRequest, TextPrompt, TokenPrompt
 from router.text.tokenization import Tokenization, TokenizerThreads
 
@@ -17,7 +18,12 @@ class Prompts:
     async def token_ids(self, request: GenerateRequest, rendered_at_us: int) -> tuple[int, ...]:
         """Return the tokens of the prompt that the request keeps. `rendered_at_us`: the present for a chat template.
         Raises InvalidRequest or a subclass, Overloaded."""
-        return truncated(request, await self._whole(request, rendered_at_us), self._tokenization.model_info)
+        try:
+            token_ids = await self._whole(request, rendered_at_us)
+        except InvalidRequest as error:
+            error.param = error.param or prompt_field(request)
+            raise
+        return truncated(request, token_ids, self._tokenization.model_info)
 
     async def bad_words(self, request: GenerateRequest) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of its bad words. Raises InvalidRequest, Overloaded."""

@@ -19,23 +19,29 @@ def check_logit_rules(params: SamplingParams, model: ModelInfo) -> None:
     """Raises InvalidRequest, NoTokenizer."""
     for name, (least, most) in PENALTY_RANGES.items():
         value = getattr(params, name)
-        _require(value is None or least <= value <= most, f"{name} must be from {least:g} to {most:g}, not {value}")
+        _require(
+            value is None or least <= value <= most, name, f"{name} must be from {least:g} to {most:g}, not {value}"
+        )
     _check_count("logit_bias", params.logit_bias, MAX_LOGIT_BIAS)
     _check_count("allowed_token_ids", params.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
     _check_count("bad_words", params.bad_words, MAX_BAD_WORDS)
     for token_id, bias in params.logit_bias:
         _require(
             -MAX_BIAS <= bias <= MAX_BIAS,
+            "logit_bias",
             f"logit_bias of token {token_id} must be from {-MAX_BIAS:g} to {MAX_BIAS:g}, not {bias}",
         )
     _check_token_ids("logit_bias", [token_id for token_id, _ in params.logit_bias], model)
     _check_token_ids("allowed_token_ids", params.allowed_token_ids, model)
     _require(
         all(word.strip() and len(word) <= MAX_BAD_WORD_CHARACTERS for word in params.bad_words),
+        "bad_words",
         f"each of bad_words must have 1 to {MAX_BAD_WORD_CHARACTERS} characters, and not only spaces",
     )
     if params.bad_words and not model.has_tokenizer:
-        raise NoTokenizer(f"the model {model.name} has no tokenizer: it takes logit_bias, no bad_words")
+        raise NoTokenizer(
+            f"the model {model.name} has no tokenizer: it takes logit_bias, no bad_words", param="bad_words"
+        )
 
 
 def resolved_logit_rules(
@@ -55,6 +61,7 @@ def resolved_logit_rules(
     num_tokens = sum(map(len, rules.bad_words))
     _require(
         num_tokens <= MAX_BAD_WORD_TOKENS,
+        "bad_words",
         f"bad_words have {num_tokens} tokens, each counted with and without a space before it; at most"
         f" {MAX_BAD_WORD_TOKENS}",
     )
@@ -72,24 +79,25 @@ def _check_drawable(rules: LogitRules, stops: TokenStops, model: ModelInfo) -> N
     )
     _require(
         num_left > 0,
+        "allowed_token_ids",
         "no token may be left to draw: allowed_token_ids must have one that ends no bad word and, with min_tokens, is"
         " no stop token",
     )
 
 
 def _check_count(name: str, values: Sequence[object], most: int) -> None:
-    _require(len(values) <= most, f"{name} must have at most {most} entries, not {len(values)}")
+    _require(len(values) <= most, name, f"{name} must have at most {most} entries, not {len(values)}")
 
 
 def _check_token_ids(name: str, token_ids: Sequence[int], model: ModelInfo) -> None:
     wrong = next((token_id for token_id in token_ids if not 0 <= token_id < model.vocab_size), None)
-    _require(wrong is None, f"{name}: token id {wrong} is outside the vocabulary: 0 to {model.vocab_size - 1}")
+    _require(wrong is None, name, f"{name}: token id {wrong} is outside the vocabulary: 0 to {model.vocab_size - 1}")
 
 
 def _or(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def _require(condition: bool, message: str) -> None:
+def _require(condition: bool, param: str, message: str) -> None:
     if not condition:
-        raise InvalidRequest(message)
+        raise InvalidRequest(message, param=param)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from cluster.errors import InvalidRequest, NoTokenizer, PromptTooLong, RequestTooLarge, UnknownModel
 from cluster.messages import MAX_GRAMMAR_BYTES, Grammar, LogitRules, Sampling, TokenStops
 from router.request.logit_rules import check_logit_rules, resolved_logit_rules
-from router.requests import Accepted, GenerateRequest, ResumedChoice, SamplingParams, StopConditions
+from router.requests import Accepted, ChatPrompt, GenerateRequest, ResumedChoice, SamplingParams, StopConditions
 from router.text.model_files import ModelInfo
 
 MAX_CHOICES = 128
@@ -79,37 +79,48 @@ def check(request: GenerateRequest, model: ModelInfo) -> None:
     request_id = request.request_id
     _require(
         len(request_id) <= MAX_REQUEST_ID_CHARACTERS and (not request_id or request_id.isprintable()),
+        "request_id",
         f"request_id must be at most {MAX_REQUEST_ID_CHARACTERS} printable characters",
     )
     _require(
         len(request.label) <= MAX_LABEL_CHARACTERS and (not request.label or request.label.isprintable()),
+        "label",
         f"label must be at most {MAX_LABEL_CHARACTERS} printable characters",
     )
-    _require(1 <= request.n <= MAX_CHOICES, f"n must be from 1 to {MAX_CHOICES}, not {request.n}")
+    _require(1 <= request.n <= MAX_CHOICES, "n", f"n must be from 1 to {MAX_CHOICES}, not {request.n}")
     _require(
         request.logprobs is None or 0 <= request.logprobs <= MAX_LOGPROBS,
+        "logprobs",
         f"logprobs must be from 0 to {MAX_LOGPROBS}, not {request.logprobs}",
     )
     _require(
         len(request.cache_salt) <= MAX_CACHE_SALT_CHARACTERS,
+        "cache_salt",
         f"cache_salt must have at most {MAX_CACHE_SALT_CHARACTERS} characters",
     )
-    _require(-(1 << 31) <= request.priority < 1 << 31, f"priority must fit 32 bits with sign, not {request.priority}")
+    _require(
+        -(1 << 31) <= request.priority < 1 << 31,
+        "priority",
+        f"priority must fit 32 bits with sign, not {request.priority}",
+    )
     _require(
         request.timeout_s is None or 0 < request.timeout_s < math.inf,
+        None,
         f"the request's timeout must be positive, not {request.timeout_s}",
     )
     _require(
         1 <= request.stream_interval <= MAX_STREAM_INTERVAL,
+        "stream_interval",
         f"stream_interval must be from 1 to {MAX_STREAM_INTERVAL}, not {request.stream_interval}",
     )
     kept = request.truncate_prompt_tokens
     _require(
         kept is None or kept == -1 or 1 <= kept <= model.max_model_len,
+        "truncate_prompt_tokens",
         f"truncate_prompt_tokens must be -1 or from 1 to the context of {model.max_model_len}, not {kept}",
     )
     for name, slo_s in (("slo_ttft_s", request.slo_ttft_s), ("slo_tpot_s", request.slo_tpot_s)):
-        _require(slo_s is None or 0 < slo_s < math.inf, f"{name} must be positive, not {slo_s}")
+        _require(slo_s is None or 0 < slo_s < math.inf, name, f"{name} must be positive, not {slo_s}")
     _check_sampling(request.sampling)
     check_logit_rules(request.sampling, model)
     _check_stop(request.stop, model)
@@ -122,14 +133,14 @@ def check(request: GenerateRequest, model: ModelInfo) -> None:
 def check_model(name: str, model: ModelInfo) -> None:
     """Check the name of the model; empty means the served one. Raises UnknownModel."""
     if name not in ("", model.name):
-        raise UnknownModel(f"there is no model {name!r}; this router serves {model.name!r}")
+        raise UnknownModel(f"there is no model {name!r}; this router serves {model.name!r}", param="model")
 
 
-def check_token_ids(token_ids: tuple[int, ...], model: ModelInfo) -> None:
-    """Check that all token ids are in the vocabulary. Raises InvalidRequest."""
+def check_token_ids(token_ids: tuple[int, ...], model: ModelInfo, param: str) -> None:
+    """Check that all token ids of a field are in the vocabulary. Raises InvalidRequest."""
     for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
         in_vocabulary = 0 <= token_id < model.vocab_size
-        _require(in_vocabulary, f"token id {token_id} is outside the vocabulary: 0 to {model.vocab_size - 1}")
+        _require(in_vocabulary, param, f"token id {token_id} is outside the vocabulary: 0 to {model.vocab_size - 1}")
 
 
 def truncated(request: GenerateRequest, prompt_token_ids: tuple[int, ...], model: ModelInfo) -> tuple[int, ...]:
@@ -150,12 +161,13 @@ def resolve(
 ) -> ResolvedRequest:
     """Resolve all defaults of a request that has passed `check`. `bad_words`: the request's, in tokens. Raises
     InvalidRequest, PromptTooLong."""
-    _require(bool(prompt_token_ids), "the prompt is empty: it must have at least one token")
+    _require(bool(prompt_token_ids), prompt_field(request), "the prompt is empty: it must have at least one token")
     # First: a prompt may be too long to be looked through at all.
-    max_tokens = _max_tokens(len(prompt_token_ids), request.stop, model)
-    check_token_ids(prompt_token_ids, model)
+    max_tokens = _max_tokens(len(prompt_token_ids), request, model)
+    check_token_ids(prompt_token_ids, model, prompt_field(request))
     _require(
         request.stop.min_tokens <= max_tokens,
+        "min_tokens",
         f"min_tokens is {request.stop.min_tokens}, more than the {max_tokens} tokens that may be generated",
     )
     eos = frozenset() if request.stop.ignore_eos else model.eos_token_ids
@@ -181,62 +193,99 @@ def resolve(
 
 def _check_sampling(params: SamplingParams) -> None:
     temperature, top_k, top_p, min_p, seed = params.temperature, params.top_k, params.top_p, params.min_p, params.seed
-    _require(temperature is None or 0 <= temperature <= 2, f"temperature must be from 0 to 2, not {temperature}")
-    _require(top_k is None or 0 <= top_k < 1 << 32, f"top_k must be 0 (all) or positive, not {top_k}")
-    _require(top_p is None or 0 < top_p <= 1, f"top_p must be above 0 and at most 1, not {top_p}")
-    _require(min_p is None or 0 <= min_p <= 1, f"min_p must be from 0 to 1, not {min_p}")
-    _require(seed is None or 0 <= seed < 1 << 64, f"seed must fit 64 bits without sign, not {seed}")
+    _require(
+        temperature is None or 0 <= temperature <= 2,
+        "temperature",
+        f"temperature must be from 0 to 2, not {temperature}",
+    )
+    _require(top_k is None or 0 <= top_k < 1 << 32, "top_k", f"top_k must be 0 (all) or positive, not {top_k}")
+    _require(top_p is None or 0 < top_p <= 1, "top_p", f"top_p must be above 0 and at most 1, not {top_p}")
+    _require(min_p is None or 0 <= min_p <= 1, "min_p", f"min_p must be from 0 to 1, not {min_p}")
+    _require(seed is None or 0 <= seed < 1 << 64, "seed", f"seed must fit 64 bits without sign, not {seed}")
 
 
 def _check_stop(stop: StopConditions, model: ModelInfo) -> None:
-    _require(stop.max_tokens is None or stop.max_tokens >= 1, f"max_tokens must be at least 1, not {stop.max_tokens}")
-    _require(stop.min_tokens >= 0, f"min_tokens must not be negative, not {stop.min_tokens}")
-    _require(len(stop.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} stop strings, not {len(stop.stop)}")
-    _require(all(stop.stop), "a stop string must not be empty")
+    _require(
+        stop.max_tokens is None or stop.max_tokens >= 1,
+        "max_tokens",
+        f"max_tokens must be at least 1, not {stop.max_tokens}",
+    )
+    _require(stop.min_tokens >= 0, "min_tokens", f"min_tokens must not be negative, not {stop.min_tokens}")
+    _require(
+        len(stop.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} stop strings, not {len(stop.stop)}"
+    )
+    _require(all(stop.stop), "stop", "a stop string must not be empty")
     _require(
         all(len(text) <= MAX_STOP_STRING_CHARACTERS for text in stop.stop),
+        "stop",
         f"a stop string must have at most {MAX_STOP_STRING_CHARACTERS} characters",
     )
     _require(
         len(stop.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+        "stop_token_ids",
         f"at most {MAX_STOP_TOKEN_IDS} stop token ids, not {len(stop.stop_token_ids)}",
     )
     if stop.stop and not model.has_tokenizer:
-        raise NoTokenizer(f"the model {model.name} has no tokenizer: it takes stop_token_ids, no stop strings")
-    check_token_ids(stop.stop_token_ids, model)
+        raise NoTokenizer(
+            f"the model {model.name} has no tokenizer: it takes stop_token_ids, no stop strings", param="stop"
+        )
+    check_token_ids(stop.stop_token_ids, model, "stop_token_ids")
 
 
 def _check_grammar(request: GenerateRequest, model: ModelInfo) -> None:
     """Check what contradicts a grammar. What it says is checked by router/grammars/."""
     field = request.grammar_field
     if not model.has_tokenizer:
-        raise NoTokenizer(f"the model {model.name} has no tokenizer: it takes no {field}")
-    _require(bool(model.eos_token_ids), f"{field} needs an end-of-sequence token, which the model {model.name} has not")
-    _require(not request.stop.ignore_eos, f"{field} ends the text with the model's end of sequence: drop ignore_eos")
-    _require(request.stop.min_tokens == 0, f"{field} says where the text may end: drop min_tokens")
+        raise NoTokenizer(f"the model {model.name} has no tokenizer: it takes no {field}", param=field)
+    _require(
+        bool(model.eos_token_ids),
+        field,
+        f"{field} needs an end-of-sequence token, which the model {model.name} has not",
+    )
+    _require(
+        not request.stop.ignore_eos,
+        "ignore_eos",
+        f"{field} ends the text with the model's end of sequence: drop ignore_eos",
+    )
+    _require(request.stop.min_tokens == 0, "min_tokens", f"{field} says where the text may end: drop min_tokens")
+    other = "allowed_token_ids" if request.sampling.allowed_token_ids else "bad_words"
     has_other = bool(request.sampling.allowed_token_ids) or bool(request.sampling.bad_words)
-    _require(not has_other, f"{field} says which tokens may follow: drop allowed_token_ids and bad_words")
+    _require(not has_other, other, f"{field} says which tokens may follow: drop allowed_token_ids and bad_words")
 
 
 def _check_resumption(request: GenerateRequest, choices: tuple[ResumedChoice, ...], model: ModelInfo) -> None:
     """Check the form of the resumed choices. Choice.resume checks their tokens."""
-    _require(bool(request.request_id), "resume_from resumes a request: give its request_id")
-    _require(request.resume_number >= 1, "resume_from.resume_number counts a request's resumptions from 1, not from 0")
-    _require(len(choices) == request.n, f"resume_from has {len(choices)} choices, the request {request.n}")
+    _require(bool(request.request_id), "request_id", "resume_from resumes a request: give its request_id")
+    _require(
+        request.resume_number >= 1,
+        "resume_from",
+        "resume_from.resume_number counts a request's resumptions from 1, not from 0",
+    )
+    _require(
+        len(choices) == request.n, "resume_from", f"resume_from has {len(choices)} choices, the request {request.n}"
+    )
     for choice in choices:
         _require(
             len(choice.token_ids) <= model.max_model_len,
+            "resume_from",
             f"a choice of resume_from has {len(choice.token_ids)} tokens, the context {model.max_model_len}",
         )
-        check_token_ids(choice.token_ids, model)
+        check_token_ids(choice.token_ids, model, "resume_from")
 
 
-def _max_tokens(num_prompt_tokens: int, stop: StopConditions, model: ModelInfo) -> int:
+def prompt_field(request: GenerateRequest) -> str:
+    """Return the client's field that holds the prompt."""
+    return "messages" if isinstance(request.prompt, ChatPrompt) else "prompt"
+
+
+def _max_tokens(num_prompt_tokens: int, request: GenerateRequest, model: ModelInfo) -> int:
+    stop = request.stop
     room = model.max_model_len - num_prompt_tokens
     if room < 1:
         raise PromptTooLong(
             f"the prompt has {num_prompt_tokens} tokens; at most {model.max_model_len - 1} leave room for one more in a"
-            f" context of {model.max_model_len}"
+            f" context of {model.max_model_len}",
+            param=prompt_field(request),
         )
     wanted, most = stop.max_tokens, model.lengths.most_output(room)
     refusal = model.lengths.refusal(num_prompt_tokens, wanted or 1)
@@ -247,7 +296,8 @@ def _max_tokens(num_prompt_tokens: int, stop: StopConditions, model: ModelInfo) 
     if wanted > room:
         raise PromptTooLong(
             f"the prompt has {num_prompt_tokens} tokens and max_tokens is {wanted}: together more than the context of"
-            f" {model.max_model_len}; ask for at most {room}"
+            f" {model.max_model_len}; ask for at most {room}",
+            param="max_tokens",
         )
     return wanted
 
@@ -272,9 +322,10 @@ def _choice_seed(seed: int, choice: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-def _require(condition: bool, message: str) -> None:
+def _require(condition: bool, param: str | None, message: str) -> None:
+    """`param`: the client's field that must change."""
     if not condition:
-        raise InvalidRequest(message)
+        raise InvalidRequest(message, param=param)
 
 
 _TOKEN_BYTES = 4  # of a token id at most: packed to workers; as a varint from clients, for vocabularies up to 2**28

@@ -130,7 +130,7 @@ class Tokenization:
         try:
             return ChatTemplate(options.template, self._special_tokens)
         except ConfigError as error:
-            raise InvalidRequest(f"chat_template: {error.message}") from error
+            raise InvalidRequest(f"chat_template: {error.message}", param="chat_template") from error
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decode token ids, without special tokens. Raises NoTokenizer, InvalidRequest."""

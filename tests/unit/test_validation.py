@@ -53,8 +53,9 @@ REQUEST = GenerateRequest(TokenPrompt((1,)))
     ],
 )
 def test_sampling_out_of_range_is_refused_by_name_and_value(sampling: SamplingParams, named: str) -> None:
-    with pytest.raises(InvalidRequest, match=named):
+    with pytest.raises(InvalidRequest, match=named) as refused:
         check(replace(REQUEST, sampling=sampling), MODEL)
+    assert refused.value.param in SamplingParams.__dataclass_fields__ and refused.value.param in named
 
 
 @pytest.mark.parametrize(
@@ -86,8 +87,10 @@ def test_sampling_out_of_range_is_refused_by_name_and_value(sampling: SamplingPa
     ],
 )
 def test_lengths_and_counts_out_of_range_are_refused_by_name(request_: GenerateRequest, named: str) -> None:
-    with pytest.raises(InvalidRequest, match=named):
+    with pytest.raises(InvalidRequest, match=named) as refused:
         check(request_, MODEL)
+    fields = {*GenerateRequest.__dataclass_fields__, *StopConditions.__dataclass_fields__}
+    assert refused.value.param in fields - {"timeout_s"} or named == "timeout"
 
 
 def test_stop_strings_need_a_tokenizer() -> None:

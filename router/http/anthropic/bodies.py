@@ -5,9 +5,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
 
+from cluster.errors import InvalidRequest
 from router.http.bodies.messages import MAX_MESSAGES, MAX_TOOLS
 from router.http.bodies.strict_body import NeutralValues, StrictBody
-from router.http.openai_errors import BadField, json_bytes
+from router.http.openai_errors import json_bytes
 from router.request.validation import MAX_STOP_STRING_CHARACTERS, MAX_STOP_STRINGS
 from router.requests import (
     ChatMessage,
@@ -189,7 +190,7 @@ class CountTokensRequest(StrictBody):
 
     @property
     def tool_use(self) -> ToolUse | None:
-        """What the answer may do with the tools; None if it may call none. Raises BadField."""
+        """What the answer may do with the tools; None if it may call none. Raises InvalidRequest."""
         choice = self.tool_choice or _AUTO
         if choice.type == "none" or (choice.type == "auto" and not self.tools):
             return None
@@ -197,7 +198,7 @@ class CountTokensRequest(StrictBody):
         tools = [tool for tool in self.tools if not is_named or tool.name == choice.name]
         if not tools:
             named = f"with the name {choice.name!r}" if is_named else "to call"
-            raise BadField(f"tool_choice: the request has no tool {named}", "tool_choice")
+            raise InvalidRequest(f"tool_choice: the request has no tool {named}", param="tool_choice")
         return ToolUse(
             tuple(CallableTool(tool.name, tool.input_schema, tool.strict) for tool in tools),
             must_call=choice.type != "auto",

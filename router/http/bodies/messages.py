@@ -4,8 +4,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
 
+from cluster.errors import InvalidRequest
 from router.http.bodies.strict_body import NeutralValues, StrictBody
-from router.http.openai_errors import BadField
 from router.requests import ChatMessage, ToolCall
 from router.tools.call_forms import CallableTool
 from router.tools.constraint import ToolUse
@@ -180,8 +180,8 @@ class ToolFields(StrictBody):
 
     @property
     def tool_use(self) -> ToolUse | None:
-        """What the answer may do with the tools; None if it may call none. Raises BadField for a choice that the tools
-        do not allow."""
+        """What the answer may do with the tools; None if it may call none. Raises InvalidRequest for a choice
+        that the tools do not allow."""
         choice = self.tool_choice
         word = choice.allowed_tools.mode if isinstance(choice, AllowedToolsChoice) else choice.type
         if choice.type == "none" or (choice.type == "auto" and not self.tools):
@@ -193,9 +193,11 @@ class ToolFields(StrictBody):
         elif isinstance(choice, AllowedToolsChoice):
             names = [tool.function.name for tool in choice.allowed_tools.tools]
         if unknown := [name for name in names if name not in tools]:
-            raise BadField(f"tool_choice: no tool of the request has the name {unknown[0]!r}", "tool_choice")
+            raise InvalidRequest(
+                f"tool_choice: no tool of the request has the name {unknown[0]!r}", param="tool_choice"
+            )
         if not tools:
-            raise BadField("tool_choice: a call is required, but the request has no tools", "tool_choice")
+            raise InvalidRequest("tool_choice: a call is required, but the request has no tools", param="tool_choice")
         return ToolUse(
             tuple(tools[name] for name in dict.fromkeys(names)),
             must_call=word != "auto",

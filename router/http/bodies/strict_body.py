@@ -59,7 +59,7 @@ class StrictBody(BaseModel):
             return data
         if len(data) > _MAX_FIELDS:
             raise ValueError(f"an object has {len(data)} fields; at most {_MAX_FIELDS} are looked at")
-        return {name: value for name, value in data.items() if not cls._is_nothing(name, value)}
+        return {name: _whole(value) for name, value in data.items() if not cls._is_nothing(name, value)}
 
     @classmethod
     def _is_nothing(cls, name: object, value: object) -> bool:
@@ -68,6 +68,15 @@ class StrictBody(BaseModel):
         neutral = cls.asks_for_nothing.get(name) if isinstance(name, str) else None
         # `True == 1` in Python: a boolean is nothing only where a boolean is named.
         return neutral is not None and (value is None or any(value == n and type(value) in _alike(n) for n in neutral))
+
+
+def _whole(value: object) -> object:
+    """Return 1.0 as 1, also in lists: a JSON schema's integer has no other form. Every number may be an integer."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list) and {float, list} & set(map(type, value)):
+        return [_whole(each) for each in value]
+    return value
 
 
 def _alike(neutral: object) -> tuple[type, ...]:

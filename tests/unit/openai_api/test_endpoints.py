@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from router.requests import TokenPrompt
 from router.text.tokenization import Tokenization
 from tests.unit.openai_api.endpoint import SCRIPT, USER, Endpoint, endpoint, refused
 from tests.unit.scripted_pipeline import LEDGER
@@ -32,9 +33,22 @@ def test_tokens_are_refused_with_the_field_that_must_change(shared: Endpoint) ->
     for body in ({}, {"prompt": "x", "messages": USER}):
         refused(shared.post("/tokenize", body), 400, "invalid_request", None, "exactly one of prompt and messages")
     refused(shared.post("/tokenize", {"text": "x"}), 400, "unsupported_field", "text")
-    refused(shared.post("/tokenize", {"prompt": "x", "model": "gpt-9"}), 404, "unknown_model", None)
+    refused(shared.post("/tokenize", {"prompt": "x", "model": "gpt-9"}), 404, "unknown_model", "model")
     refused(shared.post("/detokenize", {"tokens": [1024]}), 400, "invalid_request", None, "0 to 1023")
     refused(shared.post("/detokenize", {}), 400, "invalid_request", "tokens")
+    refused(shared.post("/detokenize", {"tokens": [1.5]}), 400, "invalid_request", "tokens[0]")
+
+
+def test_a_whole_number_with_a_decimal_point_is_an_integer_as_json_schema_has_it(shared: Endpoint) -> None:
+    texts = [shared.post("/detokenize", {"tokens": tokens}).json() for tokens in ([5, 6], [5.0, 6.0])]
+    assert texts[0] == texts[1]
+    body = b'{"prompt": [5.0, 6], "max_tokens": 3.0, "stop_token_ids": [7.0], "temperature": 1.0}'
+    assert shared.post("/v1/completions", body).status_code == 200
+    request = shared.pipeline.seen[-1]
+    assert isinstance(request.prompt, TokenPrompt) and request.prompt.token_ids == (5, 6)
+    assert (request.stop.max_tokens, request.stop.stop_token_ids) == (3, (7,))
+    message = b'{"max_tokens": 2.0, "messages": [{"role": "user", "content": "x"}]}'
+    assert shared.post("/v1/messages", message).status_code == 200
 
 
 def test_tokens_need_the_api_key(demo: Tokenization) -> None:

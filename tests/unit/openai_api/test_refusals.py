@@ -1,6 +1,7 @@
 """The OpenAI endpoint: which requests are refused; every refusal names the necessary change."""
 
 import json
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -161,16 +162,17 @@ def test_messages_that_cannot_be_rendered_are_refused_with_their_position(
     ],
 )
 def test_wrong_values_are_refused_with_the_necessary_change(
-    shared: Endpoint, path: str, body: object, words: str
+    shared: Endpoint, path: str, body: dict[str, Any], words: str
 ) -> None:
     answer = shared.post(f"/v1/{path}", body)
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
+    assert re.split(r"[.\[]", answer.json()["error"]["param"])[0] in {"prompt", *body}
 
 
 def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(shared: Endpoint) -> None:
     answer = shared.post("/v1/completions", {"prompt": [5] * 2000, "max_tokens": 1})
-    refused(answer, 400, "prompt_too_long", None, "2000", "1024")
+    refused(answer, 400, "prompt_too_long", "prompt", "2000", "1024")
 
 
 @pytest.mark.parametrize(
@@ -192,7 +194,7 @@ def test_a_malformed_body_is_a_clear_error(shared: Endpoint, content: bytes, wor
 
 def test_half_a_surrogate_pair_is_a_clear_error(shared: Endpoint) -> None:
     refused(shared.post("/v1/completions", b'{"prompt": "ab\\ud800"}'), 400, "invalid_request", None, "surrogate")
-    refused(shared.post("/v1/completions", b'{"prompt": "x", "model": "\\ud800"}'), 404, "unknown_model", None)
+    refused(shared.post("/v1/completions", b'{"prompt": "x", "model": "\\ud800"}'), 404, "unknown_model", "model")
 
 
 def test_an_oversized_body_is_refused_before_all_of_it_has_arrived(shared: Endpoint) -> None:
@@ -251,7 +253,7 @@ def test_a_model_without_a_tokenizer_serves_token_ids(tmp_path: Path) -> None:
         assert (choice["text"], choice["token_ids"]) == ("", [7, 8])
         assert choice["logprobs"]["tokens"] == ["token_id:7", "token_id:8"]
         refused(running.post("/v1/completions", {"prompt": "x"}), 400, "no_tokenizer", None, "token ids")
-        refused(running.post("/v1/completions", {"prompt": [3], "stop": "x"}), 400, "no_tokenizer", None)
+        refused(running.post("/v1/completions", {"prompt": [3], "stop": "x"}), 400, "no_tokenizer", "stop")
 
 
 def bare_model(folder: Path, tokenizer: Tokenizer | None = None) -> Path:
