@@ -7,7 +7,8 @@ from typing import TypeAlias, TypeVar
 
 import grpc
 
-from cli.local.last_cluster import find_address, find_tls_ca
+from cli.local.last_cluster import find_address, find_admin_key, find_tls_ca
+from cluster.accounts.key_store import configured_key
 from cluster.errors import ConfigError
 from tandem import channel
 from tandem.client import AsyncClient, Client
@@ -37,7 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_credentials(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--api-key", metavar="KEY", help="the router's API key (default: TANDEM_API_KEY)")
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="the router's API key (default: TANDEM_API_KEY; operators' commands: TANDEM_ADMIN_KEY; of a cluster that"
+        " `tandem up` started here: its own)",
+    )
+    parser.add_argument("--api-key-file", metavar="FILE", help="file with the API key")
     parser.add_argument(
         "--tls-ca",
         metavar="FILE",
@@ -49,13 +56,17 @@ def open_client(arguments: argparse.Namespace) -> Client:
     """Return a client of the cluster that the arguments name. Raises ConfigError without an address, or if the --tls-ca
     file is missing."""
     address = find_address(arguments.address)
-    return Client(address, _api_key(arguments), tls_ca=tls_ca(arguments, address), discover=arguments.discover)
+    return Client(
+        address, client_key(arguments, address), tls_ca=tls_ca(arguments, address), discover=arguments.discover
+    )
 
 
 def open_async_client(arguments: argparse.Namespace) -> AsyncClient:
     """Do what `open_client` does, for a client on the running event loop."""
     address = find_address(arguments.address)
-    return AsyncClient(address, _api_key(arguments), tls_ca=tls_ca(arguments, address), discover=arguments.discover)
+    return AsyncClient(
+        address, client_key(arguments, address), tls_ca=tls_ca(arguments, address), discover=arguments.discover
+    )
 
 
 def ask(arguments: argparse.Namespace, call: Call[Answer]) -> Answer:
@@ -78,7 +89,7 @@ def ask_one(arguments: argparse.Namespace, address: str, call: Call[Answer]) -> 
     authorities = tls_ca(arguments, find_address(arguments.address))
     with channel.open_channel(address, tls_ca=authorities) as opened:
         try:
-            return call(admin_pb2_grpc.AdminStub(opened), _metadata(arguments))
+            return call(admin_pb2_grpc.AdminStub(opened), _metadata(arguments, address))
         except grpc.RpcError as error:
             raise error_from_rpc(error) from error
 
@@ -102,8 +113,8 @@ def _members(admin: admin_pb2_grpc.AdminStub, metadata: Metadata) -> Sequence[ad
         following.cancel()
 
 
-def _metadata(arguments: argparse.Namespace) -> Metadata:
-    key = _api_key(arguments)
+def _metadata(arguments: argparse.Namespace, address: str) -> Metadata:
+    key = _given_key(arguments) or _environment_key("admin_key") or client_key(arguments, address)
     return [("authorization", f"Bearer {key}")] if key else []
 
 
@@ -115,6 +126,16 @@ def tls_ca(arguments: argparse.Namespace, address: str) -> str | None:
     return path
 
 
-def _api_key(arguments: argparse.Namespace) -> str | None:
-    key: str | None = arguments.api_key or os.environ.get("TANDEM_API_KEY")
-    return key
+def client_key(arguments: argparse.Namespace, address: str) -> str:
+    """Return the key with which to generate at the router at `address`; empty: none. Raises ConfigError."""
+    return _given_key(arguments) or _environment_key("api_key") or find_admin_key(address)
+
+
+def _given_key(arguments: argparse.Namespace) -> str:
+    return configured_key(arguments.api_key or "", arguments.api_key_file or "", "--api-key")
+
+
+def _environment_key(name: str) -> str:
+    variable = f"TANDEM_{name.upper()}"
+    key, file = os.environ.get(variable, ""), os.environ.get(f"{variable}_FILE", "")
+    return configured_key(key, file, f"--{name.replace('_', '-')}")

@@ -10,6 +10,7 @@
     │   ├── GrammarRejected       committed tokens do not follow the request's grammar
     │   └── NoTokenizer / NoChatTemplate
     ├── Unauthenticated
+    ├── PermissionDenied          the API key does not allow it
     ├── DuplicateRequest          the id belongs to a live request
     ├── ResumeRefused             the request cannot be resumed here as it was accepted
     │   ├── AcceptanceMissing / AcceptanceInvalid / AcceptanceOfAnotherClient
@@ -109,6 +110,10 @@ class NoChatTemplate(InvalidRequest):
 
 class Unauthenticated(TandemError):
     reason = "unauthenticated"
+
+
+class PermissionDenied(TandemError):
+    reason = "permission_denied"
 
 
 class DuplicateRequest(TandemError):
@@ -308,6 +313,7 @@ _STATUS: dict[type[TandemError], tuple[str, HTTPStatus, str]] = {
     InvalidRequest: ("INVALID_ARGUMENT", HTTPStatus.BAD_REQUEST, "invalid_request_error"),
     UnknownModel: ("NOT_FOUND", HTTPStatus.NOT_FOUND, "invalid_request_error"),
     Unauthenticated: ("UNAUTHENTICATED", HTTPStatus.UNAUTHORIZED, "authentication_error"),
+    PermissionDenied: ("PERMISSION_DENIED", HTTPStatus.FORBIDDEN, "permission_error"),
     DuplicateRequest: ("ALREADY_EXISTS", HTTPStatus.CONFLICT, "invalid_request_error"),
     ResumeRefused: ("FAILED_PRECONDITION", HTTPStatus.CONFLICT, "invalid_request_error"),
     NotFound: ("NOT_FOUND", HTTPStatus.NOT_FOUND, "invalid_request_error"),

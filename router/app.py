@@ -32,6 +32,7 @@ from cluster.request_size import LengthLimits
 from cluster.serving.serving import MAX_MESSAGE_BYTES, GrpcServer, join_address, open_channel
 from cluster.serving.tls import ClusterTls, load_tls
 from cluster.settings.config import RouterConfig, echo
+from router.accounts import Accounts
 from router.drain.evacuation import Evacuation
 from router.drain.operator_commands import MemberCommands, ScaleTargetView
 from router.fleet.fleet import Fleet
@@ -39,7 +40,8 @@ from router.fleet.membership import advertised_routers
 from router.fleet.prefix_locator import CacheEventFollower, PrefixLocator
 from router.fleet.supervision import WorkerTimeouts
 from router.grammars.checker import grammar_checker
-from router.grpc_api.service import AdminService, ApiKeyInterceptor, InferenceService, WriteTimeout
+from router.grpc_api.gatekeeper import KeyInterceptor
+from router.grpc_api.service import AdminService, InferenceService, WriteTimeout
 from router.http.divided_chat import ChatSettings
 from router.http.openai_api import build_app
 from router.http.server import HttpServer
@@ -109,9 +111,10 @@ class Router:
             telemetry=self._telemetry,
         )
         self._registry = Registry(url=config.redis, cluster_name=config.cluster_name, ttl_s=config.registration_ttl_s)
+        self._accounts = Accounts(config, self._registry, self._keys)
         self._answers = AnswerFormat.named(config.tool_call_parser, config.reasoning_parser)
         self._tokenization = _tokenization(config, self._answers.markers)
-        self._ports = _ports(config, host, self._telemetry, tls)
+        self._ports = _ports(config, host, self._telemetry, tls, self._accounts)
         self._member = self._as_member()
         self._prefix_index = PrefixIndex()
         self._fleet = self._make_fleet()
@@ -172,6 +175,7 @@ class Router:
                 tasks.create_task(self._evacuation.run(), name="evacuation"),
                 tasks.create_task(self._scaling.run(), name="scale target"),
                 tasks.create_task(registration.keep(), name="keep registration"),
+                tasks.create_task(self._accounts.follow(), name="accounts"),
                 tasks.create_task(self._follow_readiness(), name="readiness"),
                 tasks.create_task(self._publish_figures(), name="figures"),
                 tasks.create_task(self._overview.run(), name="overview"),
@@ -318,7 +322,7 @@ class Router:
             tokenization=self._tokenization,
             telemetry=self._telemetry,
             ready=lambda: self._pipeline.is_ready,
-            api_key=self._config.api_key,
+            gate=self._accounts.gate,
             max_message_bytes=self._config.max_message_bytes,
             client_stall_s=self._config.client_stall_s,
             allowed_origins=[origin for origin in self._config.allowed_origins.split(",") if origin],
@@ -331,7 +335,7 @@ class Router:
             tokenization=self._tokenization,
             stalls=WriteTimeout(self._config.client_stall_s, self._telemetry),
             advertised_routers=lambda: advertised_routers(self._member, self._fleet.members()),
-            asks_for_keys=bool(self._config.api_key),
+            gate=self._accounts.gate,
         )
 
     def _admin_service(self) -> AdminService:
@@ -347,6 +351,8 @@ class Router:
             overview=self._overview,
             placement=self._config.placement,
             explore=self._config.explore,
+            gate=self._accounts.gate,
+            keys=self._accounts.keys,
         )
 
 
@@ -371,13 +377,13 @@ def _tokenization(config: RouterConfig, markers: Sequence[str]) -> Tokenization:
     return tokenization
 
 
-def _ports(config: RouterConfig, host: str, telemetry: Telemetry, tls: ClusterTls | None) -> Ports:
+def _ports(config: RouterConfig, host: str, telemetry: Telemetry, tls: ClusterTls | None, accounts: Accounts) -> Ports:
     http = HttpServer(host=config.host, port=config.port, tls=tls, shares_port=config.share_port == "on")
     grpc = GrpcServer(
         service_names=_SERVICES,
         telemetry=telemetry,
         max_message_bytes=config.max_message_bytes,
-        interceptors=[ApiKeyInterceptor(config.api_key)] if config.api_key else [],
+        interceptors=[KeyInterceptor(accounts.gate, accounts.audit)],
         credentials=tls.public_credentials() if tls is not None else None,
         max_calls=_max_calls(config),
     )

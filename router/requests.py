@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster.accounts.keys import Caller
 from cluster.messages import FinishReason, Grammar, TokenLogprobs
 
 
@@ -43,6 +44,7 @@ class ChatOptions:
 
 
 NO_CHAT_OPTIONS = ChatOptions()
+ANY_CLIENT = Caller()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,7 @@ class GenerateRequest:
     prompt: Prompt
     request_id: str = ""
     label: str = ""  # the client's name for it in logs and listings; need not be unique
+    caller: Caller = ANY_CLIENT  # the tenant and the limits of the API key that it came with
     client: bytes = b""  # identifies the API key that it came with; empty: this router asks for none
     num_bytes: int = 0  # of its message from the client, without `resume_from`; 0: it cannot be resumed
     model: str = ""

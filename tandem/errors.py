@@ -5,6 +5,7 @@ TandemError              `reason`: the error's stable name; `retry_after_s`: whe
 ├── InvalidRequest       the request must change; the message says how
 │   └── UnknownModel     the cluster does not serve this model
 ├── Unauthenticated      the API key is missing or wrong
+├── PermissionDenied     the API key does not allow it
 ├── Overloaded           the request was not started; try again after `retry_after_s`
 ├── Unavailable          no router responds, or its cluster cannot serve now
 ├── DeadlineExceeded     `timeout_s` has passed
@@ -43,6 +44,10 @@ class Unauthenticated(TandemError):
     pass
 
 
+class PermissionDenied(TandemError):
+    pass
+
+
 class Overloaded(TandemError):
     pass
 
@@ -70,6 +75,7 @@ _KINDS: dict[grpc.StatusCode, type[TandemError]] = {
     grpc.StatusCode.UNIMPLEMENTED: InvalidRequest,
     grpc.StatusCode.NOT_FOUND: UnknownModel,
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
     grpc.StatusCode.UNAVAILABLE: Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,

@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from cluster.errors import ConfigError
@@ -20,6 +20,7 @@ class LastCluster:
     pid: int
     tls_ca: str = ""  # PEM file with the authorities of its certificates; empty: it does not use TLS
     more_grpc: tuple[str, ...] = ()  # addresses of its other routers
+    admin_key: str = field(default="", repr=False)
 
     @property
     def address(self) -> str:
@@ -37,7 +38,8 @@ def remember(cluster: LastCluster, environment: Mapping[str, str] | None = None)
         for path in folder.glob("cluster-*.json"):
             if not _lives(path):
                 path.unlink(missing_ok=True)
-        draft.write_text(json.dumps(asdict(cluster)))
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:  # it has a key
+            file.write(json.dumps(asdict(cluster)))
         draft.replace(folder / f"cluster-{cluster.pid}.json")
     except OSError as error:
         with suppress(OSError):
@@ -80,6 +82,15 @@ def find_tls_ca(told: str | None, address: str, environment: Mapping[str, str] |
     )
 
 
+def find_admin_key(address: str, environment: Mapping[str, str] | None = None) -> str:
+    """Return the admin key of the local cluster with a router at `address`, gRPC or HTTP; empty: there is none."""
+    environment = os.environ if environment is None else environment
+    for found in running(environment):
+        if address in (found.address, found.http, found.grpc, *found.more_grpc):
+            return found.admin_key
+    return ""
+
+
 def find_address(told: str | None, environment: Mapping[str, str] | None = None) -> str:
     """Return the gRPC host:port of a router, or of several, comma-separated. Raises ConfigError."""
     environment = os.environ if environment is None else environment
@@ -115,7 +126,8 @@ def _read(path: Path) -> LastCluster | None:
     try:
         values = json.loads(path.read_text())
         more_grpc = tuple(values.get("more_grpc", ()))
-        return LastCluster(values["grpc"], values["http"], values["pid"], values.get("tls_ca", ""), more_grpc)
+        more = values.get("tls_ca", ""), more_grpc, values.get("admin_key", "")
+        return LastCluster(values["grpc"], values["http"], values["pid"], *more)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -11,10 +11,10 @@ from cli.local.child import ChildSpec
 from cluster.errors import ConfigError
 from cluster.messages import Role
 from cluster.registry.scale_target import POOLS, ScaleTarget, pool_name
-from cluster.settings.config import RouterConfig, WorkerConfig
+from cluster.settings.config import SECRETS, RouterConfig, WorkerConfig
 
 # Secrets are passed in the environment, because `ps` shows arguments.
-_BY_ENVIRONMENT = frozenset({"api_key", "redis"})
+_BY_ENVIRONMENT = SECRETS | {"redis"}
 _LAST_PORT = 65535
 _MODULES = {Role.PREFILL: "prefill_worker", Role.DECODE: "decode_worker", Role.BOTH: "worker"}
 _POOLS = (Role.DECODE, Role.BOTH, Role.PREFILL)  # workers that decode first: every request ends on one

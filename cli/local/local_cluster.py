@@ -35,7 +35,7 @@ class Plan:
     redis: str
     cluster_name: str
     registration_ttl_s: float
-    api_key: str
+    admin_key: str
     num_threads: int
     start_timeout_s: float
     drain_grace_s: float
@@ -100,7 +100,7 @@ class LocalCluster:
             registry=registry,
             layout=self._layout,
             first=plan.pools,
-            loads=WorkerLoads([self.grpc, *self.more_grpc], plan.api_key, plan.tls).ask,
+            loads=WorkerLoads([self.grpc, *self.more_grpc], plan.admin_key, plan.tls).ask,
             grace_s=self._grace_s,
             say=self._say,
         )

@@ -1,7 +1,6 @@
 """`tandem batch`: answer a file of requests, with the capacity that no other request needs."""
 
 import argparse
-import os
 import ssl
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -115,5 +114,5 @@ def _server(arguments: argparse.Namespace) -> Server:
         tls = ssl.create_default_context(cafile=authorities) if authorities else None
     except OSError as error:
         raise ConfigError(f"cannot read --tls-ca {authorities}: {error.strerror}") from error
-    key = arguments.api_key or os.environ.get("TANDEM_API_KEY", "")
+    key = connection.client_key(arguments, address)
     return Server(address=address, api_key=key, tls=tls, timeout_s=arguments.timeout_s)

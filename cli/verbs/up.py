@@ -14,6 +14,8 @@ from pathlib import Path
 from cli.local.last_cluster import LastCluster, forget, remember, running
 from cli.local.layout import Pools, Ports, router_ports, threads_per_worker
 from cli.local.local_cluster import LocalCluster, Plan, first_of
+from cluster.accounts.key_store import configured_key
+from cluster.accounts.keys import new_secret
 from cluster.errors import ConfigError
 from cluster.identity import advertised_host
 from cluster.process import announce_ready
@@ -85,17 +87,18 @@ def plan_from(arguments: argparse.Namespace) -> tuple[Plan, UpConfig]:
     """Return the cluster that the arguments describe. Raises ConfigError."""
     given = {name: value for name, value in vars(arguments).items() if name in _names() | {"config"}}
     config = load_config(UpConfig, given)
+    admin_key = configured_key(config.admin_key, config.admin_key_file, "--admin-key") or new_secret()
     pools = pools_from(arguments.prefill, arguments.decode, arguments.colocated)
     _check_model(config.model)
     num_cores = len(os.sched_getaffinity(0))
     plan = Plan(
         pools=pools,
         routers=routers_from(arguments.routers, config),
-        flags={**given, "model": config.model},
+        flags={**given, "model": config.model} | ({} if config.admin_key_file else {"admin_key": admin_key}),
         redis=config.redis,
         cluster_name=config.cluster_name,
         registration_ttl_s=config.registration_ttl_s,
-        api_key=config.api_key,
+        admin_key=admin_key,
         num_threads=config.num_threads or threads_per_worker(num_cores, pools.num_workers),
         start_timeout_s=arguments.start_timeout_s,
         drain_grace_s=config.drain_grace_s,
@@ -186,7 +189,12 @@ async def _announce_and_stay(cluster: LocalCluster, plan: Plan) -> None:
 def _started(cluster: LocalCluster, plan: Plan) -> LastCluster:
     tls_ca = os.path.abspath(plan.tls.ca_file) if plan.tls is not None else ""
     return LastCluster(
-        grpc=cluster.grpc, http=cluster.http, pid=os.getpid(), tls_ca=tls_ca, more_grpc=cluster.more_grpc
+        grpc=cluster.grpc,
+        http=cluster.http,
+        pid=os.getpid(),
+        tls_ca=tls_ca,
+        more_grpc=cluster.more_grpc,
+        admin_key=plan.admin_key,
     )
 
 

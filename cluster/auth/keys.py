@@ -27,6 +27,7 @@ class Purpose(StrEnum):
     TICKETS = "tickets"
     LINK_CHECKS = "link checks"
     ACCEPTANCES = "acceptances"
+    KEY_RECORDS = "records of API keys"
 
 
 class CachePurpose(StrEnum):

@@ -159,9 +159,9 @@ class Following:
 class WorkerLoads:
     """The loads by which a follower picks the workers that it ends."""
 
-    def __init__(self, routers: Sequence[str], api_key: str, tls: ClusterTls | None) -> None:
+    def __init__(self, routers: Sequence[str], admin_key: str, tls: ClusterTls | None) -> None:
         self._routers = tuple(routers)
-        self._metadata = [("authorization", f"Bearer {api_key}")] if api_key else []
+        self._metadata = [("authorization", f"Bearer {admin_key}")] if admin_key else []
         self._tls = tls
 
     async def ask(self) -> Mapping[str, float]:

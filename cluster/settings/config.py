@@ -12,6 +12,7 @@ from cluster.settings.engine_settings import EngineSettings, flag_of, require, r
 from cluster.settings.transfer_settings import TransferSettings, require_exact_wire, require_one_quantisation
 
 CLIENT_STALL_S = 60.0
+SECRETS = frozenset({"api_key", "admin_key"})  # names of settings that are shown nowhere
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +106,14 @@ class RouterConfig(ClusterSettings):
         choices=("on", "off"),
     )
     grpc_port: int = setting(50051, "gRPC port; 0: a free port")
-    api_key: str = setting("", "bearer token that clients must send; empty: no authentication")
+    api_key: str = setting("", "bearer token that allows inference; better in the environment or in a file")
+    api_key_file: str = setting("", "file with that token")
+    admin_key: str = setting(
+        "", "bearer token that allows everything, such as the commands of operators; better in the environment"
+    )
+    admin_key_file: str = setting("", "file with that token")
+    keys: str = setting("", "where API keys of tenants are kept: redis, or a file; empty: there are none")
+    audit_file: str = setting("", "file to which a line of JSON is added for each call of an operator; empty: the log")
     allowed_origins: str = setting(
         "", "origins, separated by commas, whose pages may use the HTTP API from browsers (CORS); *: all"
     )
@@ -185,7 +193,7 @@ def echo(config: WorkerConfig | RouterConfig) -> str:
 def _shown(name: str, value: object) -> object:
     if name == "redis":  # hide the user and password before the host, and the options after a question mark
         return re.sub(r"\?.*", "?***", re.sub(r"//.*@", "//***@", str(value)))
-    return "***" if name == "api_key" else value
+    return "***" if name in SECRETS else value
 
 
 def _require_no_negative(config: WorkerConfig | RouterConfig, *names: str) -> None:

@@ -71,7 +71,7 @@ async def _follow(pools: RayPools, settings: Mapping[str, str]) -> None:
 
     async def loads() -> Mapping[str, float]:
         routers = [member.address for member in await registry.members() if member.role is Role.ROUTER]
-        return await WorkerLoads(routers, config.api_key, tls).ask()
+        return await WorkerLoads(routers, config.admin_key or config.api_key, tls).ask()
 
     try:
         await RayFollower(pools=pools, registry=registry, loads=loads, say=print).run()

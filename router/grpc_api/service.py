@@ -1,17 +1,20 @@
 """The gRPC services of the router: Inference for clients, Admin for operators. Convert messages to values and back."""
 
 import asyncio
-import hmac
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing, closing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import grpc
 
-from cluster.errors import InvalidRequest, Unauthenticated
+from cluster.accounts.gate import Gate
+from cluster.accounts.key_store import RecordedKeys
+from cluster.accounts.keys import new_key
+from cluster.errors import InvalidRequest, Unavailable
 from cluster.messages import Role
 from cluster.observe.telemetry import Telemetry
 from cluster.registry.scale_target import POOLS
@@ -19,6 +22,7 @@ from router.drain.operator_commands import MemberCommands, OperatorCall, ScaleTa
 from router.fleet.fleet import Fleet
 from router.grpc_api.admin_wire import comparison_to_wire, live_requests_to_wire
 from router.grpc_api.inference_wire import chat_from_wire, generate_request_from_wire, model_to_wire, output_to_wire
+from router.grpc_api.keys_wire import caller_from_wire, record_to_wire
 from router.overview.members import member_to_wire
 from router.overview.overview import Overview
 from router.pipeline.migration import Migrations
@@ -88,7 +92,6 @@ class CallWriting:
 _EARLY_SHARE, _EARLY_MAX_S = 0.1, 0.25
 _LOOK_AGAIN_S = 1.0
 _LEAST_KEEPALIVE_INTERVAL_S = 0.1
-_GUARDED_PREFIX = "/tandem."
 _AUTHORIZATION = "authorization"
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -102,16 +105,16 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         tokenization: Tokenization,
         stalls: WriteTimeout,
         advertised_routers: Callable[[], Sequence[str]] = tuple,
-        asks_for_keys: bool = False,
+        gate: Gate,
     ) -> None:
         """`advertised_routers` returns the addresses of the cluster's routers, this one's first; clients receive them.
-        `asks_for_keys`: every caller has shown a valid API key, and its requests belong to that key."""
+        `gate` has let every caller in; requests belong to the key that they came with."""
         self._pipeline = pipeline
         self._tokenization = tokenization
         self._threads = TokenizerThreads()
         self._stalls = stalls
         self._advertised_routers = advertised_routers
-        self._asks_for_keys = asks_for_keys
+        self._gate = gate
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: _Context
@@ -119,8 +122,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         keepalive_interval_s = _keepalive_interval_s(context)
         await self._send_metadata(context, keepalive_interval_s)
         timeout_s = _timeout_s(context.time_remaining())
-        client = client_of(_authorization(context)) if self._asks_for_keys else b""
+        shown = _authorization(context)
+        client = client_of(shown) if self._gate.asks_for_keys else b""
         asked = generate_request_from_wire(request, timeout_s, keepalive_interval_s, client)
+        asked = replace(asked, caller=self._gate.caller(shown))
         with closing(self._stalls.of_call()) as writing:
             async with aclosing(self._pipeline.generate(asked)) as outputs:
                 async for output in outputs:
@@ -177,8 +182,12 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         overview: Overview,
         placement: str,
         explore: float,
+        gate: Gate,
+        keys: RecordedKeys | None = None,
     ) -> None:
-        """`placement`, `explore`: the router's settings of these names."""
+        """`placement`, `explore`: the router's settings of these names. `keys`: None where no keys are recorded."""
+        self._gate = gate
+        self._keys = keys
         self._overview = overview
         self._placement = placement
         self._explore = explore
@@ -238,6 +247,24 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Overview(self, request: admin_pb2.OverviewRequest, context: _Context) -> admin_pb2.OverviewResponse:
         return await self._overview.of_cluster(request, _shown_key(context))
 
+    async def AddKey(self, request: admin_pb2.AddKeyRequest, context: _Context) -> admin_pb2.AddKeyResponse:
+        key, record = new_key(caller_from_wire(request.record))
+        await self._recorded_keys().change(lambda present: present.with_record(record))
+        return admin_pb2.AddKeyResponse(key=key, record=record_to_wire(record))
+
+    async def ListKeys(self, request: admin_pb2.ListKeysRequest, context: _Context) -> admin_pb2.ListKeysResponse:
+        await self._recorded_keys().refresh()
+        return admin_pb2.ListKeysResponse(records=map(record_to_wire, self._gate.keys.records))
+
+    async def RevokeKey(self, request: admin_pb2.RevokeKeyRequest, context: _Context) -> admin_pb2.RevokeKeyResponse:
+        await self._recorded_keys().change(lambda present: present.without(request.key_id))
+        return admin_pb2.RevokeKeyResponse()
+
+    def _recorded_keys(self) -> RecordedKeys:
+        if self._keys is None:
+            raise Unavailable("this router keeps no records of API keys; start the routers with --keys redis")
+        return self._keys
+
     async def _changed(self) -> None:
         """Wait for a change, `_LOOK_AGAIN_S` at most: a change during the last response may have been missed."""
         async with running(self._fleet.changed()) as members, running(self._scaling.changed()) as target:
@@ -277,21 +304,3 @@ def _shown_key(context: _Context) -> tuple[tuple[str, str], ...]:
 
 def _authorization(context: _Context) -> str:
     return str(dict(context.invocation_metadata() or ()).get(_AUTHORIZATION, ""))
-
-
-class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
-    """Requires the API key for Tandem's own methods. Health and reflection stay open."""
-
-    def __init__(self, api_key: str) -> None:
-        self._expected = f"Bearer {api_key}".encode()
-
-    async def intercept_service(
-        self,
-        continuation: "Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]]",
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> "grpc.RpcMethodHandler[Any, Any] | None":
-        if handler_call_details.method.startswith(_GUARDED_PREFIX):
-            given = dict(handler_call_details.invocation_metadata or ()).get(_AUTHORIZATION, "")
-            if not hmac.compare_digest(str(given).encode(), self._expected):
-                raise Unauthenticated("send this router's API key as metadata `authorization: Bearer KEY`")
-        return await continuation(handler_call_details)

@@ -6,7 +6,6 @@ body bytes that are being received, and the timeout for clients that read nothin
 """
 
 import asyncio
-import hmac
 import uuid
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
@@ -16,9 +15,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.errors import InvalidRequest, Overloaded, TandemError, Unauthenticated
+from cluster.accounts.gate import Gate
+from cluster.accounts.keys import Access
+from cluster.errors import InvalidRequest, Overloaded, TandemError
 from cluster.observe.telemetry import Telemetry
-from router.http.bodies.openapi import GUARDED_PREFIXES
+from router.http.bodies.openapi import HEALTH_PATHS, INFERENCE_PREFIXES
 from router.http.connection import ABORT, StreamedBody, streamed_body
 from router.http.openai_errors import error_response, internal_error, status_response
 from router.request.validation import MAX_REQUEST_ID_CHARACTERS
@@ -30,6 +31,7 @@ _MAX_STRUCTURE = 250_000
 _STRUCTURE = (b"[", b"{", b":")
 _MAX_BODIES = 32  # of the largest size, that may be coming in at once
 _BODIES_RETRY_S = 1.0
+_ACCESS = {"/metrics": Access.METRICS}  # other paths beside the API, such as /docs, need any key
 _CHUNKS = "tandem.chunks"  # in a request's scope: the DirectChunks of its response
 T = TypeVar("T")
 
@@ -43,15 +45,16 @@ class ClientStalled(ClientGone):
 
 
 class Edge:
-    """ASGI middleware. Puts the request id into `scope["state"]["request_id"]` and into the response's x-request-id."""
+    """ASGI middleware. Puts the request id into the response's x-request-id, and with the Caller into the request's
+    state: `scope["state"]["request_id"]` and `["caller"]`."""
 
     def __init__(
-        self, app: ASGIApp, *, api_key: str, max_message_bytes: int, client_stall_s: float, telemetry: Telemetry
+        self, app: ASGIApp, *, gate: Gate, max_message_bytes: int, client_stall_s: float, telemetry: Telemetry
     ) -> None:
         self._app = app
         self._client_stall_s = client_stall_s
         self._bodies = _Bodies(max_message_bytes, _MAX_BODIES * max_message_bytes)
-        self._expected = f"Bearer {api_key}".encode() if api_key else None
+        self._gate = gate
         self._telemetry = telemetry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,15 +90,19 @@ class Edge:
             self._telemetry.count("tandem_http_responses_total", route=route, status=status)
 
     def _check(self, scope: Scope, headers: Headers, request_id: str) -> None:
-        """Check the headers before the body is read. Raises InvalidRequest, Unauthenticated."""
+        """Check the headers before the body is read. Raises InvalidRequest, Unauthenticated, PermissionDenied."""
         if len(request_id) > MAX_REQUEST_ID_CHARACTERS or not (request_id.isascii() and request_id.isprintable()):
             raise InvalidRequest(f"x-request-id must be at most {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters")
-        if self._expected is not None and scope["path"].startswith(GUARDED_PREFIXES):
-            given = headers.get("authorization", "").encode("latin-1")  # as it came
-            if not given and "x-api-key" in headers:  # clients of Anthropic
-                given = b"Bearer " + headers["x-api-key"].encode("latin-1")
-            if not hmac.compare_digest(given, self._expected):
-                raise Unauthenticated("send the API key of this router as: Authorization: Bearer KEY")
+        path = scope["path"]
+        if path in HEALTH_PATHS:
+            return
+        authorization = headers.get("authorization", "")
+        if not authorization and "x-api-key" in headers:  # clients of Anthropic
+            authorization = "Bearer " + headers["x-api-key"]
+        if not authorization.isascii():  # keys are compared as the bytes that came
+            authorization = authorization.encode("latin-1").decode("utf-8", "surrogateescape")
+        access = Access.INFERENCE if path.startswith(INFERENCE_PREFIXES) else _ACCESS.get(path)
+        scope["state"]["caller"] = self._gate.admit(authorization, access)
 
 
 class _Answer:

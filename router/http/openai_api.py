@@ -16,6 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Route
 
+from cluster.accounts.gate import Gate
 from cluster.errors import TandemError
 from cluster.observe.telemetry import Telemetry
 from cluster.settings.config import CLIENT_STALL_S
@@ -53,13 +54,13 @@ def build_app(
     tokenization: Tokenization,
     telemetry: Telemetry,
     ready: Callable[[], bool],
-    api_key: str,
+    gate: Gate,
     max_message_bytes: int,
     client_stall_s: float = CLIENT_STALL_S,
     chats: ChatSettings = _NO_PARSERS,
     allowed_origins: Sequence[str] = (),
 ) -> FastAPI:
-    """Build the app. `ready` returns whether a request would succeed now. An empty `api_key` requires none.
+    """Build the app. `ready` returns whether a request would succeed now.
     `client_stall_s`: the router ends the response of a client that reads nothing of it for this long.
     `allowed_origins`: pages of these origins, or of all for "*", may use the API from browsers."""
     app = FastAPI(
@@ -69,7 +70,7 @@ def build_app(
     )
     app.add_middleware(
         Edge,
-        api_key=api_key,
+        gate=gate,
         max_message_bytes=max_message_bytes,
         client_stall_s=client_stall_s,
         telemetry=telemetry,
@@ -95,7 +96,7 @@ def build_app(
         app,
         tokenization.model_info,
         events=events,
-        asks_for_key=bool(api_key),
+        asks_for_key=gate.asks_for_keys,
         takes_templates=chats.trusts_templates,
         takes_tools=chats.answers.tools is not None,
     )
@@ -121,7 +122,8 @@ def _add_generation(
             body.echoes(),
         )
         names = "cmpl", "text_completion", "text_completion"
-        return await answer(body, body.requests(_label(body, request)), headers, shape, names)
+        requests = headers.apply(body.requests(_label(body, request)), request.state.caller)
+        return await answer(body, requests, headers, shape, names)
 
     @app.post(
         "/v1/chat/completions",
@@ -132,21 +134,21 @@ def _add_generation(
         names = "chatcmpl", "chat.completion", "chat.completion.chunk"
         label, use = _label(body, request), body.tool_use
         shape = chats.shape(body, use, tokenization, f"chatcmpl-{label}")
-        requests = [chats.constrained(each, use, tokenization) for each in body.requests(label)]
+        asked = [chats.constrained(each, use, tokenization) for each in body.requests(label)]
+        requests = headers.apply(asked, request.state.caller)
         return await answer(body, requests, headers, shape, names)
 
     async def answer(
         body: CompletionRequest | ChatCompletionRequest,
-        unheaded: list[GenerateRequest],
+        requests: list[GenerateRequest],
         headers: RequestHeaders,
         shape: Shape,
         names: tuple[str, str, str],
     ) -> Response:
         prefix, kind, chunk_kind = names
-        requests = headers.apply(unheaded)
         options = body.stream_options
         envelope = Envelope(
-            f"{prefix}-{unheaded[0].label}",
+            f"{prefix}-{requests[0].label}",
             model,
             int(time.time()),
             kind,

@@ -53,6 +53,13 @@ class EventKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EVENT_KIND_MEMBER: _ClassVar[EventKind]
     EVENT_KIND_SCALE: _ClassVar[EventKind]
     EVENT_KIND_FAULT: _ClassVar[EventKind]
+
+class KeyAccess(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KEY_ACCESS_UNSPECIFIED: _ClassVar[KeyAccess]
+    KEY_ACCESS_INFERENCE: _ClassVar[KeyAccess]
+    KEY_ACCESS_METRICS: _ClassVar[KeyAccess]
+    KEY_ACCESS_ADMIN: _ClassVar[KeyAccess]
 MEMBER_ROLE_UNSPECIFIED: MemberRole
 MEMBER_ROLE_ROUTER: MemberRole
 MEMBER_ROLE_PREFILL: MemberRole
@@ -81,6 +88,10 @@ EVENT_KIND_UNSPECIFIED: EventKind
 EVENT_KIND_MEMBER: EventKind
 EVENT_KIND_SCALE: EventKind
 EVENT_KIND_FAULT: EventKind
+KEY_ACCESS_UNSPECIFIED: KeyAccess
+KEY_ACCESS_INFERENCE: KeyAccess
+KEY_ACCESS_METRICS: KeyAccess
+KEY_ACCESS_ADMIN: KeyAccess
 
 class StatusRequest(_message.Message):
     __slots__ = ()
@@ -565,3 +576,67 @@ class PairBreaker(_message.Message):
     importer: str
     state: str
     def __init__(self, exporter: _Optional[str] = ..., importer: _Optional[str] = ..., state: _Optional[str] = ...) -> None: ...
+
+class KeyLimits(_message.Message):
+    __slots__ = ("requests_per_minute", "tokens_per_minute", "max_concurrency", "max_sequences", "max_buffered_bytes")
+    REQUESTS_PER_MINUTE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_MINUTE_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONCURRENCY_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    MAX_BUFFERED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    requests_per_minute: int
+    tokens_per_minute: int
+    max_concurrency: int
+    max_sequences: int
+    max_buffered_bytes: int
+    def __init__(self, requests_per_minute: _Optional[int] = ..., tokens_per_minute: _Optional[int] = ..., max_concurrency: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_buffered_bytes: _Optional[int] = ...) -> None: ...
+
+class KeyRecord(_message.Message):
+    __slots__ = ("key_id", "tenant", "access", "limits", "weight", "max_priority")
+    KEY_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    ACCESS_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    MAX_PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    key_id: str
+    tenant: str
+    access: _containers.RepeatedScalarFieldContainer[KeyAccess]
+    limits: KeyLimits
+    weight: int
+    max_priority: int
+    def __init__(self, key_id: _Optional[str] = ..., tenant: _Optional[str] = ..., access: _Optional[_Iterable[_Union[KeyAccess, str]]] = ..., limits: _Optional[_Union[KeyLimits, _Mapping]] = ..., weight: _Optional[int] = ..., max_priority: _Optional[int] = ...) -> None: ...
+
+class AddKeyRequest(_message.Message):
+    __slots__ = ("record",)
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    record: KeyRecord
+    def __init__(self, record: _Optional[_Union[KeyRecord, _Mapping]] = ...) -> None: ...
+
+class AddKeyResponse(_message.Message):
+    __slots__ = ("key", "record")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    record: KeyRecord
+    def __init__(self, key: _Optional[str] = ..., record: _Optional[_Union[KeyRecord, _Mapping]] = ...) -> None: ...
+
+class ListKeysRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListKeysResponse(_message.Message):
+    __slots__ = ("records",)
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    records: _containers.RepeatedCompositeFieldContainer[KeyRecord]
+    def __init__(self, records: _Optional[_Iterable[_Union[KeyRecord, _Mapping]]] = ...) -> None: ...
+
+class RevokeKeyRequest(_message.Message):
+    __slots__ = ("key_id",)
+    KEY_ID_FIELD_NUMBER: _ClassVar[int]
+    key_id: str
+    def __init__(self, key_id: _Optional[str] = ...) -> None: ...
+
+class RevokeKeyResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

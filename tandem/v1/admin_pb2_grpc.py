@@ -80,6 +80,21 @@ class AdminStub(object):
                 request_serializer=tandem_dot_v1_dot_admin__pb2.FollowRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_admin__pb2.StatusResponse.FromString,
                 _registered_method=True)
+        self.AddKey = channel.unary_unary(
+                '/tandem.v1.Admin/AddKey',
+                request_serializer=tandem_dot_v1_dot_admin__pb2.AddKeyRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_admin__pb2.AddKeyResponse.FromString,
+                _registered_method=True)
+        self.ListKeys = channel.unary_unary(
+                '/tandem.v1.Admin/ListKeys',
+                request_serializer=tandem_dot_v1_dot_admin__pb2.ListKeysRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_admin__pb2.ListKeysResponse.FromString,
+                _registered_method=True)
+        self.RevokeKey = channel.unary_unary(
+                '/tandem.v1.Admin/RevokeKey',
+                request_serializer=tandem_dot_v1_dot_admin__pb2.RevokeKeyRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_admin__pb2.RevokeKeyResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -159,6 +174,30 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddKey(self, request, context):
+        """Makes an API key. The answer is the only place where it is shown.
+        Errors: INVALID_ARGUMENT, UNAVAILABLE (the router keeps no records of keys, or the store does not answer).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListKeys(self, request, context):
+        """Returns the records of all API keys, the oldest first.
+        Errors: UNAVAILABLE (as AddKey).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RevokeKey(self, request, context):
+        """Makes an API key invalid, at every router.
+        Errors: NOT_FOUND (no such key), UNAVAILABLE (as AddKey).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -206,6 +245,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Follow,
                     request_deserializer=tandem_dot_v1_dot_admin__pb2.FollowRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_admin__pb2.StatusResponse.SerializeToString,
+            ),
+            'AddKey': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddKey,
+                    request_deserializer=tandem_dot_v1_dot_admin__pb2.AddKeyRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_admin__pb2.AddKeyResponse.SerializeToString,
+            ),
+            'ListKeys': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListKeys,
+                    request_deserializer=tandem_dot_v1_dot_admin__pb2.ListKeysRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_admin__pb2.ListKeysResponse.SerializeToString,
+            ),
+            'RevokeKey': grpc.unary_unary_rpc_method_handler(
+                    servicer.RevokeKey,
+                    request_deserializer=tandem_dot_v1_dot_admin__pb2.RevokeKeyRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_admin__pb2.RevokeKeyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -452,6 +506,87 @@ class Admin(object):
             '/tandem.v1.Admin/Follow',
             tandem_dot_v1_dot_admin__pb2.FollowRequest.SerializeToString,
             tandem_dot_v1_dot_admin__pb2.StatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddKey(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Admin/AddKey',
+            tandem_dot_v1_dot_admin__pb2.AddKeyRequest.SerializeToString,
+            tandem_dot_v1_dot_admin__pb2.AddKeyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListKeys(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Admin/ListKeys',
+            tandem_dot_v1_dot_admin__pb2.ListKeysRequest.SerializeToString,
+            tandem_dot_v1_dot_admin__pb2.ListKeysResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RevokeKey(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Admin/RevokeKey',
+            tandem_dot_v1_dot_admin__pb2.RevokeKeyRequest.SerializeToString,
+            tandem_dot_v1_dot_admin__pb2.RevokeKeyResponse.FromString,
             options,
             channel_credentials,
             insecure,

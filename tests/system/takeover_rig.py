@@ -8,8 +8,11 @@ from typing import Any, TypeAlias
 import grpc
 import pytest
 
+from cluster.accounts.audit import Audit
+from cluster.accounts.gate import Gate
 from cluster.serving.serving import MAX_MESSAGE_BYTES, GrpcServer, open_channel
-from router.grpc_api.service import AdminService, ApiKeyInterceptor, InferenceService, WriteTimeout
+from router.grpc_api.gatekeeper import KeyInterceptor
+from router.grpc_api.service import AdminService, InferenceService, WriteTimeout
 from tandem.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.system.router_harness import PROMPT, RouterUnderTest, router_under_test
 from tests.system.scripted_decode import ScriptedDecode
@@ -52,17 +55,18 @@ async def served(api_key: str = "", **settings: Any) -> AsyncIterator[Served]:
     async with router_under_test(**settings) as router:
         prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
         await router.connected()
+        gate = Gate(api_key=api_key)
         server = GrpcServer(
             service_names=["tandem.v1.Inference", "tandem.v1.Admin"],
             telemetry=router.telemetry,
-            interceptors=[ApiKeyInterceptor(api_key)] if api_key else [],
+            interceptors=[KeyInterceptor(gate, Audit())],
             max_message_bytes=settings.get("max_message_bytes", MAX_MESSAGE_BYTES),
         )
         inference = InferenceService(
             pipeline=router.pipeline,
             tokenization=router.tokenization,
             stalls=WriteTimeout(60.0, router.telemetry),
-            asks_for_keys=bool(api_key),
+            gate=gate,
         )
         admin: Any = AdminService(
             pipeline=router.pipeline,
@@ -73,6 +77,7 @@ async def served(api_key: str = "", **settings: Any) -> AsyncIterator[Served]:
             overview=None,  # type: ignore[arg-type]
             placement="least-loaded",
             explore=0.0,
+            gate=gate,
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server.grpc)
         admin_pb2_grpc.add_AdminServicer_to_server(admin, server.grpc)

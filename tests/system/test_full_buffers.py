@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, closing
 import httpx
 import pytest
 
+from cluster.accounts.gate import Gate
 from cluster.clock import ManualClock
 from router.http.openai_api import build_app
 from router.http.server import HttpServer
@@ -35,7 +36,7 @@ async def _served(max_buffered_tokens: int, clock: ManualClock) -> AsyncIterator
             tokenization=router.tokenization,
             telemetry=router.telemetry,
             ready=lambda: True,
-            api_key="",
+            gate=Gate(),
             max_message_bytes=100_000,
         )
         server, stop = HttpServer(host="127.0.0.1", port=0), asyncio.Event()

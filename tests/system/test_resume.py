@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from cluster.accounts.gate import Gate
 from cluster.serving.serving import GrpcServer
 from router.grpc_api.service import InferenceService, WriteTimeout
 from tandem.client import AsyncClient, Client
@@ -33,6 +34,7 @@ class MortalService(InferenceService):
             tokenization=router.tokenization,
             stalls=WriteTimeout(60.0, router.telemetry),
             advertised_routers=lambda: self.told,
+            gate=Gate(),
         )
         self.dies_before: Callable[[int, Response], bool] = lambda num_tokens, response: False
         self._stop = stop

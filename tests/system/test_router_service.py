@@ -10,6 +10,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cluster.accounts.audit import Audit
+from cluster.accounts.gate import Gate
 from cluster.clock import MonotonicClock
 from cluster.member import MemberState
 from cluster.registry.registry import Registry
@@ -17,7 +19,8 @@ from cluster.registry.scale_registry import ScaleTargets
 from cluster.serving.rpc_errors import REASON, RETRY_AFTER_S
 from cluster.serving.serving import GrpcServer, open_channel
 from router.drain.operator_commands import MemberCommands, ScaleTargetView
-from router.grpc_api.service import AdminService, ApiKeyInterceptor, InferenceService, WriteTimeout
+from router.grpc_api.gatekeeper import KeyInterceptor
+from router.grpc_api.service import AdminService, InferenceService, WriteTimeout
 from router.overview.overview import Overview, Watched
 from tandem.enum_words import MEMBER_ROLES
 from tandem.keepalive import KEEPALIVE_KEY
@@ -25,6 +28,7 @@ from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_gr
 from tests.system.router_harness import PROMPT, RouterUnderTest, ask, expected_tokens, pass_time, router_under_test
 
 _MAX_MESSAGE_BYTES = 100_000
+_ADMIN_KEY = "operators"
 
 
 @asynccontextmanager
@@ -32,14 +36,17 @@ async def served(
     api_key: str = "", client_stall_s: float = 60.0, **settings: object
 ) -> AsyncIterator[tuple[RouterUnderTest, grpc.aio.Channel]]:
     async with router_under_test(**settings) as router:
+        gate = Gate(api_key=api_key, admin_key=_ADMIN_KEY if api_key else "")
         server = GrpcServer(
             service_names=["tandem.v1.Inference", "tandem.v1.Admin"],
             telemetry=router.telemetry,
             max_message_bytes=_MAX_MESSAGE_BYTES,
-            interceptors=[ApiKeyInterceptor(api_key)] if api_key else [],
+            interceptors=[KeyInterceptor(gate, Audit())],
         )
         stalls = WriteTimeout(client_stall_s, router.telemetry)
-        inference = InferenceService(pipeline=router.pipeline, tokenization=router.tokenization, stalls=stalls)
+        inference = InferenceService(
+            pipeline=router.pipeline, tokenization=router.tokenization, stalls=stalls, gate=gate
+        )
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server.grpc)
         drains = MemberCommands(
             router=router.member.id,
@@ -72,6 +79,7 @@ async def served(
             ),
             placement=str(settings.get("placement", "least-loaded")),
             explore=float(str(settings.get("explore", 0.0))),
+            gate=gate,
         )
         admin_pb2_grpc.add_AdminServicer_to_server(admin, server.grpc)
         port = server.bind("127.0.0.1", 0)

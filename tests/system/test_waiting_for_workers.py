@@ -9,6 +9,7 @@ import grpc
 import httpx
 import pytest
 
+from cluster.accounts.gate import Gate
 from cluster.observe.telemetry import Telemetry
 from router.http.openai_api import build_app
 from tests.system.router_harness import (
@@ -30,7 +31,7 @@ async def _http(router: RouterUnderTest) -> AsyncIterator[httpx.AsyncClient]:
         tokenization=router.tokenization,
         telemetry=Telemetry(),
         ready=lambda: router.pipeline.is_ready,
-        api_key="",
+        gate=Gate(),
         max_message_bytes=100_000,
     )
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router", timeout=20) as client:

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, closing
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from cluster.accounts.gate import Gate
 from cluster.errors import Overloaded
 from cluster.observe.telemetry import Telemetry
 from router.http.connection import HttpLimits
@@ -60,7 +61,7 @@ async def _served(
         _Endless(),
         Telemetry(),
     )
-    app = Edge(endless, api_key="", max_message_bytes=_MAX_BYTES, client_stall_s=client_stall_s, telemetry=telemetry)
+    app = Edge(endless, gate=Gate(), max_message_bytes=_MAX_BYTES, client_stall_s=client_stall_s, telemetry=telemetry)
 
     def connect() -> socket.socket:
         client = socket.socket()

@@ -43,6 +43,8 @@ OURS = {*ALLOWED, "simulator", "cli", "deploy", "benchmarks"}
 # Pure modules decide and loops perform: they import the standard library and each other, without a clock or an await.
 PURE = [
     "cli.local.layout",
+    "cluster.accounts.gate",
+    "cluster.accounts.keys",
     "cluster.settings.config",
     "cluster.settings.config_sources",
     "cluster.auth.keys",

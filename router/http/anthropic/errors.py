@@ -7,6 +7,7 @@ PREFIX = "/v1/messages"
 _TYPES = {
     HTTPStatus.BAD_REQUEST: "invalid_request_error",
     HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
     HTTPStatus.NOT_FOUND: "not_found_error",
     HTTPStatus.REQUEST_TIMEOUT: "timeout_error",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",

@@ -21,6 +21,7 @@ from router.text.model_files import ModelInfo
 _MEANINGS = {
     HTTPStatus.BAD_REQUEST: "the request must change; the message says how",
     HTTPStatus.UNAUTHORIZED: "the API key is missing or wrong",
+    HTTPStatus.FORBIDDEN: "the API key does not allow it",
     HTTPStatus.NOT_FOUND: "there is no such model",
     HTTPStatus.REQUEST_TIMEOUT: "the request's deadline passed",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "the body is too large",
@@ -32,7 +33,8 @@ _MEANINGS = {
 TOKEN_IDS, ANY_TOKEN_IDS = "Token ids", "Any token ids"
 _REFERENCE = "#/components/schemas/{model}"
 _API_KEY, _HEADER = "api key", "x-api-key"
-GUARDED_PREFIXES = ("/v1/", "/tokenize", "/detokenize")
+INFERENCE_PREFIXES = ("/v1/", "/tokenize", "/detokenize")
+HEALTH_PATHS = frozenset({"/health", "/ping", "/ready"})  # they need no key
 _REQUEST_ID = {
     "x-request-id": {"description": "names the request in logs", "schema": {"type": "string"}, "required": True}
 }
@@ -77,7 +79,7 @@ def complete_document(
         document = get_openapi(title=app.title, version=app.version, routes=app.routes, description=app.description)
         for path, operation in _operations(document):
             operation["responses"].pop("422", None)  # FastAPI's; Tandem refuses with 400
-            if asks_for_key and path.startswith(GUARDED_PREFIXES):
+            if asks_for_key and path not in HEALTH_PATHS:
                 _guard(operation, document, path)
             for parameter in operation.get("parameters", ()):
                 _never_null(parameter)
@@ -134,11 +136,11 @@ def _guard(operation: dict[str, Any], document: dict[str, Any], path: str) -> No
     schemes[_HEADER] = {"type": "apiKey", "in": "header", "name": _HEADER}
     operation["security"] = [{_API_KEY: []}, {_HEADER: []}]
     body = "AnthropicError" if is_anthropic(path) else ErrorBody.__name__
-    (refusal,) = refusals(401).values()
-    operation["responses"]["401"] = {
-        "description": refusal["description"],
-        "content": {"application/json": {"schema": {"$ref": _REFERENCE.format(model=body)}}},
-    }
+    for status, refusal in refusals(401, 403).items():
+        operation["responses"][str(status)] = {
+            "description": refusal["description"],
+            "content": {"application/json": {"schema": {"$ref": _REFERENCE.format(model=body)}}},
+        }
 
 
 def _limit_to_model(schemas: dict[str, Any], model: ModelInfo) -> None:

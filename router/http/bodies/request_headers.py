@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from cluster.accounts.keys import Caller
 from router.requests import GenerateRequest
 
 _LEAST_MS = 0.001
@@ -31,9 +32,12 @@ class RequestHeaders(BaseModel):
     def wants_ledger(self) -> bool:
         return self.x_tandem_ledger == "1"
 
-    def apply(self, requests: Sequence[GenerateRequest]) -> list[GenerateRequest]:
+    def apply(self, requests: Sequence[GenerateRequest], caller: Caller) -> list[GenerateRequest]:
         ttft_s, tpot_s, timeout_s = (
             None if ms is None else ms / 1000
             for ms in (self.x_slo_ttft_ms, self.x_slo_tpot_ms, self.x_request_timeout_ms)
         )
-        return [replace(request, slo_ttft_s=ttft_s, slo_tpot_s=tpot_s, timeout_s=timeout_s) for request in requests]
+        return [
+            replace(request, caller=caller, slo_ttft_s=ttft_s, slo_tpot_s=tpot_s, timeout_s=timeout_s)
+            for request in requests
+        ]

@@ -23,6 +23,9 @@ REACHED_BY = {
     "began_again": (
         "tests/unit/test_decode_exports.py::test_a_router_that_reconnects_without_sequences_ends_its_old_sequences"
     ),
+    "permission_denied": (
+        "tests/system/test_api_keys.py::test_a_recorded_key_opens_what_it_allows_at_every_router_until_it_is_revoked"
+    ),
     "pair_breakers_open": ("tests/system/test_pair_breakers.py::test_with_every_pair_open_decode_prefills_by_name"),
     "predicted": (
         "tests/system/test_auto_placement.py::test_a_decode_worker_computes_the_prompt_while_the_prefill_worker_is_busy"

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import openai
 
+from cluster.accounts.gate import Gate
 from cluster.clock import MonotonicClock
 from cluster.observe.telemetry import Telemetry
 from router.http.divided_chat import ChatSettings
@@ -63,7 +64,7 @@ def endpoint(
         tokenization=tokenization,
         telemetry=telemetry,
         ready=lambda: ready,
-        api_key=api_key,
+        gate=Gate(api_key=api_key),
         max_message_bytes=100_000,
         chats=chats or ChatSettings(),
         allowed_origins=allowed_origins,

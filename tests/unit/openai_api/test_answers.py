@@ -316,7 +316,7 @@ def test_models_are_listed_and_found(shared: Endpoint) -> None:
 
 
 def test_operators_see_health_readiness_figures_and_the_api_page(demo: Tokenization) -> None:
-    with endpoint(demo, ready=False, api_key="secret") as running:
+    with endpoint(demo, ready=False) as running:
         assert running.http.get("/health").json() == {"status": "alive"}
         assert running.http.get("/ready").status_code == 503
         assert "tandem_http_responses_total" in running.http.get("/metrics").text

@@ -1,0 +1,184 @@
+"""API keys: what a record states, and the signed set of all records. Pure.
+
+A key is 256 random bits that its owner is shown once; the record has only its SHA-256. All records of a cluster are one
+document with a version number, signed by the cluster. So a store can neither forge a record, nor give a router an older
+document than the router has, nor bring a revoked record back.
+"""
+
+import hashlib
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
+from typing import Any
+
+from cluster.auth.keys import KEY_ID_BYTES, ClusterKeys, Purpose
+from cluster.errors import ConfigError, InvalidRequest, NotFound
+
+MAX_KEYS = 4096
+MAX_NAME_CHARACTERS = 64
+_PREFIX = "tandem-"
+_SECRET_BYTES = 32
+_ID_BYTES = 6
+_MOST = 1 << 40  # of every limit
+_LEAST_PRIORITY, _MOST_PRIORITY = -(1 << 31), (1 << 31) - 1
+
+
+class Access(StrEnum):
+    """What a key allows. `ADMIN` includes the others."""
+
+    INFERENCE = "inference"
+    METRICS = "metrics"
+    ADMIN = "admin"
+
+
+ALL_ACCESS = frozenset(Access)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise InvalidRequest(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits of a key. 0: no limit."""
+
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0  # of prompts and outputs
+    max_concurrency: int = 0  # requests at once
+    max_sequences: int = 0  # prompts x n of one request
+    max_buffered_bytes: int = 0  # of bodies being received, and of tokens that clients have not read
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            _require(0 <= getattr(self, item.name) <= _MOST, f"{item.name} must be from 0 to {_MOST}")
+
+
+NO_LIMITS = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who makes a call. Without a tenant it is the operator of the cluster, or any client of a cluster without keys."""
+
+    tenant: str = ""
+    key_id: str = ""
+    access: frozenset[Access] = frozenset()
+    limits: Limits = NO_LIMITS
+    weight: int = 1  # the tenant's share of a full cluster, relative to those of other tenants
+    max_priority: int = _LEAST_PRIORITY  # the most urgent `priority` of a request; lower numbers are more urgent
+
+    def may(self, access: Access) -> bool:
+        return access in self.access or Access.ADMIN in self.access
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRecord:
+    key_id: str
+    digest: str  # hex SHA-256 of the key
+    caller: Caller
+
+    def __post_init__(self) -> None:
+        caller = self.caller
+        is_name = caller.tenant.isascii() and caller.tenant.isprintable() and caller.tenant == caller.tenant.strip()
+        _require(
+            0 < len(caller.tenant) <= MAX_NAME_CHARACTERS and is_name,
+            f"a tenant's name must have 1 to {MAX_NAME_CHARACTERS} printable ASCII characters",
+        )
+        _require(bool(caller.access), f"a key must allow at least one of {', '.join(Access)}")
+        _require(1 <= caller.weight <= 1_000_000, f"weight must be from 1 to 1000000, not {caller.weight}")
+        _require(
+            _LEAST_PRIORITY <= caller.max_priority <= _MOST_PRIORITY,
+            f"max_priority must fit 32 bits with sign, not {caller.max_priority}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class KeySet:
+    """All records of a cluster. Every change makes a set with the next version."""
+
+    version: int = 0
+    records: tuple[KeyRecord, ...] = ()
+
+    def with_record(self, record: KeyRecord) -> "KeySet":
+        """Raises InvalidRequest where there are too many."""
+        _require(len(self.records) < MAX_KEYS, f"there are {MAX_KEYS} keys, the most; revoke one first")
+        return KeySet(self.version + 1, (*self.records, record))
+
+    def without(self, key_id: str) -> "KeySet":
+        """Raises NotFound."""
+        left = tuple(record for record in self.records if record.key_id != key_id)
+        if len(left) == len(self.records):
+            raise NotFound(f"no API key has the id {key_id!r}; `tandem keys list` shows the ids")
+        return KeySet(self.version + 1, left)
+
+    def signed(self, keys: ClusterKeys) -> str:
+        """Return the document that a store keeps: ASCII."""
+        body = json.dumps({"version": self.version, "records": [_to_json(record) for record in self.records]})
+        return json.dumps({"body": body, "signature": keys.sign(Purpose.KEY_RECORDS, body.encode()).hex()})
+
+    @staticmethod
+    def parse(document: str, keys: ClusterKeys) -> "KeySet":
+        """Raises ConfigError for a document that this cluster did not sign."""
+        try:
+            signed = json.loads(document)
+            body, signature = str(signed["body"]), bytes.fromhex(signed["signature"])
+            is_ours = keys.verify(Purpose.KEY_RECORDS, body.encode(), signature)
+            read = json.loads(body) if is_ours else None
+        except (ValueError, KeyError, TypeError):
+            read = None
+        if read is None:
+            raise ConfigError("the records of API keys are not signed with this cluster's key, or were changed")
+        return KeySet(read["version"], tuple(_from_json(item) for item in read["records"]))
+
+
+def is_signed_now(document: str, keys: ClusterKeys) -> bool:
+    """Return whether the current secret signed this valid document; else it must be signed again before that secret
+    is dropped."""
+    current = keys.sign(Purpose.KEY_RECORDS, b"")[:KEY_ID_BYTES]
+    return bool(json.loads(document)["signature"].startswith(current.hex()))
+
+
+def new_key(caller: Caller) -> tuple[str, KeyRecord]:
+    """Make a key for this caller. Return the key, which is stored nowhere, and its record. Raises InvalidRequest."""
+    key = _PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
+    key_id = secrets.token_hex(_ID_BYTES)
+    named = Caller(caller.tenant, key_id, caller.access, caller.limits, caller.weight, caller.max_priority)
+    return key, KeyRecord(key_id, key_digest(key).hex(), named)
+
+
+def new_secret() -> str:
+    """Return 256 random bits as text."""
+    return secrets.token_urlsafe(_SECRET_BYTES)
+
+
+def key_digest(key: str) -> bytes:
+    """A plain hash is enough: nobody can guess 256 random bits, however fast the hash is."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _to_json(record: KeyRecord) -> dict[str, Any]:
+    caller = record.caller
+    return {
+        "id": record.key_id,
+        "digest": record.digest,
+        "tenant": caller.tenant,
+        "allow": sorted(caller.access),
+        "limits": asdict(caller.limits),
+        "weight": caller.weight,
+        "max_priority": caller.max_priority,
+    }
+
+
+def _from_json(item: Mapping[str, Any]) -> KeyRecord:
+    caller = Caller(
+        tenant=item["tenant"],
+        key_id=item["id"],
+        access=frozenset(map(Access, item["allow"])),
+        limits=Limits(**item["limits"]),
+        weight=item["weight"],
+        max_priority=item["max_priority"],
+    )
+    return KeyRecord(item["id"], item["digest"], caller)
