@@ -6,6 +6,7 @@ document than the router has, nor bring a revoked record back.
 """
 
 import hashlib
+import hmac
 import json
 import secrets
 from collections.abc import Mapping
@@ -157,6 +158,16 @@ def new_secret() -> str:
 def key_digest(key: str) -> bytes:
     """A plain hash is enough: nobody can guess 256 random bits, however fast the hash is."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def tenant_salt(salt_key: bytes, tenant: str, cache_salt: str) -> str:
+    """Return the cache salt of a request: nothing that another tenant can send gives the same one. Without a tenant it
+    is `cache_salt` itself."""
+    if not tenant:
+        return cache_salt
+    named = tenant.encode()
+    message = len(named).to_bytes(4, "big") + named + cache_salt.encode("utf-8", "surrogatepass")
+    return hmac.digest(salt_key, message, "sha256").hex()
 
 
 def _to_json(record: KeyRecord) -> dict[str, Any]:

@@ -9,10 +9,11 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cluster.auth.keys import ClusterKeys
+from cluster.accounts.keys import tenant_salt
+from cluster.auth.keys import CachePurpose, ClusterKeys
 from cluster.clock import Clock
 from cluster.errors import DeadlineExceeded, Draining, InvalidRequest, ResumeRefused
 from cluster.messages import MemberId, Role
@@ -115,6 +116,7 @@ class Pipeline:
         self._clock = clock
         self._telemetry = telemetry
         self._signer = AcceptanceSigner(keys)
+        self._salt_key = keys.cache_key(CachePurpose.SALTS)
         self._wall_clock = wall_clock
         self._draining = False
 
@@ -182,7 +184,7 @@ class Pipeline:
 
         Raises TandemError.
         """
-        request = live.request
+        request = self._isolated(live.request)
         shown = self._signer.shown(request) if request.resume_from is not None else None
         rendered_at_us = shown.rendered_at_us if shown is not None else self._wall_us()
         prompt_token_ids = await self._prompts.token_ids(request, rendered_at_us)
@@ -196,6 +198,10 @@ class Pipeline:
         return resolved, accept(
             request, resolved, self._model, stream_id=stream_id, rendered_at_us=rendered_at_us, timeout_s=timeout_s
         )
+
+    def _isolated(self, request: GenerateRequest) -> GenerateRequest:
+        """Return the request with a cache salt that no other tenant's requests have."""
+        return replace(request, cache_salt=tenant_salt(self._salt_key, request.caller.tenant, request.cache_salt))
 
     async def _resolved(
         self, request: GenerateRequest, prompt_token_ids: tuple[int, ...], bad_words: Sequence[tuple[int, ...]]

@@ -9,8 +9,8 @@ import pytest
 from cluster.accounts.audit import Audit
 from cluster.accounts.gate import Gate
 from cluster.accounts.key_store import FileKeyStore, RecordedKeys, configured_key
-from cluster.accounts.keys import Access, Caller, KeyRecord, KeySet, Limits, new_key
-from cluster.auth.keys import ClusterKeys, Secrets
+from cluster.accounts.keys import Access, Caller, KeyRecord, KeySet, Limits, new_key, tenant_salt
+from cluster.auth.keys import CachePurpose, ClusterKeys, Secrets
 from cluster.errors import ConfigError, InvalidRequest, NotFound, PermissionDenied, Unauthenticated
 from router.running import running
 
@@ -160,6 +160,15 @@ async def test_a_change_of_the_file_reaches_a_router_that_follows_it(tmp_path: P
         await writer.change(lambda present: present.with_record(record))
         await changed.wait()
     assert gates[1].caller(bearer(key)).key_id == record.key_id
+
+
+def test_a_cache_salt_belongs_to_one_tenant_of_one_cluster() -> None:
+    key, other = (ClusterKeys(secret * 32).cache_key(CachePurpose.SALTS) for secret in (b"k", b"x"))
+    asked = [(key, "acme", ""), (key, "acme", "team"), (key, "acmet", "eam"), (key, "other", ""), (other, "acme", "")]
+    salts = [tenant_salt(*each) for each in asked]
+    assert len(set(salts)) == len(salts) and tenant_salt(*asked[1]) == salts[1]
+    assert all(len(salt) == 64 for salt in salts)
+    assert tenant_salt(key, "", "mine") == "mine", "without tenants nothing changes"
 
 
 def test_a_key_file_is_private_and_has_one_line(tmp_path: Path) -> None:
