@@ -43,14 +43,15 @@ from router.grammars.checker import grammar_checker
 from router.grpc_api.gatekeeper import KeyInterceptor
 from router.grpc_api.service import AdminService, InferenceService, WriteTimeout
 from router.http.divided_chat import ChatSettings
+from router.http.endpoints.page import add_page
 from router.http.openai_api import build_app
 from router.http.server import HttpServer
+from router.overview.effect_gauges import publish_effect
 from router.overview.overview import Overview, Watched
 from router.pipeline.migration import Migrations
 from router.pipeline.pipeline import Pipeline, PipelineSettings
 from router.policies.breakers import BreakerPolicy
 from router.policies.candidates import SloTargets
-from router.policies.effect import NO_EFFECT, Comparison
 from router.policies.prefix_index import PrefixIndex
 from router.policies.slo_aware import policy
 from router.request.live_requests import LiveRequests
@@ -316,7 +317,7 @@ class Router:
         return Overview(watched, connect=self._connect, clock=MonotonicClock())
 
     def _http_app(self) -> FastAPI:
-        return build_app(
+        app = build_app(
             pipeline=self._pipeline,
             live_requests=self._live_requests,
             tokenization=self._tokenization,
@@ -328,6 +329,8 @@ class Router:
             allowed_origins=[origin for origin in self._config.allowed_origins.split(",") if origin],
             chats=ChatSettings(self._answers, self._config.trust_request_chat_template == "on"),
         )
+        add_page(app, self._overview)
+        return app
 
     def _inference_service(self) -> InferenceService:
         return InferenceService(
@@ -354,14 +357,6 @@ class Router:
             gate=self._accounts.gate,
             keys=self._accounts.keys,
         )
-
-
-def publish_effect(comparison: Comparison, telemetry: Telemetry) -> None:
-    """Publish how much earlier or later first tokens are at pairs, as far as that is known."""
-    for effect in {comparison.ttft, comparison.predicted_ttft} - {NO_EFFECT}:
-        for bound, value in (("mean", effect.mean_s), ("low", effect.low_s), ("high", effect.high_s)):
-            telemetry.gauge("tandem_disaggregation_ttft_effect_seconds", value, basis=effect.basis, bound=bound)
-        telemetry.gauge("tandem_disaggregation_trials", effect.num_requests, basis=effect.basis)
 
 
 def _tokenization(config: RouterConfig, markers: Sequence[str]) -> Tokenization:

@@ -18,6 +18,7 @@ from cluster.errors import TandemError
 
 _OPEN_PREFIX = "/grpc.health."
 _ACCESS = {"tandem.v1.Inference": Access.INFERENCE, "tandem.v1.Admin": Access.ADMIN}
+_POLLED = frozenset({"Overview"})  # asked every second by each tool that watches: only refusals are written
 _AUTHORIZATION = "authorization"
 _CANCELLED = "cancelled"
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -48,7 +49,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         except TandemError as error:
             return self._refusal(error, self._gate.caller(shown), name)
         handler = await continuation(handler_call_details)
-        return self._audited(handler, caller, name) if handler is not None else None
+        return handler if handler is None or name in _POLLED else self._audited(handler, caller, name)
 
     def _refusal(self, error: TandemError, caller: Caller, method: str) -> _Handler:
         async def refuse(_request: Any, context: _Context) -> None:

@@ -31,6 +31,7 @@ _MAX_STRUCTURE = 250_000
 _STRUCTURE = (b"[", b"{", b":")
 _MAX_BODIES = 32  # of the largest size, that may be coming in at once
 _BODIES_RETRY_S = 1.0
+_PAGE, _OPERATORS = "/ui", "/admin/"  # the page is files that tell nothing; it asks for the key of its data itself
 _ACCESS = {"/metrics": Access.METRICS}  # other paths beside the API, such as /docs, need any key
 _CHUNKS = "tandem.chunks"  # in a request's scope: the DirectChunks of its response
 T = TypeVar("T")
@@ -94,15 +95,20 @@ class Edge:
         if len(request_id) > MAX_REQUEST_ID_CHARACTERS or not (request_id.isascii() and request_id.isprintable()):
             raise InvalidRequest(f"x-request-id must be at most {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters")
         path = scope["path"]
-        if path in HEALTH_PATHS:
+        if path in HEALTH_PATHS or path == _PAGE or path.startswith(f"{_PAGE}/"):
             return
         authorization = headers.get("authorization", "")
         if not authorization and "x-api-key" in headers:  # clients of Anthropic
             authorization = "Bearer " + headers["x-api-key"]
         if not authorization.isascii():  # keys are compared as the bytes that came
             authorization = authorization.encode("latin-1").decode("utf-8", "surrogateescape")
-        access = Access.INFERENCE if path.startswith(INFERENCE_PREFIXES) else _ACCESS.get(path)
-        scope["state"]["caller"] = self._gate.admit(authorization, access)
+        scope["state"]["caller"] = self._gate.admit(authorization, _access(path))
+
+
+def _access(path: str) -> Access | None:
+    if path.startswith(INFERENCE_PREFIXES):
+        return Access.INFERENCE
+    return Access.ADMIN if path.startswith(_OPERATORS) else _ACCESS.get(path)
 
 
 class _Answer:

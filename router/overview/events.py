@@ -56,6 +56,7 @@ class EventLog:
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._number = 0
         self._view: ClusterView | None = None
+        self._silent: set[str] = set()  # members of which an event says that they do not answer
         self._reported: dict[str, tuple[int, float]] = {}  # by fault: its count when it was last an event, and the time
 
     @property
@@ -75,12 +76,25 @@ class EventLog:
             return
         for kind, member, text in (
             *_member_changes(before.members, view.members),
+            *self._answer_changes(before.members, view.members),
             *_scale_changes(before.target, view.target),
             *_breaker_changes(before.breakers, view.breakers),
             *_registry_changes(before.registry_age_s, view.registry_age_s),
         ):
             self._add(at_s, kind, member, text)
         self._report_faults(view.faults, at_s)
+
+    def _answer_changes(self, before: Mapping[str, SeenMember], now: Mapping[str, SeenMember]) -> "Iterator[_Change]":
+        """A worker that starts has never answered before, so its first answer is no event."""
+        self._silent &= set(now)
+        for name, member in now.items():
+            short = name.partition("@")[0]
+            if not member.answers and name in before and before[name].answers:
+                self._silent.add(name)
+                yield EventKind.FAULT, name, f"{short} does not answer"
+            elif member.answers and name in self._silent:
+                self._silent.discard(name)
+                yield EventKind.MEMBER, name, f"{short} answers again"
 
     def _report_faults(self, faults: Mapping[str, int], at_s: float) -> None:
         for fault, count in faults.items():
@@ -99,6 +113,11 @@ _Change = tuple[EventKind, str, str]
 
 
 def _member_changes(before: Mapping[str, SeenMember], now: Mapping[str, SeenMember]) -> Iterator[_Change]:
+    for name, member in before.items():
+        if name not in now:
+            kind = EventKind.MEMBER if member.state == "draining" else EventKind.FAULT
+            how = "left" if member.state == "draining" else "was lost: its registration ended without a drain"
+            yield kind, name, f"{name.partition('@')[0]} {how}"
     for name, member in now.items():
         former, short = before.get(name), name.partition("@")[0]
         if former is None:
@@ -109,15 +128,6 @@ def _member_changes(before: Mapping[str, SeenMember], now: Mapping[str, SeenMemb
             yield kind, name, f"{short} is {member.state}"
         if member.role != former.role:
             yield EventKind.MEMBER, name, f"{short} has the role {member.role} instead of {former.role}"
-        if former.answers and not member.answers:
-            yield EventKind.FAULT, name, f"{short} does not answer"
-        elif member.answers and not former.answers and member.state == former.state == "ready":
-            yield EventKind.MEMBER, name, f"{short} answers"
-    for name, member in before.items():
-        if name not in now:
-            kind = EventKind.MEMBER if member.state == "draining" else EventKind.FAULT
-            how = "left" if member.state == "draining" else "was lost: its registration ended without a drain"
-            yield kind, name, f"{name.partition('@')[0]} {how}"
 
 
 def _scale_changes(before: ScaleTarget | None, now: ScaleTarget | None) -> Iterator[_Change]:

@@ -85,7 +85,8 @@ class Overview:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._close_channels)
             while True:
-                self._events.observe(self._view(), self._wall_clock())
+                if self._watched.fleet.members():  # the registry was read: what is there before is no event
+                    self._events.observe(self._view(), self._wall_clock())
                 if (now_s := self._clock.now_s()) - sampled_s >= SAMPLE_PERIOD_S:
                     sampled_s = now_s
                     self._history.add(self._totals())

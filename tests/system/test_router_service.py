@@ -12,7 +12,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.accounts.audit import Audit
 from cluster.accounts.gate import Gate
-from cluster.clock import MonotonicClock
 from cluster.member import MemberState
 from cluster.registry.registry import Registry
 from cluster.registry.scale_registry import ScaleTargets
@@ -21,10 +20,10 @@ from cluster.serving.serving import GrpcServer, open_channel
 from router.drain.operator_commands import MemberCommands, ScaleTargetView
 from router.grpc_api.gatekeeper import KeyInterceptor
 from router.grpc_api.service import AdminService, InferenceService, WriteTimeout
-from router.overview.overview import Overview, Watched
 from tandem.enum_words import MEMBER_ROLES
 from tandem.keepalive import KEEPALIVE_KEY
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from tests.system.overview_rig import overview_of
 from tests.system.router_harness import PROMPT, RouterUnderTest, ask, expected_tokens, pass_time, router_under_test
 
 _MAX_MESSAGE_BYTES = 100_000
@@ -63,20 +62,7 @@ async def served(
             migrations=router.migrations,
             commands=drains,
             scaling=scaling,
-            overview=Overview(
-                Watched(
-                    router=router.member,
-                    fleet=router.fleet,
-                    live_requests=router.live_requests,
-                    pairs=router.pipeline.pairs,
-                    scaling=scaling,
-                    telemetry=router.telemetry,
-                    registry_age_s=lambda: registry.age_s,
-                    placement=str(settings.get("placement", "least-loaded")),
-                ),
-                connect=open_channel,
-                clock=MonotonicClock(),
-            ),
+            overview=overview_of(router, scaling, registry, str(settings.get("placement", "least-loaded"))),
             placement=str(settings.get("placement", "least-loaded")),
             explore=float(str(settings.get("explore", 0.0))),
             gate=gate,
