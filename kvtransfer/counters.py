@@ -35,10 +35,17 @@ class TransferCounters:
         if transport:
             self._add(f"handoffs_{outcome}_{transport}")
 
-    def moved(self, *, transport: str, num_bytes: int) -> None:
-        """Count the bytes that an importer read for a hand-off that was settled as valid."""
+    def moved(self, *, transport: str, num_bytes: int, exposed_s: float, total_s: float) -> None:
+        """Count the bytes and the time of a hand-off that an importer settled as valid. `exposed_s`: the part after the
+        end of the prefill."""
         self._telemetry.count("tandem_kv_bytes_total", num_bytes, transport=transport)
+        self._telemetry.observe("tandem_handoff_seconds", total_s, transport=transport)
+        self._telemetry.observe("tandem_handoff_exposed_seconds", exposed_s, transport=transport)
         self._add("kv_bytes", num_bytes)
+
+    def read(self, *, transport: str, seconds: float) -> None:
+        """Count the time of one read."""
+        self._telemetry.count("tandem_kv_read_seconds_total", seconds, transport=transport)
 
     def checked(self, *, num_verified: int, num_unverified: int) -> None:
         """Count blocks that were read, by whether their digests were compared."""

@@ -104,27 +104,29 @@ class Router:
         host = advertised_host(config)
         tls = load_tls(config, host)
         self._connect = partial(open_channel, tls=tls)  # to other members, by address
-        self._telemetry = Telemetry()
+        self._telemetry = Telemetry.of_router()
+        targets = SloTargets.of_ms(config.slo_ttft_ms, config.slo_tpot_ms)
         self._live_requests = LiveRequests(
             max_live_requests=config.max_live_requests,
             max_buffered_tokens=config.max_buffered_tokens,
             clock=MonotonicClock(),
             telemetry=self._telemetry,
+            targets=targets,
         )
-        self._registry = Registry(url=config.redis, cluster_name=config.cluster_name, ttl_s=config.registration_ttl_s)
+        on_skew = partial(self._telemetry.gauge, "tandem_clock_skew_seconds")
+        ttl_s = config.registration_ttl_s
+        self._registry = Registry(url=config.redis, cluster_name=config.cluster_name, ttl_s=ttl_s, on_clock_skew=on_skew)
         self._accounts = Accounts(config, self._registry, self._keys)
         self._answers = AnswerFormat.named(config.tool_call_parser, config.reasoning_parser)
         self._tokenization = _tokenization(config, self._answers.markers)
         self._ports = _ports(config, host, self._telemetry, tls, self._accounts)
         self._member = self._as_member()
+        self._telemetry.describe(role=Role.ROUTER, member=self._member.id.id, model=config.model_name)
+        self._telemetry.gauge("tandem_slo_seconds", config.slo_ttft_ms / 1000, latency="ttft")
+        self._telemetry.gauge("tandem_slo_seconds", config.slo_tpot_ms / 1000, latency="itl")
         self._prefix_index = PrefixIndex()
         self._fleet = self._make_fleet()
-        self._policy = policy(
-            config.placement,
-            SloTargets.of_ms(config.slo_ttft_ms, config.slo_tpot_ms),
-            draw=random.random,
-            explore=config.explore,
-        )
+        self._policy = policy(config.placement, targets, draw=random.random, explore=config.explore)
         self._migrations = Migrations(
             router=self._member.id, fleet=self._fleet, policy=self._policy, telemetry=self._telemetry
         )

@@ -33,7 +33,7 @@ from engine.scheduling.scheduler import SequenceScheduler
 from engine.scheduling.step import Runner, StepPlan
 from engine.speculation.draft_model import with_draft_model
 from engine.speculation.drafter import drafter_factory
-from engine.steps.step_loop import StepLoop
+from engine.steps.step_loop import StepLoop, StepTime
 from engine.timing.service_time_fit import ServiceTimeFit, TimedStep, step_work
 from engine.timing.steps_at_load import fixed_rows, time_steps
 from kvtransfer.importer.link_check import Destination
@@ -106,7 +106,7 @@ class WorkerApp:
             num_steps=lambda: self._steps.progress.steps,
             watch=self._watch,
             service_times=self._service_times,
-            publish=self._metrics.publish,
+            publish=lambda inspected: self._metrics.publish(inspected, self._prefill.figures()),
             links=lambda: link_speeds_to_wire(self._transfer.links.speeds()),
         )
         self._add_services()
@@ -252,11 +252,11 @@ class WorkerApp:
     async def _num_free_blocks(self) -> int:
         return (await self._watch.inspections.inspect()).blocks["free"]
 
-    def _on_timed(self, plan: StepPlan, seconds: float) -> None:
+    def _on_timed(self, plan: StepPlan, time: StepTime) -> None:
         work = step_work(plan)
         if work is not None:
-            self._fit.add(TimedStep(work, seconds))
-            self._metrics.record_step(work, seconds)
+            self._fit.add(TimedStep(work, time.seconds))
+            self._metrics.record_step(work, time)
 
     def _on_events(self, events: tuple[commands.Event, ...]) -> None:
         events = self._canary.take(self._steps.settle(events))

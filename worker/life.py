@@ -82,7 +82,8 @@ class WorkerLife:
         self.keys = cluster_keys(config)
         keeps_prefixes = config.prefix_caching == "on"
         self.new_chain = keyed_chains(self.keys.hash_key, config.block_size) if keeps_prefixes else nameless_chains()
-        self.telemetry = Telemetry()
+        self.telemetry = Telemetry.of_worker()
+        self.telemetry.describe(role=role, member=self.member.id, model=config.model_name)
         self.host = advertised_host(config)
         self.tls = load_tls(config, self.host)
         self.connect = partial(open_channel, tls=self.tls)  # to other members, by address
@@ -101,7 +102,12 @@ class WorkerLife:
             on_lag=partial(self.telemetry.observe, "tandem_event_loop_lag_seconds"),
         )
         self._metrics = MetricsPort(self.telemetry, host=config.host, port=config.metrics_port)
-        self._registry = Registry(url=config.redis, cluster_name=config.cluster_name, ttl_s=config.registration_ttl_s)
+        self._registry = Registry(
+            url=config.redis,
+            cluster_name=config.cluster_name,
+            ttl_s=config.registration_ttl_s,
+            on_clock_skew=partial(self.telemetry.gauge, "tandem_clock_skew_seconds"),
+        )
         self._stop = stop
         self._loop = asyncio.get_running_loop()
         self._fatal: asyncio.Future[None] = self._loop.create_future()

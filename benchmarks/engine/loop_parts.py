@@ -36,7 +36,7 @@ from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.scheduler import SequenceScheduler
 from engine.scheduling.step import StepPlan
 from engine.steps import runner as step_runner
-from engine.steps.step_loop import StepLoop
+from engine.steps.step_loop import StepLoop, StepTime
 from engine.timing.service_time_fit import ServiceTimeFit, TimedStep, step_work
 from engine.timing.steps_at_load import time_steps
 
@@ -112,13 +112,13 @@ async def measure(built: Engine, load: Load, num_steps: int = _STEPS) -> list[di
     scheduler = _filled(built, load, fit, _WARM_UP + num_steps + 16)
     event_loop = asyncio.get_running_loop()
 
-    def on_timed(plan: StepPlan, seconds: float) -> None:
+    def on_timed(plan: StepPlan, time: StepTime) -> None:
         work = step_work(plan)
         assert work is not None
-        fit.add(TimedStep(work, seconds))
+        fit.add(TimedStep(work, time.seconds))
 
-    def end_step(plan: StepPlan, seconds: float) -> None:
-        parts.timed("timing", on_timed)(plan, seconds)
+    def end_step(plan: StepPlan, time: StepTime) -> None:
+        parts.timed("timing", on_timed)(plan, time)
         parts.end_step()
         if len(parts.steps) == _WARM_UP + num_steps:
             is_over.set()

@@ -12,7 +12,8 @@ Redis. While Redis cannot be reached, refuses, or has lost data, a missing membe
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import TypeVar
 
@@ -34,7 +35,7 @@ _FIRST_QUESTIONS = 3
 
 # KEYS: registration, incarnation, members, channel, generation. ARGV: id, incarnation, member, TTL in ms, retention of
 # the incarnation in ms, generation (0: not registered here yet). Renewing and leaving return (the incarnation that
-# registered since, or '', whether the registration had expired).
+# registered since, or '', whether the registration had expired); a renewal adds the time of Redis.
 _WRITE = """
 local before = redis.call('GET', KEYS[1])
 redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[5])
@@ -57,7 +58,14 @@ local generation = math.max(now[1] * 1000 + math.floor(now[2] / 1000), newest + 
     + _WRITE
     + "return generation"
 )
-_RENEW = _COMPARE + _WRITE + "return {'', before and 0 or 1}"
+_RENEW = (
+    _COMPARE
+    + _WRITE
+    + """
+local now = redis.call('TIME')
+return {'', before and 0 or 1, now[1], now[2]}
+"""
+)
 _DEREGISTER = (
     _COMPARE
     + """
@@ -90,10 +98,13 @@ class Registry:
         ttl_s: float,
         timeout_s: float = 1.0,
         clock: Clock | None = None,
+        on_clock_skew: Callable[[float], None] = lambda skew_s: None,
     ) -> None:
+        """`on_clock_skew`: called at each renewal with this machine's wall clock minus that of Redis, in seconds."""
         self.ttl_s = ttl_s
         self._timeout_s = timeout_s
         self._clock = clock or MonotonicClock()
+        self._on_clock_skew = on_clock_skew
         self._read_at_s = self._clock.now_s()
         self._is_gone = False
         self._distrusted_at_s = -float("inf")  # when Redis last came back, or was last found to have lost data
@@ -129,8 +140,12 @@ class Registry:
     async def renew(self, member: Member) -> None:
         """Extend the registration and replace its content; restore it if it had expired. Raises Fenced if another
         incarnation has registered since."""
-        current, had_lapsed = await self._call(self._renew(self._keys(member.id), self._arguments(member)))
+        asked_s = time.time()
+        answer = await self._call(self._renew(self._keys(member.id), self._arguments(member)))
+        current, had_lapsed, *redis_time = answer
         self._not_fenced(member, current)
+        if redis_time:
+            self._on_clock_skew((asked_s + time.time()) / 2 - int(redis_time[0]) - int(redis_time[1]) / 1e6)
         if had_lapsed:
             self._distrust_absence()
 

@@ -93,12 +93,24 @@ class _Later:
         return self.runner.run(self.plan)
 
 
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Where the seconds of a step went; the parts sum to `seconds`. The plan of a step that was launched behind another
+    one took no time of its own."""
+
+    seconds: float
+    plan_s: float
+    run_s: float  # pack, forward and draw
+    complete_s: float
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInFlight:
     """A launched step, or the error that its launch raised. Used by the loop alone."""
 
     plan: StepPlan
     launched: Launched | Exception
+    plan_s: float = 0.0
 
     @property
     def can_feed(self) -> bool:
@@ -111,8 +123,8 @@ class StepLoop(Generic[CommandT, EventT]):
     It calls `emit`, `on_error`, `on_fatal` and `on_timed` on its own thread, so they must only pass their arguments on.
     `on_error` is called after a step raised: its sequences have ended, and the loop continues. `on_fatal` is called
     after the scheduler raised, which means that an invariant is broken, or after `emit` raised: the loop has ended.
-    `on_timed` is called after a step has succeeded, with the seconds from its planning to its end, or from the end of
-    the step before it if it was launched behind that one.
+    `on_timed` is called after a step has succeeded, with the time from its planning to its end, or from the end of the
+    step before it if it was launched behind that one.
     """
 
     def __init__(
@@ -124,7 +136,7 @@ class StepLoop(Generic[CommandT, EventT]):
         *,
         on_error: Callable[[Exception], None],
         on_fatal: Callable[[Exception], None],
-        on_timed: Callable[[StepPlan, float], None] = lambda plan, seconds: None,
+        on_timed: Callable[[StepPlan, StepTime], None] = lambda plan, time: None,
     ) -> None:
         self._scheduler = scheduler
         self._ahead = scheduler if isinstance(scheduler, PlanningAhead) else None
@@ -240,7 +252,7 @@ class StepLoop(Generic[CommandT, EventT]):
     def _step(self, plan: StepPlan, now_s: float) -> None:
         """Compute this step and those planned behind it without a gap."""
         self._begin(plan, now_s)
-        in_flight: StepInFlight | None = self._launch(plan)
+        in_flight: StepInFlight | None = self._launch(plan, self._clock.now_s() - now_s)
         while in_flight is not None:
             following = self._launch_behind(in_flight)
             self._let_go()
@@ -259,8 +271,8 @@ class StepLoop(Generic[CommandT, EventT]):
         self._hand_over(events)
         return None if plan is None else self._launch(plan)
 
-    def _launch(self, plan: StepPlan) -> StepInFlight:
-        return StepInFlight(plan, _tried(lambda: self._launcher.launch(plan)))
+    def _launch(self, plan: StepPlan, plan_s: float = 0.0) -> StepInFlight:
+        return StepInFlight(plan, _tried(lambda: self._launcher.launch(plan)), plan_s)
 
     def _land(self, in_flight: StepInFlight, following: StepInFlight | None) -> StepInFlight | None:
         """Wait for a step to end and return the step then running. If it failed, the step launched behind it is waited
@@ -276,18 +288,20 @@ class StepLoop(Generic[CommandT, EventT]):
         failed."""
         launched = in_flight.launched
         result = launched if isinstance(launched, Exception) else _tried(launched.result)
+        computed_s = self._clock.now_s()
         if isinstance(result, Exception):
             self._on_error(result)
-            events = self._scheduler.fail(in_flight.plan, result, self._clock.now_s())
+            events = self._scheduler.fail(in_flight.plan, result, computed_s)
         else:
-            events = self._scheduler.complete(in_flight.plan, result, self._clock.now_s())
+            events = self._scheduler.complete(in_flight.plan, result, computed_s)
         self._hand_over(events)
         before, ended_s = self._progress, self._clock.now_s()
         assert before.busy_since_s is not None
         step_s = ended_s - before.busy_since_s
         longest_s = max(before.longest_step_s, step_s)
         if not isinstance(result, Exception):
-            self._on_timed(in_flight.plan, step_s)
+            run_s = computed_s - before.busy_since_s - in_flight.plan_s
+            self._on_timed(in_flight.plan, StepTime(step_s, in_flight.plan_s, run_s, ended_s - computed_s))
         self._progress = Progress(
             steps=before.steps + 1,
             last_step_s=ended_s,

@@ -348,9 +348,9 @@ class HandOffDriver:
         now_s = self._context.clock.now_s()
         kv_bytes = action.num_read * self._context.wire.memory.block_bytes
         self._count("ok", None)
-        self._context.counters.moved(transport=self._transports.transport, num_bytes=kv_bytes)
         queue_s = max(0.0, self._reserved_s - max(self._room_asked_s, self._finished_s))
-        exposed_s = now_s - self._finished_s - queue_s
+        exposed_s, total_s = now_s - self._finished_s - queue_s, now_s - self._began_s
+        self._transports.record_moved(kv_bytes, exposed_s, total_s)
         num_exposed = sum(num_bytes for ended_s, num_bytes in self._pieces if ended_s > self._finished_s)
         self._transports.record_hand_off(num_exposed, exposed_s)
         if self.answer.done():  # the request was cancelled in this turn of the loop
@@ -366,7 +366,7 @@ class HandOffDriver:
                     kv_bytes=kv_bytes,
                     queue_s=queue_s,
                     exposed_transfer_s=exposed_s,
-                    total_s=now_s - self._began_s,
+                    total_s=total_s,
                     unverified_block_ids=action.unverified_block_ids,
                 )
             )

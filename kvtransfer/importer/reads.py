@@ -75,6 +75,11 @@ class TransportChoice:
 
     def record_read(self, num_bytes: int, seconds: float) -> None:
         self._links.record_read(self._epoch.exporter, self.transport, num_bytes, seconds, self._clock.now_s())
+        self._counters.read(transport=self.transport, seconds=seconds)
+
+    def record_moved(self, num_bytes: int, exposed_s: float, total_s: float) -> None:
+        """Record a whole hand-off; `exposed_s`: the part after the end of the prefill."""
+        self._counters.moved(transport=self.transport, num_bytes=num_bytes, exposed_s=exposed_s, total_s=total_s)
 
     def record_hand_off(self, num_bytes: int, exposed_s: float) -> None:
         """Record the part of a hand-off that followed the prefill."""

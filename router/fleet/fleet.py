@@ -8,7 +8,7 @@ of it registers. While the registry is unreachable, the last known membership ho
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import Protocol
 
 import grpc
@@ -227,6 +227,7 @@ class Fleet:
             asyncio.get_running_loop().call_later(self._timeouts.absence_s, self._on_absences_over)
         self._has_snapshot = True
         workers = [member for member in members if member.role.is_worker]
+        self._count_changes(workers)
         self._registered = {member.id: member for member in workers}
         self.has_prefill_pool |= any(member.role.prefills for member in workers)
         incarnations = {member.id.id: member.id for member in workers}
@@ -286,6 +287,16 @@ class Fleet:
             peer.fail_calls(detail)
             self._notify()
         return detail
+
+    def _count_changes(self, workers: Sequence[Member]) -> None:
+        before = {member.id.id: member for member in self._registered.values()}
+        for member in workers:
+            known = before.pop(member.id.id, None)
+            if known is None or known.id != member.id:
+                change = "joined" if known is None else "restarted"
+                self._telemetry.count("tandem_member_changes_total", role=member.role, change=change)
+        for member in before.values():
+            self._telemetry.count("tandem_member_changes_total", role=member.role, change="left")
 
     def _count_members(self) -> None:
         for role in (Role.PREFILL, Role.DECODE, Role.BOTH):

@@ -17,7 +17,8 @@ from cluster.clock import Clock
 from cluster.errors import NotFound
 from cluster.member import Member, MemberState
 from cluster.messages import Role
-from cluster.observe.telemetry import METRICS, Telemetry
+from cluster.observe.metrics import METRICS
+from cluster.observe.telemetry import Telemetry
 from cluster.serving.rpc_errors import error_from_rpc
 from router.drain.operator_commands import ScaleTargetView, target_to_wire
 from router.fleet.fleet import Fleet

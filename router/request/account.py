@@ -4,10 +4,12 @@ There is always exactly one phase, and entering the next one ends it, so the pha
 arguments, in seconds of the router's monotonic clock. The account decides nothing.
 """
 
+import math
 from collections.abc import Sequence
 from enum import StrEnum
 
 from cluster.observe.telemetry import Telemetry
+from router.policies.candidates import NO_TARGETS, SloTargets
 from router.policies.unmodelled import ModelledRequest
 from router.request.explanations import MAX_SPANS, Explanation, PlacementLog, Span
 from router.requests import ChoiceDelta, Ledger, Phase, WorkerTime
@@ -31,7 +33,11 @@ _LEAST_TOKENS_COMPARED = 8  # of a choice: fewer say little about the time betwe
 class RequestAccount:
     """Written from the request's arrival until its client has left."""
 
-    def __init__(self, telemetry: Telemetry, now_s: float, *, label: str = "") -> None:
+    def __init__(
+        self, telemetry: Telemetry, now_s: float, *, label: str = "", targets: SloTargets = NO_TARGETS
+    ) -> None:
+        """`targets`: latencies that the request should keep; misses are counted."""
+        self._targets = targets
         self._telemetry = telemetry
         self._label = label
         self._marks: list[tuple[PhaseName, float]] = [(PhaseName.TOKENIZE, now_s)]
@@ -143,12 +149,17 @@ class RequestAccount:
         """End the last phase: the last token has been generated, or the request has failed."""
         self._end_s = max(now_s, self._marks[-1][1])
 
-    def ledger(self, now_s: float) -> Ledger:
+    def _intervals(self, now_s: float) -> list[tuple[PhaseName, float, float]]:
+        """Return each phase in order with its begin and its end. A phase that was entered twice is there twice."""
         end_s = self._end_s if self._end_s is not None else max(now_s, self._marks[-1][1])
         ends_s = [at_s for _, at_s in self._marks[1:]] + [end_s]
+        return [(phase, at_s, until_s) for (phase, at_s), until_s in zip(self._marks, ends_s, strict=True)]
+
+    def ledger(self, now_s: float) -> Ledger:
         durations_s: dict[PhaseName, float] = {}
-        for (phase, at_s), until_s in zip(self._marks, ends_s, strict=True):
+        for phase, at_s, until_s in (intervals := self._intervals(now_s)):
             durations_s[phase] = durations_s.get(phase, 0.0) + (until_s - at_s)
+        end_s = intervals[-1][2]
         return Ledger(
             phases=tuple(Phase(str(phase), durations_s[phase]) for phase in PhaseName if phase in durations_s),
             wall_s=end_s - self.began_s,
@@ -163,18 +174,13 @@ class RequestAccount:
 
     def spans(self, now_s: float) -> tuple[Span, ...]:
         """Return the phases in their order: at most MAX_SPANS, the first ones and the last ones."""
-        end_s = self._end_s if self._end_s is not None else max(now_s, self._marks[-1][1])
-        ends_s = [at_s for _, at_s in self._marks[1:]] + [end_s]
-        marks = list(zip(self._marks, ends_s, strict=True))
+        marks = self._intervals(now_s)
         if len(marks) > MAX_SPANS:
             marks[MAX_SPANS // 4 : -(MAX_SPANS - MAX_SPANS // 4)] = []
-        return tuple(Span(str(phase), at_s - self.began_s, until_s - at_s) for (phase, at_s), until_s in marks)
+        return tuple(Span(str(phase), at_s - self.began_s, until_s - at_s) for phase, at_s, until_s in marks)
 
     def explanation(self, request_id: str, now_s: float, outcome: str = "") -> Explanation:
         """Explain the placements of the request. `outcome`: as in `publish`; empty: it is live."""
-        longer = [choice for choice, num_tokens in self._num_tokens.items() if num_tokens > 1]
-        num_later = sum(self._num_tokens[choice] - 1 for choice in longer)
-        decoding_s = sum(self._last_delivery_s[choice] - (self._first_token_s or 0.0) for choice in longer)
         return Explanation(
             request_id=request_id,
             label=self._label,
@@ -183,11 +189,18 @@ class RequestAccount:
             num_prompt_tokens=self.num_prompt_tokens,
             num_tokens=self.num_tokens,
             first_token_s=self._first_token_s if self._num_tokens else None,
-            itl_s=decoding_s / num_later if num_later else None,
+            itl_s=self._mean_itl_s(),
             attempts=self.placements.attempts,
             ledger=self.ledger(now_s),
             spans=self.spans(now_s),
         )
+
+    def _mean_itl_s(self) -> float | None:
+        """Return the mean seconds between the tokens of a choice; None: no choice has two."""
+        longer = [choice for choice, num_tokens in self._num_tokens.items() if num_tokens > 1]
+        num_later = sum(self._num_tokens[choice] - 1 for choice in longer)
+        decoding_s = sum(self._last_delivery_s[choice] - (self._first_token_s or 0.0) for choice in longer)
+        return decoding_s / num_later if num_later else None
 
     def publish(self, outcome: str, now_s: float) -> None:
         """Add the ended request to the metrics. `outcome`: ok, or the reason of an error."""
@@ -202,11 +215,33 @@ class RequestAccount:
         self._telemetry.observe("tandem_request_seconds", ledger.wall_s)
         if self._num_tokens:
             self._telemetry.observe("tandem_ttft_seconds", ledger.ttft_s)
+        self._telemetry.count("tandem_cached_prompt_tokens_total", self.num_cached or 0)
+        self._publish_misses(now_s)
         for num_tokens in self._num_tokens.values():
             self._telemetry.observe("tandem_output_length_tokens", num_tokens)
         if outcome == "ok" and not self._reasons:
             self._publish_errors()
             self._teach()
+
+    def _publish_misses(self, now_s: float) -> None:
+        """Count the latency targets that the request missed, each with the phase that took longest."""
+        first_s, itl_s = self._first_token_s, self._mean_itl_s()
+        if self._targets == NO_TARGETS or first_s is None:
+            return
+        if first_s - self.began_s > self._targets.ttft_s:
+            phase = self._longest_phase(self.began_s, first_s, now_s)
+            self._telemetry.count("tandem_slo_misses_total", latency="ttft", phase=phase)
+        if itl_s is not None and itl_s > self._targets.itl_s:
+            phase = self._longest_phase(first_s, math.inf, now_s)
+            self._telemetry.count("tandem_slo_misses_total", latency="itl", phase=phase)
+
+    def _longest_phase(self, from_s: float, until_s: float, now_s: float) -> PhaseName:
+        """Return the phase that took most of the time between two times."""
+        seconds: dict[PhaseName, float] = {}
+        for phase, began_s, ended_s in self._intervals(now_s):
+            within_s = min(ended_s, until_s) - max(began_s, from_s)
+            seconds[phase] = seconds.get(phase, 0.0) + max(0.0, within_s)
+        return max(seconds, key=seconds.__getitem__)
 
     def _publish_errors(self) -> None:
         """Compare the prediction with what the client experienced. A request that was retried is not compared."""

@@ -17,6 +17,7 @@ from cluster.clock import Clock
 from cluster.errors import Cancelled, ResumeSuperseded, TandemError
 from cluster.observe.telemetry import Telemetry
 from router.policies.admission import AdmissionControl
+from router.policies.candidates import NO_TARGETS, SloTargets
 from router.request.account import RequestAccount
 from router.request.explanations import Explanation, Explanations, is_named
 from router.request.live_table import ClientBuffers, LiveRow, LiveTable
@@ -39,7 +40,17 @@ class LiveRequest:
 
 
 class LiveRequests:
-    def __init__(self, *, max_live_requests: int, max_buffered_tokens: int, clock: Clock, telemetry: Telemetry) -> None:
+    def __init__(
+        self,
+        *,
+        max_live_requests: int,
+        max_buffered_tokens: int,
+        clock: Clock,
+        telemetry: Telemetry,
+        targets: SloTargets = NO_TARGETS,
+    ) -> None:
+        """`targets`: of requests that ask for none."""
+        self._targets = targets
         self._table = LiveTable(AdmissionControl(max_live_requests))
         self._buffers = ClientBuffers(max_buffered_tokens)
         self._clock = clock
@@ -89,7 +100,8 @@ class LiveRequests:
         Raises Overloaded. Every request is counted once by its outcome, also one that was refused a place.
         """
         request_id = request.request_id or f"req-{secrets.token_hex(12)}"
-        account = RequestAccount(self._telemetry, self._clock.now_s(), label=request.label)
+        targets = self._targets.preferring(SloTargets.of_request(request.slo_ttft_s, request.slo_tpot_s))
+        account = RequestAccount(self._telemetry, self._clock.now_s(), label=request.label, targets=targets)
         outcome = "cancelled"
         try:
             with self._listed(request, request_id, account, takes_over=takes_over) as live:

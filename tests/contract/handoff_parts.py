@@ -58,8 +58,11 @@ class Counters(TransferCounters):
             self.exported.set()
         self.handoffs[side, transport, outcome, str(reason)] += 1
 
-    def moved(self, *, transport: str, num_bytes: int) -> None:
+    def moved(self, *, transport: str, num_bytes: int, exposed_s: float, total_s: float) -> None:
         self.num_bytes += num_bytes
+
+    def read(self, *, transport: str, seconds: float) -> None:
+        assert seconds >= 0
 
     def checked(self, *, num_verified: int, num_unverified: int) -> None:
         self.num_verified += num_verified

@@ -12,7 +12,7 @@ import pytest
 
 from cli.command import _VERBS
 from cluster.errors import _STATUS, HandOffReason
-from cluster.observe.telemetry import METRICS
+from cluster.observe.metrics import METRICS, VLLM_NAMES
 
 ROOT = Path(__file__).parents[2]
 _SKIPPED = {".git", ".venv", "build", ".whl", ".wheels", ".pytest_cache", "node_modules", "shared"}
@@ -192,6 +192,13 @@ def test_a_name_that_does_not_exist_is_found(check: Callable[[Path], Iterator[st
 def test_the_hand_off_page_names_every_reason_of_a_failed_hand_off() -> None:
     words = set(_words(ROOT / "docs" / "handoff.md"))
     assert not {str(reason) for reason in HandOffReason} - words
+
+
+def test_the_page_about_metrics_lists_each_with_its_labels() -> None:
+    section = _text(ROOT / "docs" / "observe.md").partition("## Metrics")[2].partition("\nAlert")[0]
+    listed = dict(re.findall(r"`((?:tandem_|vllm:)\w+)(?:\{([\w,]+)\})?`", section))
+    aliases = dict.fromkeys(VLLM_NAMES, "")
+    assert listed == {name: ",".join(metric.labels) for name, metric in METRICS.items()} | aliases
 
 
 def test_the_errors_of_the_api_page_equal_those_of_the_source() -> None:

@@ -12,6 +12,7 @@ from cluster.observe.metrics_port import MetricsPort
 from cluster.observe.telemetry import CONTENT_TYPE, Telemetry
 from cluster.service_times import StepWork
 from engine.scheduling.commands import Inspected
+from engine.steps.step_loop import StepTime
 from worker.metrics import WorkerMetrics
 
 _HOST = "127.0.0.1"
@@ -100,5 +101,5 @@ def test_vllms_names_are_published_only_where_they_are_asked_for(telemetry: Tele
     ("work", "kind"), [(StepWork(num_new=8), "prefill"), (StepWork(batch=2), "decode"), (StepWork(8, 36.0, 2), "mixed")]
 )
 def test_steps_are_told_apart_by_their_work(telemetry: Telemetry, work: StepWork, kind: str) -> None:
-    WorkerMetrics(telemetry).record_step(work, 0.02)
+    WorkerMetrics(telemetry).record_step(work, StepTime(0.02, 0.001, 0.018, 0.001))
     assert telemetry.value("tandem_step_seconds", work=kind) == 1

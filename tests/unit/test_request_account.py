@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.observe.telemetry import Telemetry
+from router.policies.candidates import SloTargets
 from router.policies.unmodelled import NOTHING_UNMODELLED, ModelledRequest, Unmodelled, UnmodelledTimes
 from router.request.account import PhaseName, RequestAccount
 from router.requests import ChoiceDelta, WorkerTime
@@ -49,6 +50,37 @@ def test_the_first_token_time_is_that_of_the_first_delivered_token() -> None:
     account.record_delivery((ChoiceDelta(0, 0, (7,)),), 13.0)
     account.end(14.0)
     assert account.ledger(15.0).ttft_s == 2.0
+
+
+@pytest.mark.parametrize(
+    ("targets", "missed"),
+    [
+        (SloTargets(ttft_s=4.0, itl_s=0.5), {("ttft", "prefill_queue"), ("itl", "transfer")}),
+        (SloTargets(ttft_s=6.0, itl_s=0.5), {("itl", "transfer")}),
+        (SloTargets(ttft_s=6.0, itl_s=5.0), set()),
+        (SloTargets(), set()),
+    ],
+)
+def test_a_missed_target_is_counted_with_the_phase_that_took_longest(
+    targets: SloTargets, missed: set[tuple[str, str]]
+) -> None:
+    telemetry = Telemetry()
+    account = RequestAccount(telemetry, 0.0, targets=targets)
+    account.record_admission(4)
+    for phase, at_s in ((PhaseName.PREFILL_QUEUE, 0.5), (PhaseName.PREFILL, 4.0), (PhaseName.TRANSFER, 5.0)):
+        account.enter(phase, at_s)
+    account.record_delivery((ChoiceDelta(0, 0, (7,)),), 5.0)
+    account.enter(PhaseName.DECODE, 7.0)
+    account.record_delivery((ChoiceDelta(0, 1, (8, 9)),), 8.5)
+    account.end(8.5)
+    account.publish("ok", 8.5)
+    counted = {
+        (latency, phase)
+        for latency in ("ttft", "itl")
+        for phase in PhaseName
+        if telemetry.value("tandem_slo_misses_total", latency=latency, phase=phase)
+    }
+    assert counted == missed
 
 
 def test_members_are_listed_once_in_the_order_of_their_first_use() -> None:

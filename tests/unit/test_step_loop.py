@@ -85,7 +85,7 @@ class _Bench:
             self._emit,
             on_error=self.step_errors.append,
             on_fatal=self.fatal.put,
-            on_timed=lambda plan, seconds: self.timed.append((plan, seconds)),
+            on_timed=lambda plan, time: self.timed.append((plan, time.seconds)),
         )
         self.loop.start()
 

@@ -3,12 +3,14 @@
 import io
 import json
 import logging
+import re
 from collections.abc import Iterator
 
 import pytest
 
 from cluster.observe.logs import configure_logs
-from cluster.observe.telemetry import METRICS, Kind, Telemetry
+from cluster.observe.metrics import EVERY_PROCESS, METRICS, ROUTER, WORKER, Kind
+from cluster.observe.telemetry import Telemetry
 
 
 def test_prometheus_reads_the_counted_values() -> None:
@@ -37,6 +39,18 @@ def test_a_process_publishes_only_metrics_that_were_counted_in_it() -> None:
     telemetry.count("tandem_decode_tokens_total", 0)
     assert b"tandem_decode_tokens_total 0.0" in telemetry.render()
     assert b"tandem_requests" not in telemetry.render()
+
+
+def test_a_router_and_a_worker_publish_their_metrics_before_the_first_use() -> None:
+    for telemetry, own, others in (
+        (Telemetry.of_router(), ROUTER, WORKER),
+        (Telemetry.of_worker(), WORKER, ROUTER),
+    ):
+        text = telemetry.render().decode()
+        names = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
+        assert names == set(own) | set(EVERY_PROCESS)
+        assert not names & set(others)
+    assert "tandem_preemptions_total 0.0" in Telemetry.of_worker().render().decode()
 
 
 def test_an_undeclared_metric_or_label_is_an_error() -> None:
