@@ -3,7 +3,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := build/clients
-PACKAGES := tandem cluster engine kvtransfer prefill_worker decode_worker worker router cli deploy benchmarks tests
+PACKAGES := tandem tandem_serving cluster engine kvtransfer prefill_worker decode_worker worker router cli deploy benchmarks tests
 PROTOS := $(wildcard proto/tandem/v1/*.proto proto/tandem/internal/v1/*.proto)
 
 # More for pip, such as an index of CPU-only torch wheels: make demo PIP_ARGS="--extra-index-url URL"
@@ -117,7 +117,7 @@ clean: ## removes the environment and every cache
 # One stamp per set of dependencies: nothing is looked at again until a pin or a range changes.
 $(VENV)/.base: $(VENV)/.made pyproject.toml constraints.txt
 	@echo "==> installing Tandem and its dependencies into $(VENV) (once; one to five minutes; log: $(INSTALL_LOG))"
-	@$(call install,-e .)
+	@$(call install,-e ".[local]")
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.made pyproject.toml constraints.txt

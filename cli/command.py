@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module, metadata
 from types import ModuleType
+from typing import NoReturn
 
+from cli.extras import missing_module, require
 from cluster.errors import ConfigError, TandemError
 from cluster.process import ExitStatus
 from cluster.settings.config_sources import refuse_unknown
@@ -34,6 +36,13 @@ _VERBS = (
     "bench",
     "completion",
 )
+# What `tandem NAME` becomes: the module that runs one member, and the extra that it needs.
+PROGRAMS = {
+    "router": ("router", "router"),
+    "prefill-worker": ("prefill_worker", "worker"),
+    "decode-worker": ("decode_worker", "worker"),
+}
+_EXTRAS = {"up": "local", "demo": "local"}  # of verbs that start members
 
 
 def run(arguments: Sequence[str] | None) -> int:
@@ -49,25 +58,44 @@ def run(arguments: Sequence[str] | None) -> int:
     except (TandemError, ClientError) as error:
         sys.stderr.write(f"tandem: {error.reason}: {error.message}\n")
         return ExitStatus.CRASHED
+    except ModuleNotFoundError as error:
+        if not (line := missing_module(error)):
+            raise
+        sys.stderr.write(f"tandem: {line}\n")
+        return ExitStatus.CONFIG
 
 
 def _run(arguments: Sequence[str] | None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] in PROGRAMS:
+        _become(*arguments)
     if arguments and not arguments[0].startswith("-") and arguments[0] not in _VERBS:
-        nearest = get_close_matches(arguments[0], _VERBS, n=1)
+        nearest = get_close_matches(arguments[0], (*_VERBS, *PROGRAMS), n=1)
         hint = f"did you mean {nearest[0]}?" if nearest else "`tandem --help` lists the commands"
         raise ConfigError(f"unknown command {arguments[0]!r}; {hint}")
     parser, parsers, modules = _parser()
     parsed, unknown = parser.parse_known_args(arguments)
     refuse_unknown(parsers[parsed.verb], unknown)
     parsed.parser = parser
+    if extra := _EXTRAS.get(parsed.verb):
+        require(extra, f"tandem {parsed.verb}")
     return int(modules[parsed.verb].run(parsed))
+
+
+def _become(program: str, *flags: str) -> NoReturn:
+    """Replace this process by a member, which receives the signals of its supervisor itself."""
+    module, extra = PROGRAMS[program]
+    require(extra, f"tandem {program}")
+    os.execv(sys.executable, (sys.executable, "-m", module, *flags))
 
 
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser], dict[str, ModuleType]]:
     """Return the parser of all commands, and the parser and the module of each verb."""
     parser = argparse.ArgumentParser(
-        prog="tandem", description="LLM serving with prefill and decode on separate pools.", allow_abbrev=False
+        prog="tandem",
+        description="LLM serving with prefill and decode on separate pools.",
+        epilog=f"To run one member of a cluster: tandem {'|'.join(PROGRAMS)} FLAGS (--help lists them).",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"tandem {metadata.version('tandem-serving')}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")

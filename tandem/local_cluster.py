@@ -46,7 +46,7 @@ class LocalCluster:
         given = [f"--{name}={value}" for name, value in sizes.items() if value is not None]
         self._log = tempfile.TemporaryFile(mode="w+", prefix="tandem-")  # noqa: SIM115 -- closed by `close`
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "cli", "up", "--port=0", "--grpc-port=0", *given, *flags],
+            [sys.executable, "-m", "tandem_serving", "up", "--port=0", "--grpc-port=0", *given, *flags],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -18,17 +18,23 @@ ROOT = Path(__file__).parents[2]
 class Up:
     """A running `tandem up` whose output is read to the last line."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        program: Sequence[str] = (sys.executable, "-m", "cli"),
+        directory: Path = ROOT,
+    ) -> None:
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
         self.environment["XDG_RUNTIME_DIR"] = str(folder)
         ports = () if "--port" in arguments else ("--port", "0", "--grpc-port", "0")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "cli", "up", *ports, "--cluster-key-file", str(folder / "key"), *arguments],
+            [*program, "up", *ports, "--cluster-key-file", str(folder / "key"), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            cwd=ROOT,
+            cwd=directory,
             env=self.environment,
             preexec_fn=die_with_parent,
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.command import _VERBS
+from cli.command import _VERBS, PROGRAMS
 from cluster.errors import _STATUS, HandOffReason
 from cluster.observe.metrics import METRICS, VLLM_NAMES
 
@@ -25,9 +25,10 @@ _SOURCES = ("*.py", "*.c", "*.h", "*.proto", "*.yaml", "*.toml")
 _FOLDERS = tuple(sorted(path.name for path in ROOT.iterdir() if path.is_dir() and path.name not in _SKIPPED))
 # Flags of commands that are not ours: pip, docker, kubectl, openssl, nvcc.
 _FOREIGN_FLAGS = {"--extra-index-url", "--build-arg", "--replicas", "--from-literal", "--no-deps", "--no-index"}
-_FOREIGN_FLAGS |= {"--no-compile", "--upgrade", "--target", "--cacert", "--scale"}
+_FOREIGN_FLAGS |= {"--no-compile", "--upgrade", "--target", "--cacert", "--scale", "--build"}
 # Names of libraries, protocols and other programs that no source of ours contains.
 _FOREIGN_NAMES = {"pidfd_getfd", "GRPC_EXPERIMENTS", "CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME"}
+_FOREIGN_NAMES |= {"COMPOSE_PROFILES"}
 _FOREIGN_NAMES |= {"terminationGracePeriodSeconds", "test_expired_lease_frees_its_blocks"}  # the last one is an example
 _WRITTEN_PATHS = {"benchmarks/results/test_repeat.jsonl", "tandem/kernels/"}  # written when they are first needed
 
@@ -54,7 +55,7 @@ def _commands(page: Path) -> Iterator[str]:
 def _sources() -> dict[str, str]:
     """Every source file's path and text. This file's own names do not count."""
     folders = (path for pattern in _SOURCES for name in _FOLDERS for path in (ROOT / name).rglob(pattern))
-    paths = (*folders, ROOT / "Makefile", ROOT / "pyproject.toml")
+    paths = (*folders, ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / "setup.py")
     return {str(path.relative_to(ROOT)): path.read_text() for path in paths if path != Path(__file__)}
 
 
@@ -127,8 +128,8 @@ def unknown_flags(page: Path) -> Iterator[str]:
 def unknown_commands(page: Path) -> Iterator[str]:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     for command in _commands(page):
-        verb = re.match(r"(?:\.venv/bin/)?tandem ([a-z]+)", command)
-        if verb and verb[1] not in _VERBS:
+        verb = re.match(r"(?:\.venv/bin/)?tandem ([a-z-]+)", command)
+        if verb and verb[1] not in (*_VERBS, *PROGRAMS):
             yield f"tandem {verb[1]}"
         module = re.search(r"python3? -m ([\w.]+)", command)
         if module and module[1] not in ("pip", "venv", "pytest") and find_spec(module[1]) is None:
@@ -141,7 +142,7 @@ def unknown_commands(page: Path) -> Iterator[str]:
 def unknown_metrics(page: Path) -> Iterator[str]:
     for word in _words(page):
         metric = re.fullmatch(r"(tandem_[a-z_]+)(?:\{([\w, =\"]+)\})?", word)
-        if metric is None:
+        if metric is None or metric[1] in _FOLDERS:
             continue
         labels = {label.partition("=")[0].strip() for label in (metric[2] or "").split(",") if label}
         if metric[1] not in METRICS or not labels <= set(METRICS[metric[1]].labels):

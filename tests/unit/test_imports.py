@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 # Package -> what it may import of ours. deploy, benchmarks and cli may import anything above them.
 ALLOWED: dict[str, set[str]] = {
     "tandem": set(),
+    "tandem_serving": set(),
     "cluster": {"tandem"},
     "engine": {
         "cluster.messages",

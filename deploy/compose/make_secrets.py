@@ -1,0 +1,39 @@
+"""Creates the secrets of a compose cluster in two folders; keeps those that exist. `make_secrets.py MEMBERS REDIS`.
+
+MEMBERS: `cluster.key`, `api.key`, `admin.key`, and `tandem.yaml` with the address of Redis. REDIS: `redis.conf` and
+`password`, and the password of Grafana's user admin. Only the containers' user can read the files.
+"""
+
+import os
+import secrets
+import sys
+from pathlib import Path
+
+
+def make(members: Path, redis: Path) -> None:
+    password = _kept(redis / "password", secrets.token_urlsafe(32))
+    _kept(redis / "redis.conf", f'requirepass {password}\nbind 0.0.0.0\nsave ""\nappendonly no\ndir /data\n')
+    _kept(redis / "grafana", secrets.token_urlsafe(16))
+    _kept(members / "cluster.key", secrets.token_hex(32))
+    for name in ("api.key", "admin.key"):
+        _kept(members / name, secrets.token_urlsafe(32))
+    _kept(members / "tandem.yaml", f"redis: redis://:{password}@redis:6379/0\n")
+
+
+def _kept(path: Path, text: str) -> str:
+    """Write the text unless there is such a file, which is never half written. Return what the file holds."""
+    if not path.exists():
+        draft = path.with_suffix(".new")
+        draft.write_text(text)
+        draft.rename(path)
+    return path.read_text()
+
+
+if __name__ == "__main__":
+    os.umask(0o077)
+    try:
+        make(Path(sys.argv[1]), Path(sys.argv[2]))
+    except OSError as error:
+        sys.exit(
+            f"secrets: cannot write {error.filename}: {error.strerror}; the volumes must belong to user {os.getuid()}"
+        )
