@@ -11,6 +11,7 @@ Owns exit statuses and signals. The parent process reads the status and the last
 
 import asyncio
 import ctypes
+import errno
 import gc
 import logging
 import os
@@ -52,10 +53,26 @@ def run_process(
     except TandemError as error:
         sys.stderr.write(f"{name}: {error.reason}: {error.message}\n")
         return _status(error)
+    except OSError as error:
+        if not (line := _full_disk(error)):
+            _LOG.exception("%s crashed", name)
+        else:
+            sys.stderr.write(f"{name}: {line}\n")
+        return ExitStatus.CRASHED
     except Exception:  # noqa: BLE001 -- the process ends here; it is logged and told by the status
         _LOG.exception("%s crashed", name)
         return ExitStatus.CRASHED
     return ExitStatus.OK
+
+
+def _full_disk(error: OSError) -> str:
+    """Return the line for a file that could not be written, or an empty string if the error is another one."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        place = f": {error.filename}" if error.filename else ""
+        return f"{os.strerror(error.errno)}{place}; free some space there, or give it more"
+    if "No usable temporary directory" in str(error):  # tempfile tries to write to each one
+        return f"{error.strerror}; free some space in one of them, or set TMPDIR"
+    return ""
 
 
 def exit_process(status: int) -> NoReturn:

@@ -25,7 +25,7 @@ from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import MasterNotFoundError, Sentinel
 from redis.backoff import NoBackoff
 from redis.commands.core import AsyncScript
-from redis.exceptions import RedisClusterException, RedisError
+from redis.exceptions import AuthenticationError, RedisClusterException, RedisError
 
 from cluster.errors import ConfigError
 
@@ -160,6 +160,13 @@ def open_redis(text: str, timeout_s: float) -> RedisClient:
                 return RedisClient(url, _checked(Redis.from_url(url.of_one(), **settings)), None)
     except (ValueError, TypeError, RedisError, RedisClusterException) as error:
         raise ConfigError(f"--redis: {error}") from None
+
+
+def problem(place: str, error: BaseException) -> str:
+    """Say in one line why Redis does not serve, and what an operator can do."""
+    if isinstance(error, AuthenticationError) or "HELLO AUTH" in str(error):
+        return f"Redis at {place} refuses the password; correct it in --redis"
+    return f"cannot reach Redis at {place}: {words(error).rstrip('.')}; start it, or correct --redis"
 
 
 def words(error: BaseException) -> str:

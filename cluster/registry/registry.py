@@ -25,7 +25,7 @@ from cluster.clock import Clock, MonotonicClock
 from cluster.errors import Fenced, RegistryUnavailable
 from cluster.member import Member, from_json, to_json
 from cluster.messages import MemberId
-from cluster.registry.redis_client import REDIS_ERRORS, open_redis, words
+from cluster.registry.redis_client import REDIS_ERRORS, open_redis, problem, words
 
 Answer = TypeVar("Answer")
 
@@ -229,7 +229,7 @@ class Registry:
             raise RegistryUnavailable(f"Redis at {self._redis.place} refuses: {words(error)}") from error
         except (*REDIS_ERRORS, TimeoutError) as error:
             self._is_gone = True
-            raise RegistryUnavailable(f"cannot reach Redis at {self._redis.place}: {words(error)}") from error
+            raise RegistryUnavailable(problem(self._redis.place, error)) from error
         if self._is_gone:
             self._is_gone = False
             self._distrust_absence()

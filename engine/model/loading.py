@@ -107,7 +107,7 @@ def _read_config(model: str) -> PreTrainedConfig:
     beside_others = "/" in model and folder.parent.is_dir()  # otherwise a name with one slash may be a hub name
     names_a_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or folder.exists() or beside_others
     if names_a_path and not folder.is_dir():
-        raise ConfigError(f"--model {model}: there is no such folder")
+        raise ConfigError(f"--model {model}: there is no such folder; name one that this process sees")
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ModelRefused(f"--model {model}: the folder holds no config.json")
     try:

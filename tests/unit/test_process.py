@@ -105,3 +105,12 @@ def test_the_garbage_collector_skips_objects_built_at_the_start() -> None:
         assert not any(found is kept for found in gc.get_objects())
     finally:
         gc.unfreeze()
+
+
+def test_a_full_disk_ends_a_process_with_one_line_that_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+    async def main() -> None:
+        with open("/dev/full", "w") as full:  # noqa: ASYNC230 -- every write to it fails as on a full disk
+            full.write("x")
+
+    assert run_process("it", main) == ExitStatus.CRASHED
+    assert capsys.readouterr().err == "it: No space left on device; free some space there, or give it more\n"
