@@ -113,9 +113,9 @@ class Router:
             telemetry=self._telemetry,
             targets=targets,
         )
-        on_skew = partial(self._telemetry.gauge, "tandem_clock_skew_seconds")
+        skew = partial(self._telemetry.gauge, "tandem_clock_skew_seconds")
         ttl_s = config.registration_ttl_s
-        self._registry = Registry(url=config.redis, cluster_name=config.cluster_name, ttl_s=ttl_s, on_clock_skew=on_skew)
+        self._registry = Registry(url=config.redis, cluster_name=config.cluster_name, ttl_s=ttl_s, on_clock_skew=skew)
         self._accounts = Accounts(config, self._registry, self._keys)
         self._answers = AnswerFormat.named(config.tool_call_parser, config.reasoning_parser)
         self._tokenization = _tokenization(config, self._answers.markers)
