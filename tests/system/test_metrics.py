@@ -1,5 +1,7 @@
 """The metrics of a real cluster that has served a request, as Prometheus' own parser reads them."""
 
+import re
+
 import httpx
 import openai
 import pytest_asyncio
@@ -7,6 +9,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.observe.metrics import EVERY_PROCESS, METRICS, ROUTER, WORKER
+from deploy.observability.files import expressions
 from tests.system.local_cluster import LocalCluster
 
 _PROMPT = "a prompt of more than one block, so that a hand-off has blocks to read " * 3
@@ -66,3 +69,14 @@ async def test_every_process_says_what_it_is_and_how_far_its_clock_is_from_that_
         assert name.startswith(build.labels["role"])
         [skew] = scrape["tandem_clock_skew_seconds"].samples
         assert skew.value != 0  # one machine has one clock, and microseconds pass until Redis answers
+
+
+async def test_each_metric_of_the_dashboard_and_the_alerts_is_in_a_scrape(scrapes: dict[str, Scrape]) -> None:
+    samples = {sample.name for scrape in scrapes.values() for family in scrape.values() for sample in family.samples}
+    published = samples | {metric for scrape in scrapes.values() for metric in scrape}
+    used = {name for expression in expressions() for name in re.findall(r"\b(?:tandem|process)_\w+", expression)}
+    histograms = {
+        f"{name}_{part}" for name, metric in METRICS.items() for part in ("bucket", "sum", "count") if metric.buckets
+    }
+    assert used - histograms <= published
+    assert {re.sub(r"_(?:bucket|sum|count)$", "", name) for name in used & histograms} <= published

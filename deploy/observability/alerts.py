@@ -1,0 +1,194 @@
+"""The alerts: what is wrong, when it counts as wrong, and an example that raises it.
+
+One list; `rules.yaml`, `rules_test.yaml` and the tests are made from it. docs/runbooks.md has a section for each name.
+"""
+
+from dataclasses import dataclass
+
+_MISSES = (
+    'sum by (phase) (rate(tandem_slo_misses_total{latency="%s"}[5m])) / scalar(sum(rate(tandem_requests_total[5m])))'
+)
+_STEP = 'sum by (instance) (rate(tandem_step_seconds_%s{work="decode"}[5m]))'
+_MEAN_STEP = f"({_STEP % 'sum'} / {_STEP % 'count'})"
+_BANDWIDTH = (
+    "(sum by (instance, transport) (rate(tandem_kv_bytes_total[5m]))"
+    " / sum by (instance, transport) (rate(tandem_kv_read_seconds_total[5m])))"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    name: str
+    expr: str
+    for_minutes: int
+    severity: str  # page: a human now; ticket: a human today
+    summary: str  # may name labels of the alert
+    series: tuple[tuple[str, str], ...]  # of the example: series and values, one a minute, as promtool reads them
+    labels: tuple[tuple[str, str], ...] = ()  # that the example's alert has, beside the severity
+
+
+ALERTS = (
+    Alert(
+        "TandemTtftOverTarget",
+        f"{_MISSES % 'ttft'} > 0.05",
+        5,
+        "page",
+        "first tokens miss their target; most of the time passes in phase {{ $labels.phase }}",
+        (
+            ('tandem_slo_misses_total{latency="ttft",phase="prefill_queue"}', "0+30x30"),
+            ('tandem_requests_total{outcome="ok"}', "0+60x30"),
+        ),
+        (("phase", "prefill_queue"),),
+    ),
+    Alert(
+        "TandemItlOverTarget",
+        f"{_MISSES % 'itl'} > 0.05",
+        5,
+        "page",
+        "the time between tokens misses its target; most of it passes in phase {{ $labels.phase }}",
+        (
+            ('tandem_slo_misses_total{latency="itl",phase="transfer"}', "0+30x30"),
+            ('tandem_requests_total{outcome="ok"}', "0+60x30"),
+        ),
+        (("phase", "transfer"),),
+    ),
+    Alert(
+        "TandemRequestsFail",
+        'sum by (outcome) (rate(tandem_requests_total{outcome!~"ok|cancelled"}[5m]))'
+        " / scalar(sum(rate(tandem_requests_total[5m]))) > 0.01",
+        5,
+        "page",
+        "more than 1 % of the requests end with {{ $labels.outcome }}",
+        (
+            ('tandem_requests_total{outcome="ok"}', "0+60x30"),
+            ('tandem_requests_total{outcome="overloaded"}', "0+6x30"),
+        ),
+        (("outcome", "overloaded"),),
+    ),
+    Alert(
+        "TandemHandOffsFail",
+        'sum by (transport, reason) (rate(tandem_handoffs_total{side="importer",outcome="failed"}[5m]))'
+        ' / scalar(sum(rate(tandem_handoffs_total{side="importer"}[5m]))) > 0.01',
+        5,
+        "page",
+        "more than 1 % of the hand-offs by {{ $labels.transport }} fail: {{ $labels.reason }}",
+        (
+            (
+                'tandem_handoffs_total{side="importer",transport="tcp",outcome="failed",reason="lease_expired"}',
+                "0+6x30",
+            ),
+            ('tandem_handoffs_total{side="importer",transport="tcp",outcome="ok",reason=""}', "0+60x30"),
+        ),
+        (("transport", "tcp"), ("reason", "lease_expired")),
+    ),
+    Alert(
+        "TandemSlowerTransport",
+        "sum by (instance, broken, taken, reason) (increase(tandem_transport_fallbacks_total[10m])) > 0",
+        5,
+        "ticket",
+        "{{ $labels.instance }} uses {{ $labels.taken }} after {{ $labels.broken }} failed: {{ $labels.reason }}",
+        (
+            (
+                'tandem_transport_fallbacks_total{instance="d",broken="shm",taken="tcp",reason="read_failed"}',
+                "0+3x30",
+            ),
+        ),
+        (("instance", "d"), ("broken", "shm"), ("taken", "tcp"), ("reason", "read_failed")),
+    ),
+    Alert(
+        "TandemSlowLink",
+        f"{_BANDWIDTH} < 0.3 * scalar(quantile(0.5, {_BANDWIDTH}))",
+        5,
+        "ticket",
+        "{{ $labels.instance }} reads KV by {{ $labels.transport }} at less than a third of the others' bandwidth",
+        (
+            *((f'tandem_kv_bytes_total{{instance="{name}",transport="tcp"}}', "0+1e9x30") for name in "abc"),
+            *((f'tandem_kv_read_seconds_total{{instance="{name}",transport="tcp"}}', "0+1x30") for name in "ab"),
+            ('tandem_kv_read_seconds_total{instance="c",transport="tcp"}', "0+9x30"),
+        ),
+        (("instance", "c"), ("transport", "tcp")),
+    ),
+    Alert(
+        "TandemSlowWorker",
+        f"{_MEAN_STEP} > 1.7 * scalar(quantile(0.5, {_MEAN_STEP}))",
+        5,
+        "ticket",
+        "the decode steps of {{ $labels.instance }} take much longer than those of the other workers",
+        (
+            *((f'tandem_step_seconds_count{{instance="{name}",work="decode"}}', "0+100x30") for name in "abc"),
+            *((f'tandem_step_seconds_sum{{instance="{name}",work="decode"}}', "0+1x30") for name in "ab"),
+            ('tandem_step_seconds_sum{instance="c",work="decode"}', "0+2x30"),
+        ),
+        (("instance", "c"),),
+    ),
+    Alert(
+        "TandemPrefillOnDecode",
+        'sum by (reason) (rate(tandem_local_prefills_total{reason!~"colocated|predicted"}[5m]))'
+        " / scalar(sum(rate(tandem_placement_decisions_total[5m]))) > 0.5",
+        5,
+        "page",
+        "most prompts are prefilled by decode workers: {{ $labels.reason }}",
+        (
+            ('tandem_local_prefills_total{reason="no_prefill_worker"}', "0+60x30"),
+            ('tandem_placement_decisions_total{reason="load"}', "0+60x30"),
+        ),
+        (("reason", "no_prefill_worker"),),
+    ),
+    Alert(
+        "TandemKvPressure",
+        'tandem_kv_cache_usage_ratio > 0.95 and on (instance) (tandem_sequences{state="waiting"} > 0)',
+        2,
+        "page",
+        "the KV pool of {{ $labels.instance }} is full, and sequences wait for room",
+        (
+            ('tandem_kv_cache_usage_ratio{instance="d"}', "0.99x30"),
+            ('tandem_sequences{instance="d",state="waiting"}', "4x30"),
+        ),
+        (("instance", "d"),),
+    ),
+    Alert(
+        "TandemPairBreakerOpen",
+        'sum by (instance) (tandem_pair_breaker_state{state="open"}) > 0',
+        1,
+        "page",
+        "{{ $labels.instance }} sends no hand-offs over {{ $value }} pairs of workers, because several failed in a row",
+        (('tandem_pair_breaker_state{instance="r",state="open"}', "1x30"),),
+        (("instance", "r"),),
+    ),
+    Alert(
+        "TandemMemberFlapping",
+        "sum by (instance, role) (increase(tandem_member_changes_total[15m])) > 6",
+        5,
+        "page",
+        "{{ $labels.role }} workers join and leave again and again, as {{ $labels.instance }} sees it",
+        (('tandem_member_changes_total{instance="r",role="decode",change="restarted"}', "0+2x60"),),
+        (("instance", "r"), ("role", "decode")),
+    ),
+    Alert(
+        "TandemRedisAway",
+        "tandem_registry_age_seconds > 15",
+        1,
+        "page",
+        "{{ $labels.instance }} has read no membership from Redis for {{ $value }} s",
+        (('tandem_registry_age_seconds{instance="r"}', "60x30"),),
+        (("instance", "r"),),
+    ),
+    Alert(
+        "TandemUnverifiedKv",
+        "sum by (instance) (increase(tandem_kv_blocks_unverified_total[10m])) > 0",
+        5,
+        "ticket",
+        "{{ $labels.instance }} decodes KV that was not compared with its digests",
+        (('tandem_kv_blocks_unverified_total{instance="d"}', "0+10x30"),),
+        (("instance", "d"),),
+    ),
+    Alert(
+        "TandemClockSkew",
+        "abs(tandem_clock_skew_seconds) > 1",
+        5,
+        "ticket",
+        "the clock of {{ $labels.instance }} is {{ $value }} s from that of Redis",
+        (('tandem_clock_skew_seconds{instance="d"}', "-3x30"),),
+        (("instance", "d"),),
+    ),
+)
