@@ -20,6 +20,7 @@ _VERBS = (
     "demo",
     "up",
     "status",
+    "top",
     "requests",
     "explain",
     "generate",

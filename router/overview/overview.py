@@ -82,16 +82,17 @@ class Overview:
 
     async def run(self) -> None:
         """Record rates and events until cancelled."""
-        sampled_s = self._clock.now_s() - SAMPLE_PERIOD_S
+        sampled = 0  # the number of its period: the samples of all routers have the same ones
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._close_channels)
             while True:
                 if self._watched.fleet.members():  # the registry was read: what is there before is no event
                     self._events.observe(self._view(), self._wall_clock())
-                if (now_s := self._clock.now_s()) - sampled_s >= SAMPLE_PERIOD_S:
-                    sampled_s = now_s
+                if (period := int(self._wall_clock() // SAMPLE_PERIOD_S)) != sampled:
+                    sampled = period
                     self._history.add(self._totals())
-                await asyncio.wait((self._watched.fleet.next_change(),), timeout=_VIEW_PERIOD_S)
+                left_s = SAMPLE_PERIOD_S - self._wall_clock() % SAMPLE_PERIOD_S
+                await asyncio.wait((self._watched.fleet.next_change(),), timeout=min(_VIEW_PERIOD_S, left_s))
 
     async def of_cluster(self, request: admin_pb2.OverviewRequest, metadata: Metadata) -> admin_pb2.OverviewResponse:
         """Return the overview of all routers, this one's first. `metadata` has the caller's API key, for the others.

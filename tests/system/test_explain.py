@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from cli.__main__ import main
+from cli.local.last_cluster import find_admin_key
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
 from router.policies.candidates import SloTargets
 from router.policies.effect import LEAST_EXPLORED
@@ -21,6 +22,7 @@ from tandem import channel
 from tandem.client import Client
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from tests.system.router_harness import RouterUnderTest
+from tests.system.terminal_program import TerminalProgram
 from tests.system.test_router_service import collect, generate_request, reason_of, served
 from tests.system.up_command import Up
 
@@ -215,21 +217,45 @@ def test_a_request_over_http_is_explained_by_its_x_request_id(up: Up, tandem: Co
     assert explained["ttft_s"] > 0
 
 
-def test_an_overview_has_the_requests_of_every_router_and_leaves_out_what_was_seen(tandem: Command) -> None:
+def test_an_overview_has_the_requests_of_every_router_and_leaves_out_what_was_seen(up: Up, tandem: Command) -> None:
     _, routers = _addresses(tandem)
     for number, address in enumerate(routers):
         with Client(address, discover=False) as client:
             _generate(client, f"watched at router {number}")
     with channel.open_channel(routers[0]) as opened:
         admin = admin_pb2_grpc.AdminStub(opened)
-        found = admin.Overview(admin_pb2.OverviewRequest(), timeout=60)
+        key = [("authorization", f"Bearer {find_admin_key(routers[0], up.environment)}")]
+        found = admin.Overview(admin_pb2.OverviewRequest(), timeout=60, metadata=key)
         seen = {router.router: router.position for router in found.routers}
-        again = admin.Overview(admin_pb2.OverviewRequest(seen=seen), timeout=60)
+        again = admin.Overview(admin_pb2.OverviewRequest(seen=seen), timeout=60, metadata=key)
     assert [router.router.partition("@")[0] for router in found.routers] == ["router-0", "router-1"]
     for number, router in enumerate(found.routers):
         assert f"watched at router {number}" in [request.label for request in router.ended]
     assert [len(router.ended) for router in again.routers] == [0, 0]
     assert {member.role for member in found.members} == {1, 2, 3}
+
+
+def test_top_shows_members_and_requests_and_explains_and_drains_by_keys(up: Up, tandem: Command) -> None:
+    _, routers = _addresses(tandem)
+    with Client(routers[1], discover=False) as client:
+        _generate(client, "seen in top")
+    status, output = tandem("top", "--once", "--json")
+    assert status == 0
+    shown = json.loads(output)
+    assert "seen in top" in [request["label"] for router in shown["routers"] for request in router["ended"]]
+    assert {member["role"] for member in shown["members"]} == {"router", "prefill", "decode"}
+    with TerminalProgram("top", "--interval-s", "0.2", environment=up.environment) as top:
+        screen = top.until("seen in top")
+        assert "decode-0" in screen and "TTFT" in screen
+        top.press("e")
+        assert "(label seen in top)" in top.until("any key: back")
+        top.press(" \td")  # back, to the members, drain the first one
+        top.until("drain router-0? y: yes, any other key: no")
+        top.press("n")
+        top.until("q quit")
+        top.press("q")
+        assert top.end() == 0
+    assert len(_addresses(tandem)[1]) == 2
 
 
 def test_status_says_whether_disaggregation_is_worth_it_once_requests_were_explored(tandem: Command) -> None:

@@ -61,7 +61,7 @@ export class Model {
     const slots = new Map();
     for (const router of this.#routers.values()) {
       for (const sample of router.samples) {
-        const at = Math.round(sample.at_s / SLOT_S);
+        const at = Math.floor(sample.at_s / SLOT_S);
         const slot = slots.get(at) ?? { at: at * SLOT_S, requests: 0, failed: 0, prompt: 0, tokens: 0, ttft: null, itl: null };
         const period = Math.max(sample.period_s, 0.1);
         slot.requests += sample.num_ended / period;

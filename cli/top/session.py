@@ -1,0 +1,180 @@
+"""One run of `tandem top`: the screen, its keys, and the thread that asks the cluster."""
+
+import json
+import os
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from functools import partial
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from cli.top.cluster import Cluster
+from cli.top.screen import (
+    MEMBER_ORDERS,
+    REQUEST_ORDERS,
+    View,
+    chosen_member,
+    chosen_request,
+    draw,
+    members_shown,
+    printable,
+    requests_shown,
+)
+from cli.top.terminal import next_keys, raw_keys
+from cli.top.watch import Watch, full_name
+from cli.verbs.explain import explained_text
+from tandem.errors import TandemError
+from tandem.plain_objects import plain_object
+from tandem.v1 import admin_pb2
+
+_ONCE_SIZE = (100, 40)
+
+
+def print_once(answer: admin_pb2.OverviewResponse, *, as_json: bool) -> None:
+    if as_json:
+        json.dump(plain_object(answer), sys.stdout, indent=2)
+        sys.stdout.write("\n")
+        return
+    watch, console = Watch(), Console()
+    watch.update(answer)
+    width = console.width if console.is_terminal else _ONCE_SIZE[0]
+    shown = draw(watch, View(question=" ", in_members=True), width, _ONCE_SIZE[1])
+    shown.rstrip()
+    console.print(shown, soft_wrap=True)
+
+
+class Session:
+    """The screen, its keys, and the thread that asks the cluster."""
+
+    def __init__(self, cluster: Cluster, interval_s: float) -> None:
+        self._cluster, self._interval_s = cluster, interval_s
+        self._watch, self._view = Watch(), View()
+        self._lock = threading.Lock()  # of both
+        self._wake_read, self._wake_write = os.pipe()
+        self._ended = threading.Event()
+        self._text = ""  # shown in place of the screen
+        self._confirmed: Callable[[], str] | None = None  # what `y` does
+        self._first_error: TandemError | None = None
+
+    def run(self) -> None:
+        """Raises the error of the first question."""
+        self._ask()
+        if self._first_error is not None:
+            raise self._first_error
+        asking = threading.Thread(target=self._keep_asking, daemon=True)
+        asking.start()
+        console = Console()
+        try:
+            with raw_keys(sys.stdin.fileno()), Live(console=console, screen=True, auto_refresh=False) as live:
+                while not self._ended.is_set():
+                    live.update(self._screen(console), refresh=True)
+                    for key in next_keys(sys.stdin.fileno(), self._wake_read, self._interval_s):
+                        self._on_key(key)
+        finally:
+            self._ended.set()
+
+    def _keep_asking(self) -> None:
+        while not self._ended.wait(self._interval_s):
+            self._ask()
+            os.write(self._wake_write, b".")
+
+    def _ask(self) -> None:
+        try:
+            answer = self._cluster.overview(self._watch.positions)
+        except TandemError as error:
+            with self._lock:
+                self._view.problem = f"no router answers: {error.message}"
+            self._first_error = error
+            return
+        with self._lock:
+            self._view.problem = ""
+            self._watch.update(answer)
+
+    def _screen(self, console: Console) -> Text:
+        width, height = console.size
+        if self._text:
+            lines = [part for line in self._text.splitlines() for part in _wrapped(printable(line), width)]
+            lines = [*lines, *[""] * height][: height - 1]
+            return Text("\n".join([*lines, "any key: back"]))
+        with self._lock:
+            return draw(self._watch, self._view, width, height)
+
+    def _on_key(self, key: str) -> None:
+        view = self._view
+        with self._lock:
+            if self._text:
+                self._text = ""
+            elif self._confirmed is not None:
+                confirmed, self._confirmed = self._confirmed, None
+                view.question = confirmed() if key == "y" else ""
+            elif key in ("q", ""):
+                self._ended.set()
+            else:
+                view.question = ""
+                self._choose(key)
+
+    def _choose(self, key: str) -> None:
+        view = self._view
+        match key:
+            case "tab":
+                view.in_members = not view.in_members
+            case "up" | "down":
+                self._move(1 if key == "down" else -1)
+            case "s" if view.in_members:
+                view.member_order = (view.member_order + 1) % len(MEMBER_ORDERS)
+            case "s":
+                view.request_order = (view.request_order + 1) % len(REQUEST_ORDERS)
+            case "e":
+                self._explain()
+            case "d":
+                self._ask_to_drain()
+
+    def _move(self, step: int) -> None:
+        view = self._view
+        if view.in_members:
+            members = members_shown(self._watch, view)
+            row = chosen_member(members, view) + step
+            view.member = full_name(members[max(0, min(len(members) - 1, row))]) if members else ""
+        else:
+            requests = requests_shown(self._watch, view)
+            row = chosen_request(requests, view) + step
+            view.request = requests[max(0, min(len(requests) - 1, row))].key if requests else None
+
+    def _explain(self) -> None:
+        shown = requests_shown(self._watch, self._view)
+        if self._view.in_members or not shown:
+            self._view.question = "choose a request first: tab, then the arrow keys"
+            return
+        chosen = shown[chosen_request(shown, self._view)]
+        try:
+            found = self._cluster.explain(chosen.router, chosen.timeline.request_id)
+        except TandemError as error:
+            self._text = error.message
+            return
+        self._text = "\n\n".join(map(explained_text, found.requests))
+
+    def _ask_to_drain(self) -> None:
+        shown = members_shown(self._watch, self._view)
+        if not self._view.in_members or not shown:
+            self._view.question = "choose a member first: tab, then the arrow keys"
+            return
+        member = full_name(shown[chosen_member(shown, self._view)])
+        self._view.question = f"drain {member.partition('@')[0]}? y: yes, any other key: no"
+        self._confirmed = partial(self._drain, member)
+
+    def _drain(self, member: str) -> str:
+        """Return what became of it."""
+        try:
+            return f"{self._cluster.drain(member).member} is draining"
+        except TandemError as error:
+            return f"{member.partition('@')[0]} was not drained: {error.message}"
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    """Return the line in parts that fit. A row of a table is cut instead."""
+    is_row = "  " in line.strip()
+    return [line[:width]] if is_row else textwrap.wrap(line, width) or [""]

@@ -1,0 +1,37 @@
+"""`tandem top`: pools, members, load, KV, rates, latencies and requests, as they change."""
+
+import argparse
+import sys
+
+from cli import connection
+from cluster.errors import ConfigError
+
+HELP = "watch the cluster: members, load, KV, rates, latencies, and requests with their phase"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    connection.add_arguments(parser)
+    parser.add_argument("--once", action="store_true", help="print one screen and end")
+    parser.add_argument("--json", action="store_true", help="with --once: print one object")
+    parser.add_argument(
+        "--interval-s", type=float, metavar="X", default=1.0, help="seconds between two questions (default: 1)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises ConfigError, and with --once the client library's errors."""
+    if arguments.json and not arguments.once:
+        raise ConfigError("--json needs --once")
+    if arguments.interval_s <= 0:
+        raise ConfigError(f"--interval-s must be positive, not {arguments.interval_s:g}")
+    if not arguments.once and not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise ConfigError("top needs a terminal; use --once where there is none")
+    from cli.top.cluster import Cluster  # imported here: rich takes a tenth of a second
+    from cli.top.session import Session, print_once
+
+    cluster = Cluster(arguments)
+    if arguments.once:
+        print_once(cluster.overview({}), as_json=arguments.json)
+        return 0
+    Session(cluster, arguments.interval_s).run()
+    return 0
