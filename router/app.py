@@ -42,7 +42,6 @@ from router.fleet.supervision import WorkerTimeouts
 from router.grammars.checker import grammar_checker
 from router.grpc_api.gatekeeper import KeyInterceptor
 from router.grpc_api.service import AdminService, InferenceService, WriteTimeout
-from router.http.divided_chat import ChatSettings
 from router.http.endpoints.page import add_page
 from router.http.openai_api import build_app
 from router.http.server import HttpServer
@@ -54,6 +53,7 @@ from router.policies.breakers import BreakerPolicy
 from router.policies.candidates import SloTargets
 from router.policies.prefix_index import PrefixIndex
 from router.policies.slo_aware import policy
+from router.request.divided_answers import ChatSettings
 from router.request.live_requests import LiveRequests
 from router.request.validation import MessageLimits
 from router.running import running
@@ -117,8 +117,9 @@ class Router:
         ttl_s = config.registration_ttl_s
         self._registry = Registry(url=config.redis, cluster_name=config.cluster_name, ttl_s=ttl_s, on_clock_skew=skew)
         self._accounts = Accounts(config, self._registry, self._keys)
-        self._answers = AnswerFormat.named(config.tool_call_parser, config.reasoning_parser)
-        self._tokenization = _tokenization(config, self._answers.markers)
+        answers = AnswerFormat.named(config.tool_call_parser, config.reasoning_parser)
+        self._chats = ChatSettings(answers, config.trust_request_chat_template == "on")
+        self._tokenization = _tokenization(config, answers.markers)
         self._ports = _ports(config, host, self._telemetry, tls, self._accounts)
         self._member = self._as_member()
         self._telemetry.describe(role=Role.ROUTER, member=self._member.id.id, model=config.model_name)
@@ -329,7 +330,7 @@ class Router:
             max_message_bytes=self._config.max_message_bytes,
             client_stall_s=self._config.client_stall_s,
             allowed_origins=[origin for origin in self._config.allowed_origins.split(",") if origin],
-            chats=ChatSettings(self._answers, self._config.trust_request_chat_template == "on"),
+            chats=self._chats,
         )
         add_page(app, self._overview)
         return app
@@ -341,6 +342,7 @@ class Router:
             stalls=WriteTimeout(self._config.client_stall_s, self._telemetry),
             advertised_routers=lambda: advertised_routers(self._member, self._fleet.members()),
             gate=self._accounts.gate,
+            chats=self._chats,
         )
 
     def _admin_service(self) -> AdminService:

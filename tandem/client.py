@@ -22,11 +22,12 @@ from typing import Any, Generic, Self, Unpack
 import grpc
 
 from tandem.channel import open_async_channel, open_channel
+from tandem.chats import Message
 from tandem.errors import DeadlineExceeded, TandemError, Unavailable
 from tandem.generation import AsyncGeneration, CallParameters, Generation, Metadata, translated_errors
 from tandem.keepalive import KEEPALIVE_TIMEOUT_S
 from tandem.keepalive_watch import KeepAliveWatch
-from tandem.options import GenerateOptions, Message, generate_request, token_ids_message, tokenize_request
+from tandem.options import AllOptions, generate_request, token_ids_message, tokenize_request
 from tandem.results import Model, model_from_wire
 from tandem.routers import Channel, Routers, addresses
 from tandem.v1 import inference_pb2, inference_pb2_grpc
@@ -89,7 +90,7 @@ class Client(_BaseClient[grpc.Channel]):
         token_ids: Sequence[int] | None = None,
         messages: Iterable[Message] | None = None,
         timeout_s: float | None = None,
-        **options: Unpack[GenerateOptions],
+        **options: Unpack[AllOptions],
     ) -> Generation:
         """Start a generation from exactly one of a text (`prompt`), token ids, which are used unchanged, and a
         conversation (`messages`). `timeout_s` is its deadline in seconds.
@@ -145,7 +146,7 @@ class AsyncClient(_BaseClient[grpc.aio.Channel]):
         token_ids: Sequence[int] | None = None,
         messages: Iterable[Message] | None = None,
         timeout_s: float | None = None,
-        **options: Unpack[GenerateOptions],
+        **options: Unpack[AllOptions],
     ) -> AsyncGeneration:
         """Start a generation as Client.generate does. The call starts at once, before the generation is awaited."""
         request = generate_request(prompt, token_ids, messages, options)

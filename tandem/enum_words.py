@@ -51,6 +51,7 @@ class EnumWords(Generic[EnumT]):
 FINISH_REASONS = EnumWords(inference_pb2.FinishReason)
 GRAMMAR_KINDS = EnumWords(inference_pb2.GrammarKind)
 CHAT_ROLES = EnumWords(inference_pb2.ChatRole)
+TOOL_CHOICE_MODES = EnumWords(inference_pb2.ToolChoiceMode)
 REQUEST_PHASES = EnumWords(inference_pb2.RequestPhase)
 MEMBER_ROLES = EnumWords(admin_pb2.MemberRole)
 MEMBER_STATES = EnumWords(admin_pb2.MemberState)

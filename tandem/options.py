@@ -6,10 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import TypedDict
 
-from tandem.enum_words import CHAT_ROLES, GRAMMAR_KINDS
+from tandem.chats import ChatOptions, Message, chat_prompt
+from tandem.enum_words import GRAMMAR_KINDS
 from tandem.v1 import inference_pb2
-
-Message = Mapping[str, str]  # {"role": "system" | "user" | "assistant", "content": ...}
 
 # The types and ranges that the message can hold. The router checks which values make sense.
 _KINDS: Mapping[str, type] = {
@@ -21,6 +20,7 @@ _KINDS: Mapping[str, type] = {
     **dict.fromkeys(("temperature", "top_p", "min_p", "slo_ttft_s", "slo_tpot_s"), Real),
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), Real),
     **dict.fromkeys(("ignore_eos", "is_batch", "include_stop_str_in_output", "skip_special_tokens"), bool),
+    **dict.fromkeys(("single_tool_call", "divides_answer"), bool),
 }
 _KIND_NAMES = {str: "a str", Integral: "an integer", Real: "a number", bool: "True or False"}
 _RANGES = {
@@ -76,16 +76,20 @@ class GenerateOptions(TypedDict, total=False):
     grammar: str  # Lark in llguidance's variant, or GBNF
 
 
+class AllOptions(GenerateOptions, ChatOptions, total=False):
+    """The options of `generate`; those for conversations go with `messages`."""
+
+
 def generate_request(
     prompt: str | None,
     token_ids: Sequence[int] | None,
     messages: Iterable[Message] | None,
-    options: GenerateOptions,
+    options: AllOptions,
 ) -> inference_pb2.GenerateRequest:
     """Return the request message. Raises ValueError for a value that the message cannot hold, and TypeError for a value
     of the wrong type or an unknown option."""
     _check_prompt(prompt, token_ids, messages)
-    _check_options(options)
+    _check_options(options, has_messages=messages is not None)
     stop = options.get("stop", ())
     return inference_pb2.GenerateRequest(
         request_id=options.get("request_id") or secrets.token_hex(12),
@@ -93,7 +97,7 @@ def generate_request(
         model=options.get("model", ""),
         text=prompt,
         token_ids=token_ids_message(token_ids) if token_ids is not None else None,
-        chat=_chat(messages) if messages is not None else None,
+        chat=chat_prompt(messages, options) if messages is not None else None,
         sampling=inference_pb2.SamplingParams(
             temperature=options.get("temperature"),
             top_k=options.get("top_k"),
@@ -149,7 +153,7 @@ def tokenize_request(text: str | None, messages: Iterable[Message] | None) -> in
         raise ValueError("give exactly one of text and messages")
     if text is not None and not isinstance(text, str):
         raise TypeError(f"text must be a str, not {type(text).__name__}: pass a conversation as messages=[...]")
-    return inference_pb2.TokenizeRequest(text=text, chat=_chat(messages) if messages is not None else None)
+    return inference_pb2.TokenizeRequest(text=text, chat=chat_prompt(messages, {}) if messages is not None else None)
 
 
 def token_ids_message(token_ids: Sequence[int], name: str = "token_ids") -> inference_pb2.TokenIds:
@@ -184,8 +188,10 @@ def _check_prompt(prompt: object, token_ids: object, messages: object) -> None:
         )
 
 
-def _check_options(options: GenerateOptions) -> None:
-    unknown = sorted(set(options) - set(GenerateOptions.__annotations__))
+def _check_options(options: AllOptions, *, has_messages: bool) -> None:
+    unknown = sorted(set(options) - set(AllOptions.__annotations__))
+    if not has_messages and (of_chats := sorted(set(options) & set(ChatOptions.__annotations__))):
+        raise ValueError(f"{', '.join(of_chats)}: only with messages")
     if unknown:
         raise TypeError(f"unknown options: {', '.join(unknown)}")
     for name, kind in _KINDS.items():
@@ -201,12 +207,3 @@ def _check_options(options: GenerateOptions) -> None:
         value = options.get(name)
         if isinstance(value, int) and not least <= value <= most:
             raise ValueError(f"{name} must be from {least} to {most}, not {value}")
-
-
-def _chat(messages: Iterable[Message]) -> inference_pb2.ChatPrompt:
-    prompt = inference_pb2.ChatPrompt()
-    for message in messages:
-        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
-            raise ValueError(f'a message must be {{"role": ..., "content": ...}}, not {message!r:.80}')
-        prompt.messages.add(role=CHAT_ROLES.number(message["role"]), content=message["content"])
-    return prompt

@@ -217,6 +217,8 @@ class _Growth:
             )
             if not (delta.token_ids or delta.text or delta.finish_reason):
                 return None
+            if delta.parts:
+                raise _out_of_order(delta, "has parts of a text that was partly received before")
         if self.finish_reason:
             if delta.token_ids or delta.text:
                 raise _out_of_order(delta, f"continues after its end at token {len(self.token_ids)}")
@@ -247,4 +249,5 @@ def _choice(deltas: Sequence[Delta]) -> Choice:
         logprobs=tuple(position for delta in deltas for position in delta.logprobs),
         finish_reason=deltas[-1].finish_reason,
         stop_cause=deltas[-1].stop_cause,
+        parts=tuple(part for delta in deltas for part in delta.parts),
     )

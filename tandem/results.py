@@ -20,6 +20,28 @@ class PositionLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """More of the answer to a conversation, as its model's format divides it."""
+
+    kind: str  # "content", "reasoning", "call" where a call begins, or "arguments", more of their JSON text
+    text: str = ""
+    index: int = 0  # of the call
+    id: str = ""  # of a call that begins
+    name: str = ""  # of its tool
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    id: str
+    name: str
+    arguments: str  # JSON text
+
+    def message(self) -> dict[str, object]:
+        """Return the call as the assistant's message has it."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """New tokens and text of one choice. `token_ids` is empty if the delta only releases text that was held back."""
 
@@ -30,6 +52,7 @@ class Delta:
     logprobs: tuple[PositionLogprobs, ...]  # one per token if the request asked for them
     finish_reason: str  # "stop" or "length" on the choice's last delta, else empty
     stop_cause: str  # the stop string or stop token of the request that ended it, else empty
+    parts: tuple[Part, ...] = ()  # of a conversation that asks for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +62,27 @@ class Choice:
     logprobs: tuple[PositionLogprobs, ...]
     finish_reason: str
     stop_cause: str
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def content(self) -> str:
+        """What the answer to a conversation says, without reasoning and calls; its whole text if it has no parts."""
+        return self._of_kind("content") if self.parts else self.text
+
+    @property
+    def reasoning(self) -> str:
+        return self._of_kind("reasoning")
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return tuple(
+            ToolCall(call.id, call.name, self._of_kind("arguments", call.index))
+            for call in self.parts
+            if call.kind == "call"
+        )
+
+    def _of_kind(self, kind: str, index: int = 0) -> str:
+        return "".join(part.text for part in self.parts if (part.kind, part.index) == (kind, index))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +171,17 @@ def delta_from_wire(message: inference_pb2.ChoiceDelta) -> Delta:
         logprobs=tuple(_position(position) for position in message.logprobs),
         finish_reason=finish_reason,
         stop_cause=message.stop_cause,
+        parts=tuple(_part(part) for part in message.parts),
     )
+
+
+def _part(message: inference_pb2.AnswerPart) -> Part:
+    kind = message.WhichOneof("part") or ""
+    if kind == "call":
+        return Part(kind, "", message.call.index, message.call.id, message.call.name)
+    if kind == "arguments":
+        return Part(kind, message.arguments.text, message.arguments.index)
+    return Part(kind, message.reasoning if kind == "reasoning" else message.content)
 
 
 def _position(message: inference_pb2.PositionLogprobs) -> PositionLogprobs:

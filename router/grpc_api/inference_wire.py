@@ -6,10 +6,9 @@ This module checks shapes only: the checks of values are in router/request/valid
 from cluster.errors import InvalidRequest
 from cluster.messages import Grammar, GrammarKind
 from cluster.protocol import wire
+from router.grpc_api.chat_wire import chat_from_wire
 from router.requests import (
     Accepted,
-    ChatMessage,
-    ChatPrompt,
     ChoiceDelta,
     GenerateRequest,
     Ledger,
@@ -22,7 +21,7 @@ from router.requests import (
     TokenPrompt,
 )
 from router.text.model_files import ModelInfo
-from tandem.enum_words import CHAT_ROLES, FINISH_REASONS, GRAMMAR_KINDS, REQUEST_PHASES
+from tandem.enum_words import FINISH_REASONS, GRAMMAR_KINDS, REQUEST_PHASES
 from tandem.v1 import inference_pb2
 
 
@@ -59,11 +58,6 @@ def generate_request_from_wire(
         skip_special_tokens=message.skip_special_tokens if message.HasField("skip_special_tokens") else True,
         keepalive_interval_s=keepalive_interval_s,
     )
-
-
-def chat_from_wire(chat: inference_pb2.ChatPrompt) -> tuple[ChatMessage, ...]:
-    """Return the messages of a conversation. Raises InvalidRequest for a message without a known role."""
-    return tuple(ChatMessage(_role(message.role), message.content) for message in chat.messages)
 
 
 def output_to_wire(output: Output) -> inference_pb2.GenerateResponse:
@@ -109,7 +103,7 @@ def _prompt(message: inference_pb2.GenerateRequest) -> Prompt:
         case "token_ids":
             return TokenPrompt(tuple(message.token_ids.ids))
         case "chat":
-            return ChatPrompt(chat_from_wire(message.chat))
+            return chat_from_wire(message.chat)
         case _:
             raise InvalidRequest("there is no prompt: set text, token_ids or chat")
 
@@ -158,16 +152,6 @@ def _resume_from(message: inference_pb2.ResumeFrom) -> tuple[ResumedChoice, ...]
         )
         for choice in message.choices
     )
-
-
-def _role(number: int) -> str:
-    try:
-        role = CHAT_ROLES.word(number)
-    except ValueError as error:
-        raise InvalidRequest(f"chat: role: {error}") from None
-    if not role:
-        raise InvalidRequest(f"chat: a message has no role: set one of {', '.join(CHAT_ROLES.words)}")
-    return role
 
 
 def _accepted(accepted: Accepted) -> inference_pb2.AcceptedRequest:

@@ -21,12 +21,14 @@ from cluster.registry.scale_target import POOLS
 from router.drain.operator_commands import MemberCommands, OperatorCall, ScaleTargetView, target_to_wire
 from router.fleet.fleet import Fleet
 from router.grpc_api.admin_wire import comparison_to_wire, live_requests_to_wire
-from router.grpc_api.inference_wire import chat_from_wire, generate_request_from_wire, model_to_wire, output_to_wire
+from router.grpc_api.chat_wire import AnswerParts, chat_from_wire
+from router.grpc_api.inference_wire import generate_request_from_wire, model_to_wire, output_to_wire
 from router.grpc_api.keys_wire import caller_from_wire, record_to_wire
 from router.overview.members import member_to_wire
 from router.overview.overview import Overview
 from router.pipeline.migration import Migrations
 from router.pipeline.pipeline import Pipeline
+from router.request.divided_answers import ChatSettings
 from router.request.request_acceptance import client_of
 from router.request.validation import check_model
 from router.running import running
@@ -97,6 +99,9 @@ _AUTHORIZATION = "authorization"
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
+_NO_PARSERS = ChatSettings()
+
+
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     def __init__(
         self,
@@ -106,6 +111,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         stalls: WriteTimeout,
         advertised_routers: Callable[[], Sequence[str]] = tuple,
         gate: Gate,
+        chats: ChatSettings = _NO_PARSERS,
     ) -> None:
         """`advertised_routers` returns the addresses of the cluster's routers, this one's first; clients receive them.
         `gate` has let every caller in; requests belong to the key that they came with."""
@@ -115,6 +121,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._stalls = stalls
         self._advertised_routers = advertised_routers
         self._gate = gate
+        self._chats = chats
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: _Context
@@ -126,11 +133,17 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         client = client_of(shown) if self._gate.asks_for_keys else b""
         asked = generate_request_from_wire(request, timeout_s, keepalive_interval_s, client)
         asked = replace(asked, caller=self._gate.caller(shown))
+        divide = partial(AnswerParts.asked_for, request.chat, chats=self._chats, tokenization=self._tokenization)
+        # The text that the client of a resumed request has is divided again, which takes time.
+        asked, parts = await self._threads.run(divide, asked) if asked.resume_from else divide(asked)
         with closing(self._stalls.of_call()) as writing:
             async with aclosing(self._pipeline.generate(asked)) as outputs:
                 async for output in outputs:
+                    message = output_to_wire(output)
+                    if parts is not None:
+                        parts.add_to(message, output)
                     with writing:
-                        yield output_to_wire(output)
+                        yield message
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: _Context
@@ -140,8 +153,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             case "text":
                 token_ids = await self._threads.run(self._tokenization.encode, request.text)
             case "chat":
-                encode = partial(self._tokenization.encode_chat, rendered_at_us=int(time.time() * 1e6))
-                token_ids = await self._threads.run(encode, chat_from_wire(request.chat))
+                chat, now_us = chat_from_wire(request.chat), int(time.time() * 1e6)
+                encode = partial(self._tokenization.encode_chat, rendered_at_us=now_us, options=chat.options)
+                token_ids = await self._threads.run(encode, chat.messages)
             case _:
                 raise InvalidRequest("there is no input: set text or chat")
         return inference_pb2.TokenizeResponse(token_ids=token_ids)

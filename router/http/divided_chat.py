@@ -1,54 +1,19 @@
-"""Chat completions whose text is divided into reasoning, content and tool calls.
+"""Chat completions whose text is divided into reasoning, content and tool calls."""
 
-What a client receives is a function of the text alone: a text that continues on another worker is divided as if nothing
-had happened.
-"""
-
-import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from cluster.errors import InvalidRequest
 from cluster.messages import FinishReason
 from router.http.openai_responses import ChatShape, Json, choice_end, chunk_choice, token_ids
 from router.http.openai_schema import ChatCompletionRequest
-from router.requests import ChatPrompt, ChoiceDelta, GenerateRequest
+from router.request.divided_answers import ChatSettings, Division
+from router.requests import ChoiceDelta
 from router.text.tokenization import Tokenization
-from router.tools.constraint import ToolUse, constrained
-from router.tools.formats import AnswerFormat, AnswerParser
+from router.tools.constraint import ToolUse
+from router.tools.formats import AnswerParser
 from router.tools.pieces import Arguments, CallBegun, Content, Piece, Reasoning
-
-_ID_CHARACTERS = 24
-
-
-@dataclass(frozen=True, slots=True)
-class Division:
-    """The division of the answers to one request, and the parts of them that the client receives."""
-
-    new_parser: Callable[[], AnswerParser]
-    answer_id: str  # the calls' ids follow from it
-    id_characters: int
-    has_reasoning: bool
-    is_parallel: bool  # not: only the first call
-    is_named: bool = False  # the request names the call: the answer ends as one without calls, as OpenAI has it
-
-    def wanted(self, pieces: Sequence[Piece]) -> list[Piece]:
-        return [piece for piece in pieces if self._is_wanted(piece)]
-
-    def call_id(self, choice: int, index: int) -> str:
-        digest = hashlib.blake2b(f"{self.answer_id}/{choice}/{index}".encode()).hexdigest()[: self.id_characters]
-        return digest if self.id_characters < _ID_CHARACTERS else f"call_{digest}"
-
-    def _is_wanted(self, piece: Piece) -> bool:
-        match piece:
-            case Content():
-                return True
-            case Reasoning():
-                return self.has_reasoning
-            case CallBegun(index, _) | Arguments(index, _):
-                return self.is_parallel or index == 0
 
 
 @dataclass(slots=True)
@@ -140,67 +105,25 @@ def _reasoning(text: str) -> dict[str, Any]:
     return {"reasoning_content": text, "reasoning": text}
 
 
-@dataclass(frozen=True, slots=True)
-class ChatSettings:
-    """The settings of a router for chats: how it divides answers, and whose templates it renders."""
-
-    answers: AnswerFormat = field(default_factory=AnswerFormat)
-    trusts_templates: bool = False  # that requests bring
-
-    def shape(
-        self, body: ChatCompletionRequest, use: ToolUse | None, tokenization: Tokenization, answer_id: str
-    ) -> ChatShape:
-        """Return the response format for a request. Raises InvalidRequest for a template of the request that is not
-        trusted, and for tools where the router has no parser for calls."""
-        if body.chat_template is not None and not self.trusts_templates:
-            raise InvalidRequest(
-                "chat_template: this router takes no templates from requests: leave it out, or start the router with"
-                " --trust-request-chat-template on",
-                param="chat_template",
-            )
-        names, echo = (body.return_token_ids, body.return_tokens_as_token_ids), body.continued()
-        if use is None and self.answers.reasoning is None:
-            return ChatShape(tokenization, *names, echo=echo)
-        division = self.division(
-            body.chat,
-            use,
-            tokenization,
-            answer_id,
-            has_reasoning=body.include_reasoning,
+def chat_shape(
+    chats: ChatSettings, body: ChatCompletionRequest, use: ToolUse | None, tokenization: Tokenization, answer_id: str
+) -> ChatShape:
+    """Return the response format for a request. Raises InvalidRequest for a template of the request that is not
+    trusted, and for tools where the router has no parser for calls."""
+    if body.chat_template is not None and not chats.trusts_templates:
+        raise InvalidRequest(
+            "chat_template: this router takes no templates from requests: leave it out, or start the router with"
+            " --trust-request-chat-template on",
+            param="chat_template",
         )
-        return DividedChatShape(tokenization, *names, echo=echo, division=division)
-
-    def division(
-        self,
-        chat: ChatPrompt,
-        use: ToolUse | None,
-        tokenization: Tokenization,
-        answer_id: str,
-        *,
-        has_reasoning: bool = True,
-    ) -> Division:
-        """Return how the answers to a chat are divided. Raises InvalidRequest for tools where the router has no parser
-        for calls."""
-        if use is not None and self.answers.tools is None:
-            raise InvalidRequest(
-                "tools: this router reads no calls from answers: send tool_choice none, or start the router with"
-                " --tool-call-parser",
-                param="tools",
-            )
-        prompt_end = tokenization.prompt_end(chat) if self.answers.reasoning is not None else ""
-        return Division(
-            new_parser=partial(self.answers.parser, use.schemas if use is not None else None, prompt_end),
-            answer_id=answer_id,
-            id_characters=self.answers.tools.id_characters if self.answers.tools is not None else _ID_CHARACTERS,
-            has_reasoning=has_reasoning,
-            is_parallel=use is None or use.is_parallel,
-            is_named=use is not None and use.is_named,
-        )
-
-    def constrained(self, request: GenerateRequest, use: ToolUse | None, tokenization: Tokenization) -> GenerateRequest:
-        """Return a chat's request with the grammar that its tools and its reasoning ask for. Raises InvalidGrammar."""
-        if request.grammar is None and (use is None or not use.is_constrained):
-            return request
-        assert isinstance(request.prompt, ChatPrompt)
-        prompt_end = tokenization.prompt_end(request.prompt)
-        return constrained(request, use, self.answers, token_ids=tokenization.marker_token_ids, prompt_end=prompt_end)
+    names, echo = (body.return_token_ids, body.return_tokens_as_token_ids), body.continued()
+    if use is None and chats.answers.reasoning is None:
+        return ChatShape(tokenization, *names, echo=echo)
+    division = chats.division(
+        body.chat,
+        use,
+        tokenization,
+        answer_id,
+        has_reasoning=body.include_reasoning,
+    )
+    return DividedChatShape(tokenization, *names, echo=echo, division=division)

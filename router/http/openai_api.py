@@ -30,7 +30,7 @@ from router.http.bodies.openapi_bodies import (
     CompletionChunk,
 )
 from router.http.bodies.request_headers import RequestHeaders
-from router.http.divided_chat import ChatSettings
+from router.http.divided_chat import chat_shape
 from router.http.edge import Edge
 from router.http.endpoints.operations import add_models, add_operations
 from router.http.endpoints.tokens import add_tokens
@@ -38,6 +38,7 @@ from router.http.openai_errors import error_response, invalid_body, status_respo
 from router.http.openai_responses import CompletionShape, Envelope, Shape
 from router.http.openai_schema import ChatCompletionRequest, CompletionRequest
 from router.http.openai_stream import EventStream, Generates, WholeResponse
+from router.request.divided_answers import ChatSettings
 from router.request.live_requests import LiveRequests
 from router.requests import GenerateRequest
 from router.text.tokenization import Tokenization
@@ -133,7 +134,7 @@ def _add_generation(
     async def chat_completions(body: ChatCompletionRequest, headers: _Headers, request: Request) -> Response:
         names = "chatcmpl", "chat.completion", "chat.completion.chunk"
         label, use = _label(body, request), body.tool_use
-        shape = chats.shape(body, use, tokenization, f"chatcmpl-{label}")
+        shape = chat_shape(chats, body, use, tokenization, f"chatcmpl-{label}")
         asked = [chats.constrained(each, use, tokenization) for each in body.requests(label)]
         requests = headers.apply(asked, request.state.caller)
         return await answer(body, requests, headers, shape, names)

@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 from openai.types.chat import ChatCompletionMessage, ChatCompletionMessageFunctionToolCall
 
+from tandem import AsyncClient
 from tests.system.local_cluster import LocalCluster
 from tests.system.successor_model import successor_model
 
@@ -34,19 +35,24 @@ _QUESTION: Any = {"role": "user", "content": "How is the weather?"}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[openai.AsyncOpenAI]:
+async def cluster(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
     folder: Path = successor_model(tmp_path_factory.mktemp("successor_model"), _SCRIPTS, _TEMPLATE)
     flags = ("--dtype", "float32", "--num-blocks", "64")
     cluster = LocalCluster(redis_url, tmp_path_factory.mktemp("tools"), model=folder, flags=flags)
     parsers = ("--tool-call-parser", "hermes", "--reasoning-parser", "qwen3")
     try:
         await cluster.start(prefill=2, decode=2, router_flags=parsers)
-        url = f"http://{cluster.members['router0'].ready['http']}/v1"
-        http = openai.DefaultAsyncHttpxClient(verify=False)
-        async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0, http_client=http) as client:
-            yield client
+        yield cluster
     finally:
         await cluster.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(cluster: LocalCluster) -> AsyncIterator[openai.AsyncOpenAI]:
+    url = f"http://{cluster.members['router0'].ready['http']}/v1"
+    http = openai.DefaultAsyncHttpxClient(verify=False)
+    async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0, http_client=http) as client:
+        yield client
 
 
 def _only_call(message: ChatCompletionMessage) -> ChatCompletionMessageFunctionToolCall:
@@ -76,3 +82,15 @@ async def test_the_streamed_conversation_is_the_same(client: openai.AsyncOpenAI)
     assert message.content == "I look."
     call = _only_call(message)
     assert call.function.arguments == '{"city": "Paris"}'
+
+
+async def test_the_conversation_over_grpc_is_the_same(cluster: LocalCluster) -> None:
+    async with AsyncClient(cluster.members["router0"].ready["grpc"]) as client:
+        asked = (await client.generate(messages=[_QUESTION], tools=_TOOLS, temperature=0).result()).choices[0]
+        assert (asked.content, asked.reasoning) == ("I look.", "Where?")
+        (call,) = asked.tool_calls
+        assert (call.name, call.arguments) == ("get_weather", '{"city": "Paris"}')
+        said = {"role": "assistant", "content": asked.content, "tool_calls": [call.message()]}
+        result = {"role": "tool", "tool_call_id": call.id, "content": "warm"}
+        told = client.generate(messages=[_QUESTION, said, result], tools=_TOOLS, temperature=0)
+        assert (await told.result()).choices[0].content == "It is warm."

@@ -147,13 +147,13 @@ def test_invalid_arguments_are_refused_by_the_client() -> None:
             lambda: client.generate("a", token_ids=[1]),
             lambda: client.generate(token_ids=[-1]),
             lambda: client.generate(token_ids=[2**32]),
-            lambda: client.generate(messages=[{"role": "user", "content": "x", "name": "bob"}]),
+            lambda: client.generate(messages=[{"role": "user", "content": "x", "colour": "red"}]),
             lambda: client.generate("a", seed=-1),
             lambda: client.generate("a", max_tokens=-1),
             lambda: client.generate("a", n=0),
             lambda: client.tokenize(),
         ):
-            with pytest.raises(ValueError, match=r"exactly one|token_ids must|name|(seed|max_tokens|n) must be from"):
+            with pytest.raises(ValueError, match=r"exactly one|token_ids must|colour|(seed|max_tokens|n) must be from"):
                 wrong()
         with pytest.raises(TypeError, match="unknown options: temprature"):
             client.generate("a", temprature=1)  # type: ignore[call-arg]
@@ -181,8 +181,8 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(prompt: object, options: d
 
 
 def test_an_unknown_role_of_a_message_is_refused_with_the_known_roles() -> None:
-    with Client("127.0.0.1:1") as client, pytest.raises(ValueError, match="use one of system, user, assistant"):
-        client.generate(messages=[{"role": "tool", "content": "x"}])
+    with Client("127.0.0.1:1") as client, pytest.raises(ValueError, match="use one of system, user, assistant, tool"):
+        client.generate(messages=[{"role": "narrator", "content": "x"}])
 
 
 def test_an_unknown_finish_reason_is_an_error_with_its_number() -> None:

@@ -41,10 +41,10 @@ def test_the_words_equal_the_values_that_python_code_uses(
 
 
 def test_the_roles_of_a_conversation_equal_the_roles_of_the_http_api() -> None:
-    """The HTTP API also accepts `developer`, as another name of `system`, and the results of tools."""
+    """The HTTP API also accepts `developer`, as another name of `system`."""
     kinds = get_args(get_args(Message)[0])
     roles = {role for kind in kinds for role in get_args(kind.model_fields["role"].annotation)}
-    assert set(enum_words.CHAT_ROLES.words) == roles - {"developer", "tool"}
+    assert set(enum_words.CHAT_ROLES.words) == roles - {"developer"}
 
 
 def test_the_wire_dtypes_equal_the_choices_of_the_flag() -> None:

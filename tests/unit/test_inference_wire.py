@@ -8,7 +8,8 @@ from google.protobuf.descriptor import FieldDescriptor as Field
 from google.protobuf.message import Message
 
 from cluster.errors import InvalidRequest
-from router.grpc_api.inference_wire import chat_from_wire, generate_request_from_wire
+from router.grpc_api.chat_wire import chat_from_wire
+from router.grpc_api.inference_wire import generate_request_from_wire
 from tandem.v1 import inference_pb2
 
 UNKNOWN = 77
@@ -44,7 +45,12 @@ def test_every_enum_of_a_request_is_refused_by_name_where_its_value_is_unknown()
         with pytest.raises(InvalidRequest, match=expected):
             generate_request_from_wire(received, None)
         found.append(path)
-    assert sorted(found) == ["chat.messages.role", "grammar.kind", "resume_from.choices.finish_reason"]
+    assert sorted(found) == [
+        "chat.messages.role",
+        "chat.tool_choice",
+        "grammar.kind",
+        "resume_from.choices.finish_reason",
+    ]
 
 
 def test_a_message_of_a_conversation_without_a_role_is_refused() -> None:

@@ -12,9 +12,9 @@ from router.http.anthropic.openapi_bodies import AnthropicError, Message, Messag
 from router.http.anthropic.responses import MessageEnvelope, MessageShape, MessageStream
 from router.http.bodies.openapi import answers, generation_responses, refusals
 from router.http.bodies.request_headers import RequestHeaders
-from router.http.divided_chat import ChatSettings
 from router.http.endpoints.operations import json_response
 from router.http.openai_stream import Generates, WholeResponse
+from router.request.divided_answers import ChatSettings
 from router.request.live_requests import LiveRequests
 from router.request.validation import check_model
 from router.text.tokenization import Tokenization, TokenizerThreads

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from cluster.errors import TandemError, http_status
 from cluster.messages import FinishReason
 from router.http.anthropic.errors import anthropic_error
-from router.http.divided_chat import Division
 from router.http.openai_errors import internal_error, json_bytes
 from router.http.openai_responses import Envelope, Json
 from router.http.openai_stream import EventStream
+from router.request.divided_answers import Division
 from router.requests import ChoiceDelta, Ledger, Output, Usage
 from router.tools.pieces import Arguments, CallBegun, Content, Piece, Reasoning
 

@@ -13,8 +13,8 @@ import openai
 from cluster.accounts.gate import Gate
 from cluster.clock import MonotonicClock
 from cluster.observe.telemetry import Telemetry
-from router.http.divided_chat import ChatSettings
 from router.http.openai_api import build_app
+from router.request.divided_answers import ChatSettings
 from router.request.live_requests import LiveRequests
 from router.text.tokenization import Tokenization
 from tests.unit.scripted_pipeline import ScriptedPipeline, served

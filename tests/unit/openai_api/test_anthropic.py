@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 
 from cluster.errors import NoWorkers, WorkerLost
-from router.http.divided_chat import ChatSettings
+from router.request.divided_answers import ChatSettings
 from router.requests import ChatMessage, ChatPrompt, ToolCall
 from router.text.tokenization import Tokenization
 from router.tools.formats import AnswerFormat

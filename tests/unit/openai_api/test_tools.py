@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from router.http.divided_chat import ChatSettings
+from router.request.divided_answers import ChatSettings
 from router.requests import ChatMessage, ChatPrompt, ToolCall
 from router.text.tokenization import Tokenization
 from router.tools.formats import AnswerFormat
