@@ -28,6 +28,7 @@ REPEAT_ARGS ?=
 SOAK_ARGS ?=
 FAULT_ARGS ?=
 CHAOS_ARGS ?=
+FUZZ_ARGS ?=
 BENCH_ARGS ?=
 
 # A machine with a GPU has a Python and a torch of its own, and perhaps no network: what else it lacks travels as wheels.
@@ -42,7 +43,7 @@ WHEEL_PLATFORMS := $(foreach tag,2_28 2_27 2_17,--platform manylinux_$(tag)_x86_
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-clients test-repeat soak chaos chaos-simulated bench-engine bench-overlap bench-kv bench-placement bench-router bench-start bench-step-loop gpu-check gpu-wheels check proto clean
+.PHONY: help demo test test-all test-clients test-repeat soak chaos chaos-simulated fuzz bench-engine bench-overlap bench-kv bench-placement bench-router bench-start bench-step-loop gpu-check gpu-wheels check proto clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -70,6 +71,9 @@ chaos: $(VENV)/.test ## a real cluster, 200 faults, every process killed in ever
 
 chaos-simulated: $(VENV)/.test ## a thousand simulated clusters in which something fails; CHAOS_ARGS="--seeds 10000 --first 7"
 	@$(BIN)/python -m tests.chaos.simulated $(CHAOS_ARGS)
+
+fuzz: $(VENV)/.test ## every decoder of bytes from a network or a shared disk, ten minutes; FUZZ_ARGS="--minutes 60 --keep"
+	@$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 
 bench-engine: $(VENV)/.test ## one core: Tandem's colocated worker, vLLM (VLLM_PYTHON=its environment's Python), the limits
 	@$(BIN)/python -m benchmarks.engine --write

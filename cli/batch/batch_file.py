@@ -80,7 +80,7 @@ def kept_lines(lines: Sequence[str], name: str, asked: Collection[str]) -> dict[
             answer = json.loads(line)
             custom_id, response = answer["custom_id"], answer["response"]
             status_code = response["status_code"] if response else 0
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise ConfigError(f"{name}, line {number}: not an answer of a batch; write the answers elsewhere") from None
         if is_final(status_code) or custom_id not in asked:
             kept[custom_id] = line
@@ -101,7 +101,7 @@ def _request(line: str) -> BatchRequest:
     """Raises ValueError."""
     try:
         request = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(request, dict):
         raise ValueError("a request is an object")

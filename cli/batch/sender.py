@@ -95,7 +95,7 @@ class BatchSender:
             connection.request("POST", request.url, json.dumps(request.body), headers)
             response = connection.getresponse()
             body = json.loads(response.read())
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
             connection.close()  # the next request opens it again
             problem = f"{self._server.address}: {error or type(error).__name__}"
             return BatchAnswer(request.custom_id, 0, problem=problem), 0.0

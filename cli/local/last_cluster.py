@@ -128,7 +128,7 @@ def _read(path: Path) -> LastCluster | None:
         more_grpc = tuple(values.get("more_grpc", ()))
         more = values.get("tls_ca", ""), more_grpc, values.get("admin_key", "")
         return LastCluster(values["grpc"], values["http"], values["pid"], *more)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 

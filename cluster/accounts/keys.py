@@ -122,17 +122,20 @@ class KeySet:
 
     @staticmethod
     def parse(document: str, keys: ClusterKeys) -> "KeySet":
-        """Raises ConfigError for a document that this cluster did not sign."""
+        """Raises ConfigError for a document that this cluster did not sign, or another version of it."""
         try:
             signed = json.loads(document)
             body, signature = str(signed["body"]), bytes.fromhex(signed["signature"])
             is_ours = keys.verify(Purpose.KEY_RECORDS, body.encode(), signature)
             read = json.loads(body) if is_ours else None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             read = None
         if read is None:
             raise ConfigError("the records of API keys are not signed with this cluster's key, or were changed")
-        return KeySet(read["version"], tuple(_from_json(item) for item in read["records"]))
+        try:
+            return KeySet(int(read["version"]), tuple(map(_from_json, read["records"])))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, InvalidRequest) as error:
+            raise ConfigError(f"the records of API keys are of another version: {str(error)[:200]}") from error
 
 
 def is_signed_now(document: str, keys: ClusterKeys) -> bool:
@@ -192,4 +195,4 @@ def _from_json(item: Mapping[str, Any]) -> KeyRecord:
         weight=item["weight"],
         max_priority=item["max_priority"],
     )
-    return KeyRecord(item["id"], item["digest"], caller)
+    return KeyRecord(str(item["id"]), bytes.fromhex(item["digest"]).hex(), caller)

@@ -185,7 +185,11 @@ def worker_load(figures: Mapping[str, float]) -> float:
 
 
 def _target(answer: list[str]) -> ScaleTarget | None:
+    """Return the target as Redis answers it. Raises RegistryUnavailable if another program wrote it."""
     if not answer:
         return None
-    prefill, decode, colocated, version, follower, reached, problem = answer
-    return ScaleTarget(int(prefill), int(decode), int(colocated), int(version), follower, int(reached), problem)
+    try:
+        prefill, decode, colocated, version, follower, reached, problem = answer
+        return ScaleTarget(int(prefill), int(decode), int(colocated), int(version), follower, int(reached), problem)
+    except ValueError as error:
+        raise RegistryUnavailable(f"the scale target in Redis cannot be read: {str(error)[:200]}") from error

@@ -133,7 +133,7 @@ def _read_file(path: Path) -> dict[str, object]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read --config {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError, AttributeError) as error:  # of values of a wrong form, too
         raise ConfigError(f"--config {path} is not YAML: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path} must hold keys and values, such as `block_size: 16`")
@@ -164,7 +164,7 @@ def _converted(config_type: type[Config], name: str, value: object) -> object:
     try:
         if fits:
             return kind(typing.cast("str | int | float", value))
-    except ValueError:
+    except (ValueError, OverflowError):
         pass
     wanted = {int: "a whole number", float: "a number", str: "a text"}[kind]
     raise ConfigError(f"{name} must be {wanted}, not {value!r}")

@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
 import struct
 import threading
 import time
@@ -33,6 +34,7 @@ _LOG = logging.getLogger("tandem.prefill.tiers")
 _HEADER = struct.Struct("<8s16s16s16sQ?")  # magic, layout, hash, digest, length, is verified
 _MAGIC = b"tandemk2"
 _DRAFT = ".draft"
+_BLOCK_NAME = re.compile(f"[0-9a-f]{{{2 * HASH_BYTES}}}")
 OK, DAMAGED, UNREADABLE, UNWRITABLE, LATE = "ok", "damaged", "unreadable", "unwritable", "late"
 UNVERIFIED = "unverified"
 
@@ -206,7 +208,7 @@ class BlockFiles:
             for entry in entries:
                 if entry.name.endswith(_DRAFT):
                     os.unlink(entry.path)
-                elif len(entry.name) == 2 * HASH_BYTES:
+                elif _BLOCK_NAME.fullmatch(entry.name):  # a file of another name is not ours
                     status = entry.stat()
                     if status.st_size == self.file_bytes(self._block_bytes):
                         found.append((status.st_mtime_ns, bytes.fromhex(entry.name)))

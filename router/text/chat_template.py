@@ -39,7 +39,7 @@ class ChatTemplate:
         del environment.filters["random"], environment.globals["lipsum"]
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, RecursionError) as error:
             raise ConfigError(f"the model's chat template is not valid Jinja: {error}") from error
         self._special_tokens = dict(special_tokens)
 
@@ -81,7 +81,7 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise InvalidRequest(f"the model's chat template refuses these messages: {error.message}") from error
-        except (TypeError, ValueError, LookupError, ArithmeticError) as error:
+        except (TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
             raise InvalidRequest(f"the model's chat template fails on these messages: {error}") from error
 
 
@@ -105,7 +105,7 @@ def _object(text: str) -> object:
     """Templates write arguments as JSON themselves. A text that is no JSON object stays as it is."""
     try:
         value = json.loads(text or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     return value if isinstance(value, dict) else text
 

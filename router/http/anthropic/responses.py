@@ -175,7 +175,8 @@ def arguments_object(text: str) -> Json:
     """Return a call's arguments; a text that is no JSON object is kept under its own name."""
     try:
         value = json.loads(text or "{}")
-    except ValueError:
+        json.dumps(value)  # a text that is nested too deeply for an answer is no object either
+    except (ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {"invalid_json": text}
 

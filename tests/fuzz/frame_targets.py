@@ -1,0 +1,227 @@
+"""Bytes on the sockets over which KV moves: what an exporter reads from any peer, and an importer from its exporter."""
+
+import asyncio
+import random
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+
+from engine.kv.pool import KvPool
+from kvtransfer.transports.base import TransportError
+from kvtransfer.transports.nccl import messages as nccl
+from kvtransfer.transports.shm.pool_file import GEOMETRY
+from kvtransfer.transports.shm.transport import ShmExporter, ShmImporter
+from kvtransfer.transports.tcp.exporting import ANNOUNCEMENT, ANSWER, MAGIC, pack_endpoint, parse_endpoint
+from kvtransfer.transports.tcp.transport import TcpExporter, TcpImporter
+from tests.contract.kv_pools import random_pool
+from tests.contract.transport_rig import EPOCH
+from tests.fuzz.target import Refused, Target, refusals
+
+_TOKEN = b"k" * 16
+_NCCL_ENTRY = nccl.Entry(EPOCH.ticket_id, 1, _TOKEN)
+_NCCL = (
+    nccl.Hello(b"i" * 16, 22_000, _NCCL_ENTRY), nccl.Ready(22_000), nccl.Refused("no"), nccl.UniqueId(b"u" * 128),
+    nccl.Warm(), nccl.Read(_NCCL_ENTRY, 1, (nccl.Run(0, 2), nccl.Run(5, 1))), nccl.Answer(b"t" * 16, 1, 1, 64, "no"),
+)  # fmt: skip
+
+
+def targets() -> Iterator[Target]:
+    yield Target("tcp announcements", _announcements, _announce, words=(MAGIC, EPOCH.ticket_id))
+    yield Target("tcp answers", _answers, _answer_read, words=(MAGIC,))
+    yield Target("nccl control messages", [_packed(message) for message in _NCCL], _read_nccl, _made_nccl)
+    yield Target("shm requests", _shm_requests, _ask_shm)
+    yield Target("shm geometry", _geometries, _answer_shm)
+
+
+def _announcements() -> list[bytes]:
+    _, token = parse_endpoint(_exporter().grant(EPOCH))
+    read = ANNOUNCEMENT.pack(MAGIC, EPOCH.ticket_id, EPOCH.attempt, 1, token, 2) + struct.pack("<2I", 0, 3)
+    return [read, read + read, read[:-8] + struct.pack("<2I", 0, 8)]
+
+
+def _answers() -> list[bytes]:
+    answer = ANSWER.pack(MAGIC, EPOCH.ticket_id, EPOCH.attempt, 1, False, _pool().block_bytes)
+    return [answer + bytes(_pool().block_bytes), answer[:-8] + bytes(8)]
+
+
+def _shm_requests() -> list[bytes]:
+    return [struct.pack("<16sI16s", EPOCH.ticket_id, EPOCH.attempt, _shm_exporter().grant(EPOCH)[:16])]
+
+
+def _geometries() -> list[bytes]:
+    geometry = GEOMETRY.pack(8, _pool().block_bytes, 8 * _pool().block_bytes)
+    return [geometry, geometry[:-1]]
+
+
+def _packed(message: nccl.Message) -> bytes:
+    kind, body = nccl._pack(message)
+    return nccl._HEADER.pack(b"TNC1", kind, len(body)) + body
+
+
+def _made_nccl(draw: random.Random) -> bytes:
+    """A right header before a body of any length."""
+    body = draw.randbytes(draw.choice((0, 4, 8, 36, 40, 48, 56, 128, 300)))
+    return nccl._HEADER.pack(b"TNC1", draw.randrange(1, 8), len(body)) + body
+
+
+def _read_nccl(data: bytes) -> str:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.settimeout(5)
+        threading.Thread(target=_send, args=(theirs, data), daemon=True).start()
+        with refusals(TransportError, OSError):
+            return type(nccl.receive_message(ours)).__name__
+
+
+def _send(connection: socket.socket, data: bytes) -> None:
+    try:
+        connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+    except OSError:
+        return
+
+
+def _announce(data: bytes) -> str:
+    """Send the bytes to an exporter and read all that it answers."""
+    num_bytes = 0
+    with socket.create_connection(("127.0.0.1", _exporter()._threads.port), 10) as client:
+        try:
+            client.sendall(data)
+            client.shutdown(socket.SHUT_WR)
+            while piece := client.recv(1 << 16):
+                num_bytes += len(piece)
+        except OSError:
+            raise Refused("reset") from None
+    blocks, rest = divmod(num_bytes, _pool().block_bytes)
+    return f"{blocks} blocks, {rest // ANSWER.size} answers"
+
+
+def _answer_read(data: bytes) -> str:
+    """Let an importer read a block from an exporter that sends the bytes."""
+    before = bytes(_target().raw.numpy())
+
+    async def read() -> str:
+        importer = TcpImporter(memory=_target(), stall_timeout_s=5.0)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            answering = threading.Thread(target=_answer_one, args=(listener, data), daemon=True)
+            answering.start()
+            try:
+                channel = await importer.open_channel(
+                    EPOCH, pack_endpoint(_TOKEN, "127.0.0.1", listener.getsockname()[1])
+                )
+                await channel.read([0], [1])
+            finally:
+                await importer.close()
+                await asyncio.to_thread(answering.join)
+        return "read"
+
+    with refusals(TransportError):
+        outcome = _runner().run(read())
+    after, size = bytes(_target().raw.numpy()), _target().block_bytes
+    assert (before[:size], before[2 * size :]) == (after[:size], after[2 * size :]), "a read wrote to another block"
+    return outcome
+
+
+def _answer_one(listener: socket.socket, data: bytes) -> None:
+    connection, _ = listener.accept()
+    with connection:
+        connection.settimeout(5)
+        try:
+            connection.recv(ANNOUNCEMENT.size + 4)
+        except OSError:
+            return
+        _send(connection, data)
+
+
+def _ask_shm(data: bytes) -> str:
+    async def ask() -> str:
+        directory = _shm_exporter()._directory
+        assert directory is not None
+        reader, writer = await asyncio.open_unix_connection(str(directory.path / "pool"))
+        try:
+            writer.write(data)
+            writer.write_eof()
+            return f"{len(await reader.read(4096))} bytes"
+        except OSError:
+            raise Refused("reset") from None
+        finally:
+            writer.close()
+
+    return _runner().run(ask())
+
+
+def _answer_shm(data: bytes) -> str:
+    """Let an importer map a pool whose exporter sends the bytes with a sealed file, and read from it."""
+
+    async def read() -> str:
+        directory = _shm_exporter()._directory
+        assert directory is not None
+        path = directory.path / "lies"
+        path.unlink(missing_ok=True)
+        importer = ShmImporter(memory=_target())
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+            listener.listen()
+            answering = threading.Thread(target=_pass_file, args=(listener, data), daemon=True)
+            answering.start()
+            try:
+                channel = await importer.open_channel(EPOCH, _TOKEN + str(path).encode())
+                await channel.read([0], [1])
+                with suppress(TransportError):  # past every pool
+                    await channel.read([1 << 31], [1])
+            finally:
+                await importer.close()
+                await asyncio.to_thread(answering.join)
+        return "read"
+
+    with refusals(TransportError):
+        return _runner().run(read())
+
+
+def _pass_file(listener: socket.socket, data: bytes) -> None:
+    connection, _ = listener.accept()
+    with connection:
+        connection.settimeout(5)
+        connection.recv(64)
+        socket.send_fds(connection, [data or b"\0"], [_shm_exporter()._read_only])
+        connection.recv(1)
+
+
+@cache
+def _runner() -> asyncio.Runner:
+    return asyncio.Runner()
+
+
+@cache
+def _pool() -> KvPool:
+    return random_pool(8, seed=1)
+
+
+@cache
+def _target() -> KvPool:
+    return random_pool(8, seed=2)
+
+
+@cache
+def _exporter() -> TcpExporter:
+    exporter = TcpExporter(memory=_pool(), host="127.0.0.1", advertise_host="127.0.0.1", send_timeout_s=5.0)
+    _runner().run(exporter.start())
+    return exporter
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """An event loop on a thread until the process ends, for what must answer while an input is tried."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
+@cache
+def _shm_exporter() -> ShmExporter:
+    exporter = ShmExporter(memory=_pool())
+    asyncio.run_coroutine_threadsafe(exporter.start(), _loop()).result(20)
+    return exporter

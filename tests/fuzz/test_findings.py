@@ -1,0 +1,95 @@
+"""Inputs that ended a process, or were answered with 500, until a fuzzer found them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cli.batch.batch_file import kept_lines, read_requests
+from cli.local.last_cluster import _read as read_last_cluster
+from cluster.accounts.keys import KeySet
+from cluster.auth.keys import ClusterKeys, Purpose
+from cluster.errors import ConfigError, InvalidRequest, RegistryUnavailable
+from cluster.grammar.tokenizer_files import read_json
+from cluster.messages import LayoutFingerprint
+from cluster.registry.scale_registry import _target as scale_target
+from cluster.settings.config import RouterConfig
+from cluster.settings.config_sources import load_config
+from prefill_worker.prefixes.tier_storage import BlockFiles
+from router.http.anthropic.responses import arguments_object
+from router.requests import ChatMessage, ToolCall
+from router.text.chat_template import ChatTemplate
+
+_NESTED = "[" * 100_000
+_ALL_ARGUMENTS = "{% for call in messages[0].tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}"
+
+
+@pytest.mark.parametrize("answer", [["1"], ["1"] * 8, ["x", *["1"] * 6], ["1e9", *["1"] * 6]])
+def test_a_scale_target_that_another_program_wrote_does_not_end_a_router(answer: list[str]) -> None:
+    with pytest.raises(RegistryUnavailable, match="scale target in Redis cannot be read"):
+        scale_target(answer)
+
+
+def test_a_foreign_file_in_a_tiers_folder_is_not_a_block(tmp_path: Path) -> None:
+    files = BlockFiles(tmp_path, LayoutFingerprint("weights", "config", "float32", "table"), 64)
+    for name in ("x" * 32, "0" * 32):
+        (files._folder / name).write_bytes(bytes(BlockFiles.file_bytes(64)))
+    assert files.hashes() == [bytes(16)]
+    files.close()
+
+
+_MALFORMED = ("!!int x", "!!float x", "!!timestamp x", "port: " + "9" * 400, "[" * 1200, "slo_tpot_ms: 1" + "0" * 400)
+
+
+@pytest.mark.parametrize("text", _MALFORMED)
+def test_a_settings_file_with_a_malformed_value_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError):
+        load_config(RouterConfig, {"config": str(path), "model": "m"}, {})
+
+
+def test_records_of_api_keys_that_cannot_be_read_are_refused_whoever_signed_them() -> None:
+    keys = ClusterKeys(b"k" * 32)
+    for body in (_NESTED, "[]", "{}", '{"version": 1, "records": [{"id": 1}]}'):
+        signed = json.dumps({"body": body, "signature": keys.sign(Purpose.KEY_RECORDS, body.encode()).hex()})
+        for document in (signed, body):
+            with pytest.raises(ConfigError):
+                KeySet.parse(document, keys)
+
+
+def test_a_deeply_nested_line_of_a_batch_names_its_line() -> None:
+    with pytest.raises(ConfigError, match="in, line 1: not JSON"):
+        read_requests([_NESTED + "\n"], "in")
+    with pytest.raises(ConfigError, match="out, line 1: not an answer"):
+        kept_lines([_NESTED + "\n", "\n"], "out", [])
+
+
+@pytest.mark.parametrize("text", ["7", "[]", '{"more_grpc": 1}', _NESTED])
+def test_a_damaged_file_of_the_last_cluster_counts_as_none(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "cluster-1.json"
+    path.write_text(text)
+    assert read_last_cluster(path) is None
+
+
+def test_deeply_nested_model_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(_NESTED)
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_json(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match="not valid Jinja"):
+        ChatTemplate("{{" + _NESTED[:5000], {})
+
+
+def test_deeply_nested_arguments_of_a_call_are_a_text() -> None:
+    """They come from a client with its conversation, and from a model in its answer."""
+    calls = (ToolCall("1", "f", _NESTED),)
+    prompt = ChatTemplate(_ALL_ARGUMENTS, {}).render([ChatMessage("assistant", "", tool_calls=calls)], 0)
+    assert json.loads(prompt) == _NESTED
+    assert arguments_object(_NESTED) == {"invalid_json": _NESTED}
+
+
+def test_arguments_that_a_template_cannot_write_refuse_the_request() -> None:
+    """Arguments that are nested just less deeply than JSON is read, in a list around them."""
+    template = ChatTemplate("{% macro m(n) %}{{ m(n) }}{% endmacro %}{{ m(1) }}", {})
+    with pytest.raises(InvalidRequest, match="fails on these messages"):
+        template.render([ChatMessage("user", "x")], 0)
