@@ -33,6 +33,7 @@ _VERBS = (
     "doctor",
     "certs",
     "keys",
+    "usage",
     "estimate",
     "bench",
     "completion",

@@ -19,6 +19,7 @@
     ├── NotFound                  no such member, or no such sequence there
     ├── Overloaded                try again later
     │   ├── QueueFull
+    │   ├── LimitReached          a limit of the caller's API key, named in `param`
     │   ├── SloUnattainable       no worker can keep the latency targets that the client asked for, as predicted
     │   ├── TooManyFrozen
     │   ├── SlowClient
@@ -158,6 +159,15 @@ class Overloaded(TandemError):
 
 class QueueFull(Overloaded):
     reason = "queue_full"
+
+
+class LimitReached(Overloaded):
+    reason = "limit_reached"
+
+    def __init__(self, limit: str, message: str = "", *, retry_after_s: float | None = None) -> None:
+        """`limit`: the name of the limit, such as requests_per_minute."""
+        super().__init__(f"{limit}: {message}" if message else limit, retry_after_s=retry_after_s)
+        self.param = limit
 
 
 class SloUnattainable(Overloaded):

@@ -179,7 +179,7 @@ class Router:
                 tasks.create_task(self._evacuation.run(), name="evacuation"),
                 tasks.create_task(self._scaling.run(), name="scale target"),
                 tasks.create_task(registration.keep(), name="keep registration"),
-                tasks.create_task(self._accounts.follow(), name="accounts"),
+                tasks.create_task(self._accounts.follow(self._live_requests, self._member.id), name="accounts"),
                 tasks.create_task(self._follow_readiness(), name="readiness"),
                 tasks.create_task(self._publish_figures(), name="figures"),
                 tasks.create_task(self._overview.run(), name="overview"),
@@ -360,6 +360,7 @@ class Router:
             explore=self._config.explore,
             gate=self._accounts.gate,
             keys=self._accounts.keys,
+            usage=self._accounts.usage,
         )
 
 

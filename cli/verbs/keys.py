@@ -23,12 +23,12 @@ _STEPS = {
     "": "step 3 of 3: the old secret is not accepted any more",
 }
 _LIMITS = tuple(item.name for item in fields(Limits))
-_HELP_OF_LIMITS = {
-    "requests_per_minute": "requests of the tenant in a minute",
-    "tokens_per_minute": "tokens of its prompts and outputs in a minute",
-    "max_concurrency": "its requests at once",
-    "max_sequences": "sequences of one request: prompts x n",
-    "max_buffered_bytes": "bytes of its bodies and answers that wait in a router",
+_FLAGS_OF_LIMITS = {
+    "--requests-per-minute": "requests of the tenant in a minute",
+    "--tokens-per-minute": "tokens of its prompts and outputs in a minute",
+    "--max-concurrency": "its requests at once",
+    "--max-sequences": "sequences of one request: prompts x n",
+    "--max-buffered-bytes": "bytes of its requests that routers hold",
 }
 
 
@@ -42,9 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=[str(access) for access in Access],
         help="what it allows; may be repeated; admin includes the others (default: inference)",
     )
-    for name in _LIMITS:
-        flag = f"--{name.replace('_', '-')}"
-        add.add_argument(flag, type=_whole, metavar="N", default=0, help=f"most {_HELP_OF_LIMITS[name]}; 0: no limit")
+    for flag, text in _FLAGS_OF_LIMITS.items():
+        add.add_argument(flag, type=_whole, metavar="N", default=0, help=f"most {text}; 0: no limit")
     add.add_argument("--max-priority", type=int, metavar="N", help="most urgent (lowest) priority of its requests")
     add.add_argument(
         "--weight",

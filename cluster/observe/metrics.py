@@ -1,9 +1,9 @@
 """The table of all metrics: name, kind, help text, labels and bounds, by the processes that publish them.
 
 Names follow Prometheus: base units, and `_total` for counters. Labels are bounded: reasons come from cluster/errors.py;
-roles, phases and transports are fixed sets. A request, a client or a prompt is never a label. docs/observe.md lists
-every metric; tests compare the page, this table and the scrape of a cluster. The process metrics of Prometheus' own
-library (process_cpu_seconds_total and others) come in addition.
+roles, phases and transports are fixed sets; tenants are those of the API keys. A request, a client or a prompt is never
+a label. docs/observe.md lists every metric; tests compare the page, this table and the scrape of a cluster. The process
+metrics of Prometheus' own library (process_cpu_seconds_total and others) come in addition.
 """
 
 from dataclasses import dataclass
@@ -62,6 +62,10 @@ EVERY_PROCESS: dict[str, Metric] = {
 
 ROUTER: dict[str, Metric] = {
     "tandem_requests_total": _counter("requests that ended, by outcome: ok, or an error's reason", "outcome"),
+    "tandem_tenant_usage_total": _counter(
+        "what tenants used: requests, prompt_tokens, cached_tokens, output_tokens", "tenant", "kind"
+    ),
+    "tandem_limits_reached_total": _counter("requests refused by a limit of their API key", "tenant", "limit"),
     "tandem_requests_live": _gauge("requests in progress"),
     "tandem_requests_waiting_for_large_worker": _gauge("requests waiting because no present worker is large enough"),
     "tandem_requests_refused_total": _counter("requests refused before any work", "reason"),

@@ -3,6 +3,7 @@
 from dataclasses import asdict
 
 from cluster.accounts.keys import Access, Caller, KeyRecord, Limits
+from cluster.accounts.usage import KeyUsage
 from cluster.errors import InvalidRequest
 from tandem.enum_words import KEY_ACCESSES
 from tandem.v1 import admin_pb2
@@ -33,3 +34,7 @@ def caller_from_wire(record: admin_pb2.KeyRecord) -> Caller:
         weight=record.weight,
         max_priority=record.max_priority if record.HasField("max_priority") else Caller().max_priority,
     )
+
+
+def usage_to_wire(found: KeyUsage) -> admin_pb2.KeyUsage:
+    return admin_pb2.KeyUsage(tenant=found.tenant, key_id=found.key_id, **asdict(found.usage))

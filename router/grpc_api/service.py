@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing, closing
 from dataclasses import replace
 from functools import partial
@@ -14,6 +14,7 @@ import grpc
 from cluster.accounts.gate import Gate
 from cluster.accounts.key_store import RecordedKeys
 from cluster.accounts.keys import new_key
+from cluster.accounts.usage import KeyUsage
 from cluster.errors import InvalidRequest, Unavailable
 from cluster.messages import Role
 from cluster.observe.telemetry import Telemetry
@@ -23,7 +24,7 @@ from router.fleet.fleet import Fleet
 from router.grpc_api.admin_wire import comparison_to_wire, live_requests_to_wire
 from router.grpc_api.chat_wire import AnswerParts, chat_from_wire
 from router.grpc_api.inference_wire import generate_request_from_wire, model_to_wire, output_to_wire
-from router.grpc_api.keys_wire import caller_from_wire, record_to_wire
+from router.grpc_api.keys_wire import caller_from_wire, record_to_wire, usage_to_wire
 from router.overview.members import member_to_wire
 from router.overview.overview import Overview
 from router.pipeline.migration import Migrations
@@ -198,8 +199,11 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         explore: float,
         gate: Gate,
         keys: RecordedKeys | None = None,
+        usage: Callable[[], Awaitable[list[KeyUsage]]] | None = None,
     ) -> None:
-        """`placement`, `explore`: the router's settings of these names. `keys`: None where no keys are recorded."""
+        """`placement`, `explore`: the router's settings of these names. `keys`: None where no keys are recorded.
+        `usage` returns that of all keys."""
+        self._usage = usage
         self._gate = gate
         self._keys = keys
         self._overview = overview
@@ -273,6 +277,10 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def RevokeKey(self, request: admin_pb2.RevokeKeyRequest, context: _Context) -> admin_pb2.RevokeKeyResponse:
         await self._recorded_keys().change(lambda present: present.without(request.key_id))
         return admin_pb2.RevokeKeyResponse()
+
+    async def Usage(self, request: admin_pb2.UsageRequest, context: _Context) -> admin_pb2.UsageResponse:
+        found = await self._usage() if self._usage is not None else []
+        return admin_pb2.UsageResponse(keys=map(usage_to_wire, found))
 
     def _recorded_keys(self) -> RecordedKeys:
         if self._keys is None:

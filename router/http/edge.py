@@ -6,8 +6,9 @@ body bytes that are being received, and the timeout for clients that read nothin
 """
 
 import asyncio
+import time
 import uuid
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -16,13 +17,15 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.accounts.gate import Gate
-from cluster.accounts.keys import Access
+from cluster.accounts.keys import Access, Caller
+from cluster.accounts.limits import TenantLimits
 from cluster.errors import InvalidRequest, Overloaded, TandemError
 from cluster.observe.telemetry import Telemetry
 from router.http.bodies.openapi import HEALTH_PATHS, INFERENCE_PREFIXES
 from router.http.connection import ABORT, StreamedBody, streamed_body
 from router.http.openai_errors import error_response, internal_error, status_response
 from router.request.validation import MAX_REQUEST_ID_CHARACTERS
+from router.requests import ANY_CLIENT
 
 _REQUEST_ID_HEADER = "x-request-id"
 # Brackets and colons, in strings too: parsing a body of nothing else would block the event loop. A text of 4 MB that
@@ -50,12 +53,20 @@ class Edge:
     state: `scope["state"]["request_id"]` and `["caller"]`."""
 
     def __init__(
-        self, app: ASGIApp, *, gate: Gate, max_message_bytes: int, client_stall_s: float, telemetry: Telemetry
+        self,
+        app: ASGIApp,
+        *,
+        gate: Gate,
+        limits: TenantLimits,
+        max_message_bytes: int,
+        client_stall_s: float,
+        telemetry: Telemetry,
     ) -> None:
         self._app = app
         self._client_stall_s = client_stall_s
         self._bodies = _Bodies(max_message_bytes, _MAX_BODIES * max_message_bytes)
         self._gate = gate
+        self._limits = limits
         self._telemetry = telemetry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,7 +81,7 @@ class Edge:
             scope[_CHUNKS] = DirectChunks(body, self._client_stall_s)
         try:
             self._check(scope, headers, request_id)
-            with self._bodies.body(headers, receive) as limited:
+            with self._held(scope) as hold, self._bodies.body(headers, receive, hold) as limited:
                 await self._app(scope, limited, answer)
         except ClientStalled:
             self._telemetry.count("tandem_stalled_clients_total", surface="http")
@@ -89,6 +100,22 @@ class Edge:
             route = getattr(scope.get("route"), "path", "other")
             status = str(answer.status or 499)
             self._telemetry.count("tandem_http_responses_total", route=route, status=status)
+
+    @contextmanager
+    def _held(self, scope: Scope) -> Iterator[Callable[[int], None]]:
+        """Yield what counts the bytes of a body; they count for the caller until the block is left."""
+        caller: Caller = scope["state"].get("caller", ANY_CLIENT)
+        num_bytes = 0
+
+        def hold(number: int) -> None:
+            nonlocal num_bytes
+            self._limits.hold_bytes(caller, number, time.monotonic())
+            num_bytes += number
+
+        try:
+            yield hold
+        finally:
+            self._limits.hold_bytes(caller, -num_bytes, time.monotonic())
 
     def _check(self, scope: Scope, headers: Headers, request_id: str) -> None:
         """Check the headers before the body is read. Raises InvalidRequest, Unauthenticated, PermissionDenied."""
@@ -175,8 +202,9 @@ class _Bodies:
         self._num_bytes_of_all = 0
 
     @contextmanager
-    def body(self, headers: Headers, receive: Receive) -> Iterator[Receive]:
-        """Yield a `receive` that refuses a body as soon as it is too large, whatever its headers declare."""
+    def body(self, headers: Headers, receive: Receive, hold: Callable[[int], None]) -> Iterator[Receive]:
+        """Yield a `receive` that refuses a body as soon as it is too large, whatever its headers declare. `hold` counts
+        its bytes for the caller, and may refuse them."""
         declared = headers.get("content-length", "")
         if declared.isdecimal():
             self._check(int(declared))
@@ -191,6 +219,7 @@ class _Bodies:
             self._num_bytes_of_all += len(body)
             num_counted += len(body)
             self._check(num_bytes, num_structure)
+            hold(len(body))
             if not message.get("more_body", False):  # from here on it is a request, and admission's to bound
                 self._num_bytes_of_all -= num_counted
                 num_counted = 0

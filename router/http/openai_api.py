@@ -72,6 +72,7 @@ def build_app(
     app.add_middleware(
         Edge,
         gate=gate,
+        limits=live_requests.limits,
         max_message_bytes=max_message_bytes,
         client_stall_s=client_stall_s,
         telemetry=telemetry,

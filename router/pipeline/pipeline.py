@@ -6,6 +6,7 @@ anything about a model.
 """
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cluster.accounts.keys import tenant_salt
+from cluster.accounts.limits import check_request
 from cluster.auth.keys import CachePurpose, ClusterKeys
 from cluster.clock import Clock
 from cluster.errors import DeadlineExceeded, Draining, InvalidRequest, ResumeRefused
@@ -150,6 +152,7 @@ class Pipeline:
                 admitted = self._admitted_request(live, resolved, acceptance, deadline_s)
                 missed = await self._resume(admitted, live.request, acceptance)
                 if live.request.resume_from is None:
+                    live.reservation.reserve(_most_tokens(live.request, admitted), self._clock.now_s())
                     await self._refuse_early(admitted)
                 with self._live_requests.streaming(live, acceptance.stream_id):
                     live.account.record_admission(len(resolved.prompt_token_ids))
@@ -177,6 +180,7 @@ class Pipeline:
         if self._draining:
             raise Draining("this router is draining; try another")
         check(request, self._model)
+        check_request(request.caller, request.n, request.priority)
         return request.timeout_s if request.timeout_s is not None else self._settings.request_timeout_s
 
     async def _accept(self, live: LiveRequest, timeout_s: float) -> tuple[ResolvedRequest, Acceptance]:
@@ -398,6 +402,14 @@ async def _until_accepted(live: LiveRequest, serving: "asyncio.Task[AdmittedRequ
             yield Output(live.request_id)
     if live.accepted.done():
         yield Output(live.request_id, accepted=live.accepted.result())
+
+
+def _most_tokens(request: GenerateRequest, admitted: AdmittedRequest) -> int:
+    """Return the tokens that the request may use: all of its max_tokens, or as many as are expected without one."""
+    most = admitted.request.stops.max_tokens
+    if request.stop.max_tokens is None:
+        most = min(most, math.ceil(admitted.expected_output))
+    return len(admitted.request.prompt_token_ids) + most * len(admitted.choices)
 
 
 def _may_be_last_resort(failure: AttemptFailed, choices: Sequence[Choice]) -> bool:

@@ -13,8 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 
+from cluster.accounts.limits import Reservation, TenantLimits
+from cluster.accounts.usage import KINDS, Usage, UsageMeter
 from cluster.clock import Clock
-from cluster.errors import Cancelled, ResumeSuperseded, TandemError
+from cluster.errors import Cancelled, LimitReached, ResumeSuperseded, TandemError
 from cluster.observe.telemetry import Telemetry
 from router.policies.admission import AdmissionControl
 from router.policies.candidates import NO_TARGETS, SloTargets
@@ -35,6 +37,7 @@ class LiveRequest:
     account: RequestAccount
     outbox: Outbox
     row: LiveRow
+    reservation: Reservation
     accepted: asyncio.Future[Accepted]  # done once the request is admitted, before its first delta
     served: asyncio.Event = field(default_factory=asyncio.Event)  # set when its stream has ended
 
@@ -56,6 +59,8 @@ class LiveRequests:
         self._clock = clock
         self._telemetry = telemetry
         self._log = RequestLog()
+        self.limits = TenantLimits()
+        self.usage = UsageMeter()
         self._live: dict[int, LiveRequest] = {}  # by the number of the row, the oldest first
         self.explanations = Explanations()  # of requests that have ended
         self._none_left = asyncio.Event()
@@ -97,7 +102,7 @@ class LiveRequests:
     def arrived(self, request: GenerateRequest, *, takes_over: bool = False) -> Iterator[LiveRequest]:
         """List a request until the block is left. `takes_over`: it resumes a stream that is live here.
 
-        Raises Overloaded. Every request is counted once by its outcome, also one that was refused a place.
+        Raises Overloaded, LimitReached. Every request is counted once by its outcome, also one that was refused.
         """
         request_id = request.request_id or f"req-{secrets.token_hex(12)}"
         targets = self._targets.preferring(SloTargets.of_request(request.slo_ttft_s, request.slo_tpot_s))
@@ -109,6 +114,9 @@ class LiveRequests:
             outcome = "ok"
         except TandemError as error:
             outcome = error.reason
+            if isinstance(error, LimitReached):
+                tenant = request.caller.tenant
+                self._telemetry.count("tandem_limits_reached_total", tenant=tenant, limit=error.param)
             raise
         except Exception:
             outcome = "internal"
@@ -169,6 +177,8 @@ class LiveRequests:
         """Raise AssertionError where requests, ids, streams and buffered tokens disagree."""
         self._table.check()
         self._buffers.check()
+        if not self._live:
+            self.limits.check()
         assert len(self._table) == len(self._live), "a request without a place, or a place without a request"
         assert all(live.row.number == number for number, live in self._live.items()), "a request has another's place"
         assert all(live.outbox.share in self._buffers for live in self), "an outbox is not counted"
@@ -178,18 +188,48 @@ class LiveRequests:
     def _listed(
         self, request: GenerateRequest, request_id: str, account: RequestAccount, *, takes_over: bool
     ) -> Iterator[LiveRequest]:
+        caller, is_resumed, now_s = request.caller, request.resume_from is not None, self._clock.now_s()
+        with (
+            self.limits.place(caller, now_s, request.num_bytes, is_resumed=is_resumed) as reservation,
+            self._placed(request_id, request, takes_over=takes_over) as row,
+        ):
+            outbox = Outbox(self._buffers, self._clock, request.stream_interval)
+            accepted: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
+            live = LiveRequest(request, request_id, account, outbox, row, reservation, accepted)
+            self._live[row.number] = live
+            self._on_change()
+            try:
+                yield live
+            finally:
+                outbox.clear()
+                self._buffers.remove(outbox.share)
+                del self._live[row.number]
+                self._meter(live)
+
+    @contextmanager
+    def _placed(self, request_id: str, request: GenerateRequest, *, takes_over: bool) -> Iterator[LiveRow]:
         row = self._table.add(request_id, is_resumed=request.resume_from is not None, takes_over=takes_over)
-        outbox = Outbox(self._buffers, self._clock, request.stream_interval)
-        accepted: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
-        live = self._live[row.number] = LiveRequest(request, request_id, account, outbox, row, accepted)
-        self._on_change()
         try:
-            yield live
+            yield row
         finally:
-            outbox.clear()
-            self._buffers.remove(outbox.share)
-            del self._live[row.number]
             self._table.remove(row, self._clock.now_s())
+
+    def _meter(self, live: LiveRequest) -> None:
+        """Count what the request used here. Its prompt counts where it was new, and not again where it is resumed."""
+        caller, account = live.request.caller, live.account
+        if not caller.key_id:
+            return
+        is_new = live.request.resume_from is None
+        used = Usage(
+            requests=int(is_new),
+            prompt_tokens=account.num_prompt_tokens * is_new,
+            cached_tokens=(account.num_cached or 0) * is_new,
+            output_tokens=account.num_tokens,
+        )
+        live.reservation.settle(used.prompt_tokens + used.output_tokens, self._clock.now_s())
+        self.usage.record(caller.tenant, caller.key_id, used)
+        for kind in KINDS:
+            self._telemetry.count("tandem_tenant_usage_total", getattr(used, kind), tenant=caller.tenant, kind=kind)
 
     def _on_change(self) -> None:
         self._telemetry.gauge("tandem_requests_live", len(self._live))

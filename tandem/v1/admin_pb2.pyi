@@ -640,3 +640,29 @@ class RevokeKeyRequest(_message.Message):
 class RevokeKeyResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class UsageRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class UsageResponse(_message.Message):
+    __slots__ = ("keys",)
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    keys: _containers.RepeatedCompositeFieldContainer[KeyUsage]
+    def __init__(self, keys: _Optional[_Iterable[_Union[KeyUsage, _Mapping]]] = ...) -> None: ...
+
+class KeyUsage(_message.Message):
+    __slots__ = ("tenant", "key_id", "requests", "prompt_tokens", "cached_tokens", "output_tokens")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    KEY_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    key_id: str
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    def __init__(self, tenant: _Optional[str] = ..., key_id: _Optional[str] = ..., requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ...) -> None: ...

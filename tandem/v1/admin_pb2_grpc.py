@@ -95,6 +95,11 @@ class AdminStub(object):
                 request_serializer=tandem_dot_v1_dot_admin__pb2.RevokeKeyRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_admin__pb2.RevokeKeyResponse.FromString,
                 _registered_method=True)
+        self.Usage = channel.unary_unary(
+                '/tandem.v1.Admin/Usage',
+                request_serializer=tandem_dot_v1_dot_admin__pb2.UsageRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_admin__pb2.UsageResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -198,6 +203,14 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Usage(self, request, context):
+        """Returns what each API key has used, at all routers.
+        Errors: UNAVAILABLE (no registry).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -260,6 +273,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.RevokeKey,
                     request_deserializer=tandem_dot_v1_dot_admin__pb2.RevokeKeyRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_admin__pb2.RevokeKeyResponse.SerializeToString,
+            ),
+            'Usage': grpc.unary_unary_rpc_method_handler(
+                    servicer.Usage,
+                    request_deserializer=tandem_dot_v1_dot_admin__pb2.UsageRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_admin__pb2.UsageResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -587,6 +605,33 @@ class Admin(object):
             '/tandem.v1.Admin/RevokeKey',
             tandem_dot_v1_dot_admin__pb2.RevokeKeyRequest.SerializeToString,
             tandem_dot_v1_dot_admin__pb2.RevokeKeyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Usage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Admin/Usage',
+            tandem_dot_v1_dot_admin__pb2.UsageRequest.SerializeToString,
+            tandem_dot_v1_dot_admin__pb2.UsageResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -55,12 +55,17 @@ async def test_a_recorded_key_opens_what_it_allows_at_every_router_until_it_is_r
     cluster = LocalCluster(redis_url, tmp_path, environment={"TANDEM_ADMIN_KEY": _ADMIN_KEY, "TANDEM_KEYS": "redis"})
     try:
         await cluster.start(prefill=0, decode=0, routers=2, router_flags=("--audit-file", str(audit)))
-        added = await _tandem(cluster, capsys, "keys", "add", "--tenant", "acme", "--requests-per-minute", "600")
+        added = await _tandem(cluster, capsys, "keys", "add", "--tenant", "acme", "--max-sequences", "3")
         key = added["key"]
         for router in ("router0", "router1"):
             await until(partial(_status, cluster, router, key), lambda status: status == 200, what="the key is valid")
             assert await _status(cluster, router, "wrong") == 401
         await _other_surfaces_are_closed(cluster, key)
+        async with _client(cluster, "router0", key) as client:
+            with pytest.raises(openai.RateLimitError) as limited:
+                await client.completions.create(model="demo_model", prompt=["x", "y"], n=2)
+            assert (limited.value.code, limited.value.param) == ("limit_reached", "max_sequences")
+        assert await _tandem(cluster, capsys, "usage") == {"keys": []}
 
         stub = admin_pb2_grpc.AdminStub(cluster.channel("router1"))
         shown = [("authorization", f"Bearer {_ADMIN_KEY}")]

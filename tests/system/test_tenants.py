@@ -1,8 +1,16 @@
 """What a router does for the requests of tenants: separate caches, limits by name, and usage that counts once."""
 
+import asyncio
 from dataclasses import replace
 
-from cluster.accounts.keys import Caller
+import pytest
+
+from cluster.accounts.keys import Caller, Limits
+from cluster.accounts.shared_use import SharedUse, stored_usage
+from cluster.accounts.usage import KeyUsage, Usage
+from cluster.clock import MonotonicClock
+from cluster.errors import LimitReached
+from cluster.registry.registry import Registry
 from tests.system.router_harness import answer_to, ask, router_under_test
 
 
@@ -18,3 +26,48 @@ async def test_tenants_share_no_cached_prefix_and_a_tenant_divides_its_own_by_sa
             await answer_to(router, request)
         first, same_tenant, *others = [job.cache_salt for job in prefill.jobs]
         assert first == same_tenant and len({first, *others}) == 4
+
+
+async def test_a_limit_reached_is_refused_by_name_and_no_other_tenant_is() -> None:
+    acme = Caller("acme", "k1", limits=Limits(requests_per_minute=2, max_sequences=3))
+    async with router_under_test() as router:
+        await router.add_prefill("p0")
+        await router.add_decode("d0")
+        await router.connected()
+        for _ in range(2):
+            await answer_to(router, replace(ask(), caller=acme))
+        with pytest.raises(LimitReached, match="requests_per_minute") as refused:
+            await answer_to(router, replace(ask(), caller=acme))
+        assert refused.value.retry_after_s is not None and 50 < refused.value.retry_after_s <= 60
+        await answer_to(router, replace(ask(), caller=Caller("other", "k2", limits=acme.limits)))
+        counted = router.telemetry.value("tandem_limits_reached_total", tenant="acme", limit="requests_per_minute")
+        assert counted == 1
+
+
+async def test_usage_counts_each_token_once_whatever_was_retried_or_resumed(redis_url: str, cluster_name: str) -> None:
+    acme = Caller("acme", "k1")
+    async with router_under_test() as router:
+        await router.add_prefill("p0")
+        workers = [await router.add_decode("d0"), await router.add_decode("d1")]
+        await router.connected()
+        for worker in workers:
+            worker.pause_at = 3
+        answering = asyncio.create_task(answer_to(router, replace(ask(max_tokens=9), caller=acme)))
+        paused = [asyncio.create_task(worker.paused.wait()) for worker in workers]
+        await asyncio.wait(paused, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+        victim, survivor = workers if paused[0].done() else workers[::-1]
+        survivor.pause_at = None
+        await victim.die()
+        assert (await answering).summary.ledger.reasons
+        paused[workers.index(survivor)].cancel()
+
+        registry = Registry(url=redis_url, cluster_name=cluster_name, ttl_s=5.0)
+        limits, usage = router.live_requests.limits, router.live_requests.usage
+        clock = MonotonicClock()
+        shares = [SharedUse(registry, limits, usage, router=name, clock=clock) for name in ("r0@1", "r1@1")]
+        for shared in (*shares, *shares):
+            await shared.share()
+            await shared.store()
+        assert await stored_usage(registry) == [KeyUsage("acme", "k1", Usage(1, 4, 0, 9))]
+        assert limits.use("acme", clock.now_s()).requests == 2, "its own, and the one of the other router's report"
+        await registry.close()

@@ -14,6 +14,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from cluster.accounts.gate import Gate
+from cluster.accounts.limits import TenantLimits
 from cluster.errors import Overloaded
 from cluster.observe.telemetry import Telemetry
 from router.http.connection import HttpLimits
@@ -61,7 +62,14 @@ async def _served(
         _Endless(),
         Telemetry(),
     )
-    app = Edge(endless, gate=Gate(), max_message_bytes=_MAX_BYTES, client_stall_s=client_stall_s, telemetry=telemetry)
+    app = Edge(
+        endless,
+        gate=Gate(),
+        limits=TenantLimits(),
+        max_message_bytes=_MAX_BYTES,
+        client_stall_s=client_stall_s,
+        telemetry=telemetry,
+    )
 
     def connect() -> socket.socket:
         client = socket.socket()

@@ -46,6 +46,8 @@ PURE = [
     "cli.local.layout",
     "cluster.accounts.gate",
     "cluster.accounts.keys",
+    "cluster.accounts.limits",
+    "cluster.accounts.usage",
     "cluster.settings.config",
     "cluster.settings.config_sources",
     "cluster.auth.keys",

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from cluster.accounts.keys import Caller
+from cluster.accounts.limits import check_request
 from router.requests import GenerateRequest
 
 _LEAST_MS = 0.001
@@ -33,6 +34,8 @@ class RequestHeaders(BaseModel):
         return self.x_tandem_ledger == "1"
 
     def apply(self, requests: Sequence[GenerateRequest], caller: Caller) -> list[GenerateRequest]:
+        """Raises LimitReached where the requests of one body have more sequences than the caller's key allows."""
+        check_request(caller, sum(request.n for request in requests), caller.max_priority)
         ttft_s, tpot_s, timeout_s = (
             None if ms is None else ms / 1000
             for ms in (self.x_slo_ttft_ms, self.x_slo_tpot_ms, self.x_request_timeout_ms)

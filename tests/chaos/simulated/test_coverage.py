@@ -23,6 +23,7 @@ REACHED_BY = {
     "began_again": (
         "tests/unit/test_decode_exports.py::test_a_router_that_reconnects_without_sequences_ends_its_old_sequences"
     ),
+    "limit_reached": "tests/system/test_tenants.py::test_a_limit_reached_is_refused_by_name_and_no_other_tenant_is",
     "permission_denied": (
         "tests/system/test_api_keys.py::test_a_recorded_key_opens_what_it_allows_at_every_router_until_it_is_revoked"
     ),
