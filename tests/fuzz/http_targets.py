@@ -23,11 +23,11 @@ from cluster.messages import FinishReason, SampledToken
 from cluster.observe.telemetry import Telemetry
 from router.http.anthropic.bodies import CountTokensRequest, MessagesRequest
 from router.http.connection import HttpLimits
-from router.http.divided_chat import ChatSettings
 from router.http.endpoints.tokens import DetokenizeRequest, TokenizeRequest
 from router.http.openai_api import build_app
 from router.http.openai_schema import ChatCompletionRequest, CompletionRequest
 from router.http.server import HttpServer
+from router.request.divided_answers import ChatSettings
 from router.request.live_requests import LiveRequests
 from router.request.validation import ResolvedRequest
 from router.text.tokenization import Tokenization
