@@ -223,6 +223,7 @@ def simulated_machine() -> Iterator[None]:
         "router.app.HealthPort": _SilentPort,
         "router.app.MetricsPort": _SilentPort,
         "router.app.build_app": lambda **_: None,
+        "router.app.add_page": lambda *_: None,
         "router.app.MonotonicClock": SimulatedClock,
         "router.app.Tokenization": SimpleNamespace(load=_tokenization),
         "secrets.token_bytes": lambda num=16: world().ids.randbytes(num),
