@@ -1,34 +1,24 @@
 """A request with penalties whose decode worker is killed at every token: its four choices have the tokens that they
 would have had. The cluster is simulated, and its workers compute with the demo model."""
 
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from unittest import mock
 
 import pytest
 
-from cluster.messages import LayoutFingerprint, LogitRules, Sampling
-from cluster.settings.config import WorkerConfig
-from cluster.settings.engine_settings import EngineSettings
-from engine.build import Engine
-from engine.cpu.compiled_draw import compiled_draw
-from engine.decoders.traced_calls import NotCompiled
-from engine.kv.capacity import NATIVE
+from cluster.messages import LogitRules, Sampling
 from engine.kv.pool import KvPool
-from engine.model.loaded import LoadedModel
-from engine.model.loading import load
 from engine.sampling.logit_state import LogitState
 from engine.scheduling.step import Chunk, Sample, StepPlan
-from engine.steps.runner import ModelRunner
 from tandem.v1 import inference_pb2
 from tests.chaos.simulated.clients import Client
 from tests.chaos.simulated.machine import simulated_machine
-from tests.chaos.simulated.schedule import MAX_MODEL_LEN, Ask, Kind, Mishap, Phase, Schedule, plain_schedule
+from tests.chaos.simulated.real_engine import BLOCK_SIZE, tiny_engine, tiny_model, tiny_runner
+from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, Schedule, plain_schedule
 from tests.chaos.simulated.world import Result, run_schedule
-from tests.system.router_harness import DEMO_MODEL
 
-NUM_TOKENS, NUM_PROMPT, BLOCK_SIZE = 12, 22, 4
+NUM_TOKENS, NUM_PROMPT = 12, 22
 RULES = LogitRules(
     repetition_penalty=1.1,
     frequency_penalty=1.0,
@@ -41,33 +31,10 @@ SAMPLING = inference_pb2.SamplingParams(
 
 
 @cache
-def _model() -> LoadedModel:
-    settings = EngineSettings(
-        model=str(DEMO_MODEL), dtype="float32", device="cpu", block_size=BLOCK_SIZE, max_model_len=MAX_MODEL_LEN
-    )
-    return load(settings, NATIVE)
-
-
-def _runner(pool: KvPool) -> ModelRunner:
-    runner = ModelRunner(_model().forward(pool), pool)
-    with suppress(NotCompiled):  # without it the same tokens are drawn
-        runner.compiled_draw = compiled_draw()
-    return runner
-
-
-def _engine(config: WorkerConfig, *_: object) -> Engine:
-    """The engine of a worker, with a pool of its own. All workers share one model."""
-    layout = _model().layout
-    pool = KvPool(layout, config.num_blocks)
-    fingerprint = LayoutFingerprint("demo", "demo", "float32", layout.digest())
-    return Engine(_model().info, pool, _runner(pool), fingerprint, ())
-
-
-@cache
 def _tokens_alone(prompt: tuple[int, ...], seed: int) -> tuple[int, ...]:
     """The tokens of one choice that runs alone, step by step."""
-    pool = KvPool(_model().layout, (NUM_PROMPT + NUM_TOKENS) // BLOCK_SIZE + 1)
-    runner, known, start = _runner(pool), list(prompt), 0
+    pool = KvPool(tiny_model().layout, (NUM_PROMPT + NUM_TOKENS) // BLOCK_SIZE + 1)
+    runner, known, start = tiny_runner(pool), list(prompt), 0
     state = LogitState(RULES, known, len(prompt))
     for _ in range(NUM_TOKENS):
         sample = Sample(seed, len(known), Sampling(1.0, rules=RULES), frozenset(), state)
@@ -95,7 +62,7 @@ def _schedule(*mishaps: Mishap) -> Schedule:
 
 def _run(*mishaps: Mishap) -> Result:
     with (
-        mock.patch("worker.app.build_engine", _engine),
+        mock.patch("worker.app.build_engine", tiny_engine),
         mock.patch("tests.chaos.simulated.world.Client", PenalizedClient),
     ):
         return run_schedule(_schedule(*mishaps))
