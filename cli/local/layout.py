@@ -85,17 +85,19 @@ def thread_environment(num_threads: int) -> dict[str, str]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """`flags` by field name, as given to `tandem up`; each process gets those that it supports. `suffix` is added to
-    member ids when the Redis is shared, because plain ids could belong to another cluster."""
+    member ids of workers, and `router_suffix` to those of routers, when the Redis is shared, because plain ids could
+    belong to another cluster."""
 
     flags: Mapping[str, object]
     num_threads: int  # of a worker
     first: Pools  # at the first start
     suffix: str = ""
+    router_suffix: str = ""
 
     def router(self, number: int, ports: "Ports") -> ChildSpec:
         name = f"{Role.ROUTER}-{number}"
         mine = {**self._known(RouterConfig), "port": ports.http, "grpc_port": ports.grpc}
-        return _spec(name, "router", {**mine, "member_id": self.member_id(name)})
+        return _spec(name, "router", {**mine, "member_id": name + self.router_suffix})
 
     def worker(self, slot: Slot) -> ChildSpec:
         mine = self._known(WorkerConfig)
@@ -156,6 +158,11 @@ def pool_plan(
         starts += _free(role, missing, taken)
         retires += sorted(pool, key=lambda slot: (busy.get(slot, 0.0), -slot.number))[: max(0, -missing)]
     return PoolPlan(tuple(starts), tuple(retires))
+
+
+def worker_slots(names: Iterable[str]) -> list[Slot]:
+    """Return the slots of the workers among these names."""
+    return [Slot.parse(name) for name in names if not name.startswith(Role.ROUTER)]
 
 
 def new_suffix() -> str:

@@ -1,4 +1,4 @@
-"""A cluster on this machine: starts and stops Redis, the workers and the routers.
+"""A cluster: starts and stops Redis and the routers on this machine, and the workers here or elsewhere.
 
 Owns the order: Redis starts first and stops last; routers start after the workers and stop before them.
 """
@@ -11,9 +11,10 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cli.local.forks import Forks
-from cli.local.layout import Layout, Pools, Ports, new_suffix, thread_environment
+from cli.local.layout import Layout, Pools, Ports, new_suffix, pool_plan, thread_environment, worker_slots
 from cli.local.pool_follower import PoolFollower
 from cli.local.supervisor import Supervisor
+from cli.local.workers import Workers
 from cluster.errors import RegistryUnavailable, Unavailable
 from cluster.messages import Role
 from cluster.registry.redis_server import RedisServer
@@ -49,13 +50,22 @@ class LocalCluster:
     the others. `say` receives messages for the user, `echo(name, line)` the log lines of the processes.
     """
 
-    def __init__(self, plan: Plan, *, say: Callable[[str], None], echo: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        say: Callable[[str], None],
+        echo: Callable[[str, str], None],
+        workers: Workers | None = None,
+    ) -> None:
+        """`workers` runs the workers; without it they are processes of this machine."""
         self._plan = plan
         self._say = say
         self._forks = Forks(
             thread_environment(plan.num_threads)
         )  # their imports take longer than all that comes before a worker
         self._supervisor = Supervisor(say=say, echo=echo, launch=self._forks.launch)
+        self._workers: Workers = workers or self._supervisor
         self._redis: RedisServer | None = None
         self._began_s = asyncio.get_running_loop().time()
         self._redis_url = ""
@@ -75,7 +85,8 @@ class LocalCluster:
             flags={**self._plan.flags, "redis": self._redis_url},
             num_threads=self._plan.num_threads,
             first=self._plan.pools,
-            suffix=new_suffix() if self._plan.redis else "",
+            suffix=new_suffix() if self._plan.redis and self._workers is self._supervisor else "",
+            router_suffix=new_suffix() if self._plan.redis else "",
         )
         try:
             async with asyncio.timeout(self._plan.start_timeout_s):
@@ -89,14 +100,14 @@ class LocalCluster:
 
     async def failed(self) -> None:
         """Wait for the error that ends the cluster, and raise it."""
-        await self._supervisor.failed()
+        await first_of(self._supervisor.failed(), self._workers.failed())
 
     async def follow_target(self) -> None:
         """Keep the pools at the sizes that `tandem scale` sets, until cancelled."""
         plan = self._plan
         registry = Registry(url=self._redis_url, cluster_name=plan.cluster_name, ttl_s=plan.registration_ttl_s)
         follower = PoolFollower(
-            supervisor=self._supervisor,
+            workers=self._workers,
             registry=registry,
             layout=self._layout,
             first=plan.pools,
@@ -112,21 +123,21 @@ class LocalCluster:
     async def drain(self) -> None:
         """Let the running requests finish. Routers stop first, because their workers must still serve those
         requests."""
-        names = list(self._supervisor.pids())
-        routers = [name for name in names if name.startswith(Role.ROUTER)]
+        routers = [name for name in self._supervisor.pids() if name.startswith(Role.ROUTER)]
         await self._supervisor.stop(routers, self._grace_s)
-        await self._supervisor.stop([name for name in names if name not in routers], self._grace_s)
+        await self._workers.stop([name for name in self._workers.pids() if name not in routers], self._grace_s)
 
     async def close(self) -> None:
         """Stop everything. No process is left when this returns."""
         await self._supervisor.close()
+        await self._workers.close()
         self._forks.close()
         if self._redis is not None:
             await self._redis.stop()
 
     def pids(self) -> dict[str, int]:
         """Return the process ids of the routers and workers that run now."""
-        return self._supervisor.pids()
+        return {**self._supervisor.pids(), **self._workers.pids()}
 
     @property
     def _grace_s(self) -> float:
@@ -151,24 +162,25 @@ class LocalCluster:
     async def _start_workers(self) -> None:
         plan = self._plan
         self._say(f"starting {plan.pools} on {plan.flags['model']}, {plan.num_threads} thread(s) per worker")
-        workers = [self._layout.worker(slot) for slot in plan.pools.slots()]
-        self._supervisor.start(workers)
-        await asyncio.gather(*(self._until_ready(spec.name) for spec in workers))
+        present = worker_slots(self._workers.staying())
+        new = pool_plan(present, worker_slots(self._workers.leaving()), plan.pools.target, {}).starts
+        self._workers.start([self._layout.worker(slot) for slot in new])
+        await asyncio.gather(*(self._until_ready(self._workers, str(slot)) for slot in (*present, *new)))
 
     async def _start_routers(self) -> None:
         """Start the routers after the workers: a router connects to all registered workers before it is ready, so that
         its first request succeeds."""
         routers = [self._layout.router(number, ports) for number, ports in enumerate(self._plan.routers)]
         self._supervisor.start(routers)
-        fields = await asyncio.gather(*(self._until_ready(spec.name) for spec in routers))
+        fields = await asyncio.gather(*(self._until_ready(self._supervisor, spec.name) for spec in routers))
         for spec, found in zip(routers, fields, strict=True):
             self._supervisor.restart_with(spec.name, _same_ports(found))
         self.grpc, *more = (found["grpc"] for found in fields)
         self.http, self.more_grpc = fields[0]["http"], tuple(more)
         await asyncio.gather(*(_until_serving(found["grpc"], self._plan.tls) for found in fields))
 
-    async def _until_ready(self, name: str) -> dict[str, str]:
-        fields = await self._supervisor.ready(name)
+    async def _until_ready(self, started: Workers, name: str) -> dict[str, str]:
+        fields = await started.ready(name)
         self._say(f"{name} is ready after {asyncio.get_running_loop().time() - self._began_s:.1f} s")
         return fields
 

@@ -1,7 +1,7 @@
-"""Keeps the supervised pools at the sizes of the scale target: starts workers and drains the least busy ones.
+"""Keeps the pools at the sizes of the scale target: starts workers and drains the least busy ones.
 
-Owns the follower's registration. The supervisor replaces a worker that dies or that an operator drains, because the
-target still includes it.
+Owns the follower's registration. `Workers` restart a worker that dies or that an operator drains, because the target
+still includes it.
 """
 
 import asyncio
@@ -10,10 +10,9 @@ import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 
-from cli.local.layout import Layout, Pools, Slot, pool_plan
-from cli.local.supervisor import Supervisor
+from cli.local.layout import Layout, Pools, Slot, pool_plan, worker_slots
+from cli.local.workers import Workers
 from cluster.errors import RegistryUnavailable
-from cluster.messages import Role
 from cluster.registry.registry import Registry
 from cluster.registry.scale_registry import Following
 from cluster.registry.scale_target import ScaleTarget
@@ -23,7 +22,7 @@ class PoolFollower:
     def __init__(
         self,
         *,
-        supervisor: Supervisor,
+        workers: Workers,
         registry: Registry,
         layout: Layout,
         first: Pools,
@@ -35,7 +34,7 @@ class PoolFollower:
         drained worker has to leave."""
         name = f"tandem up on {socket.gethostname()}, process {os.getpid()}"
         self._following = Following(registry, name, first.target)
-        self._supervisor = supervisor
+        self._workers = workers
         self._layout = layout
         self._loads = loads
         self._grace_s = grace_s
@@ -46,7 +45,7 @@ class PoolFollower:
     async def run(self) -> None:
         """Follow the target until cancelled."""
         try:
-            async with _waking(self._following.news(), self._supervisor.changed) as wake:
+            async with _waking(self._following.news(), self._workers.changed) as wake:
                 while True:
                     wake.clear()
                     await self._look()
@@ -85,26 +84,22 @@ class PoolFollower:
         sizes = f"the target is {target}"
         for slot in plan.starts:
             self._say(f"starting {slot}: {sizes}")
-            self._supervisor.add(self._layout.worker(slot))
+            self._workers.add(self._layout.worker(slot))
         for slot in plan.retires:
             self._say(f"draining {slot}: {sizes}")
-            self._supervisor.retire(str(slot), self._grace_s)
+            self._workers.retire(str(slot), self._grace_s)
 
     def _is_there(self, target: ScaleTarget) -> bool:
         staying, leaving = self._slots()
-        is_up = self._supervisor.staying()
+        is_up = self._workers.staying()
         return not leaving and not pool_plan(staying, leaving, target, {}) and all(is_up[str(slot)] for slot in staying)
 
     def _slots(self) -> tuple[list[Slot], list[Slot]]:
         """Return the slots of workers that stay and of workers that are leaving."""
-        return _workers(self._supervisor.staying()), _workers(self._supervisor.leaving())
+        return worker_slots(self._workers.staying()), worker_slots(self._workers.leaving())
 
     def _problem(self) -> str:
-        return "; ".join(self._supervisor.problems())
-
-
-def _workers(names: Mapping[str, bool] | list[str]) -> list[Slot]:
-    return [Slot.parse(name) for name in names if not name.startswith(Role.ROUTER)]
+        return "; ".join(self._workers.problems())
 
 
 @asynccontextmanager

@@ -9,13 +9,16 @@ import socket
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from cli.local.last_cluster import LastCluster, forget, remember, running
 from cli.local.layout import Pools, Ports, router_ports, threads_per_worker
 from cli.local.local_cluster import LocalCluster, Plan, first_of
 from cluster.accounts.key_store import configured_key
 from cluster.accounts.keys import new_secret
+from cluster.auth.key_file import key_path, load_keys
 from cluster.errors import ConfigError
 from cluster.identity import advertised_host
 from cluster.process import announce_ready
@@ -24,10 +27,17 @@ from cluster.settings.config import RouterConfig
 from cluster.settings.config_sources import add_flags, load_config
 from cluster.settings.engine_settings import EngineSettings, setting
 from cluster.settings.transfer_settings import TransferSettings, require_exact_wire, require_one_quantisation
+from deploy.ray.options import RayOptions, add_ray_arguments, ray_options
 
-HELP = "start a cluster on this machine and keep it until Ctrl-C"
+HELP = "start a cluster on this machine, or its workers on Ray, and keep it until Ctrl-C"
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
 _START_TIMEOUT_S = 300.0
+
+
+class MakeCluster(Protocol):
+    async def __call__(
+        self, plan: Plan, *, say: Callable[[str], None], echo: Callable[[str, str], None]
+    ) -> LocalCluster: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +83,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=_START_TIMEOUT_S,
         help=f"seconds within which the cluster must be ready (default: {_START_TIMEOUT_S:g})",
     )
+    add_ray_arguments(parser)
     add_flags(parser, UpConfig, without=frozenset({"member_id", "local_rank", "local_world_size"}))
 
 
 def run(arguments: argparse.Namespace) -> int:
     plan, config = plan_from(arguments)
     _check_ports_are_free(config.host, plan.routers)
-    asyncio.run(_up(plan))
+    options = ray_options(arguments)
+    asyncio.run(_up(plan, local_cluster if options is None else _on_ray(options, config)))
     return 0
 
 
@@ -128,6 +140,21 @@ def routers_from(count: int, config: RouterConfig) -> list[Ports]:
     return router_ports(Ports(config.port, config.grpc_port), count)
 
 
+async def local_cluster(plan: Plan, *, say: Callable[[str], None], echo: Callable[[str, str], None]) -> LocalCluster:
+    return LocalCluster(plan, say=say, echo=echo)
+
+
+def _on_ray(options: RayOptions, config: UpConfig) -> MakeCluster:
+    """Return the maker of a cluster on Ray. Creates the cluster's key if it is missing. Raises ConfigError."""
+    try:
+        from deploy.ray.up import ray_cluster
+    except ImportError as error:
+        raise ConfigError(f"--ray needs Ray, which is not installed: pip install 'ray>=2.55' ({error})") from error
+    key_file = key_path(config).absolute()
+    load_keys(key_file)
+    return partial(ray_cluster, options=options, num_threads=config.num_threads, key_file=key_file)
+
+
 def tell(text: str) -> None:
     """Write a message for the user to stderr; stdout is for the ready line."""
     sys.stderr.write(f"tandem: {text}\n")
@@ -143,13 +170,14 @@ async def run_until_stopped(
     plan: Plan,
     act: Callable[[LocalCluster], Coroutine[object, object, None]],
     *,
+    make: MakeCluster | None = None,
     say: Callable[[str], None] = tell,
     echo: Callable[[str, str], None] = tell_log,
 ) -> None:
     """Start a cluster, await `act`, then stop the cluster. The first Ctrl-C or SIGTERM ends `act`, the second one ends
     the wait for running requests. Raises the exception of `act`, or the error that ended the cluster."""
-    stop, hurry = _signals()
-    cluster = LocalCluster(plan, say=say, echo=echo)
+    cluster = await (make or local_cluster)(plan, say=say, echo=echo)
+    stop, hurry = _signals()  # Ray has set handlers of its own
     try:
         await first_of(cluster.start(), stop.wait())
         if not stop.is_set():
@@ -169,9 +197,9 @@ def _signals() -> tuple[asyncio.Event, asyncio.Event]:
     return stop, hurry
 
 
-async def _up(plan: Plan) -> None:
+async def _up(plan: Plan, make: MakeCluster) -> None:
     try:
-        await run_until_stopped(plan, lambda cluster: _announce_and_stay(cluster, plan))
+        await run_until_stopped(plan, lambda cluster: _announce_and_stay(cluster, plan), make=make)
     finally:
         forget(os.getpid())
     tell("stopped")

@@ -109,8 +109,8 @@ class ScaleTargets:
         target = _target(answer)
         if target is None or not target.follower:
             raise Unavailable(
-                "no process follows the scale target: `tandem up` and `python -m deploy.ray follow` do. If Kubernetes "
-                "or compose runs the workers, scale there, for example by `kubectl scale deployment tandem-decode`"
+                "no process follows the scale target: `tandem up` does. If Kubernetes or compose runs the workers, "
+                "scale there, for example by `kubectl scale deployment tandem-decode`"
             )
         return target
 
