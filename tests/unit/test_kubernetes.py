@@ -100,7 +100,56 @@ def test_pods_have_longer_to_end_than_a_drain_takes() -> None:
     for name, item in _deployments().items():
         if re.search("redis", name):
             continue
-        assert item["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > grace_s
+        pod = item["spec"]["template"]["spec"]
+        assert pod["terminationGracePeriodSeconds"] > _pre_stop_s(pod) + grace_s
+
+
+def _pre_stop_s(pod: dict[str, Any]) -> float:
+    hook = pod["containers"][0].get("lifecycle", {}).get("preStop", {"exec": {"command": ["sleep", "0"]}})
+    program, seconds = hook["exec"]["command"]
+    assert program == "sleep"
+    return float(seconds)
+
+
+def test_a_router_refuses_requests_only_after_its_endpoint_is_gone() -> None:
+    """Clients find routers by a Service, and routers find workers by the registry."""
+    waits = {name: _pre_stop_s(item["spec"]["template"]["spec"]) > 0 for name, item in _deployments().items()}
+    assert waits == {"tandem-router": True, "tandem-prefill": False, "tandem-decode": False, "tandem-redis": False}
+
+
+def test_an_eviction_takes_one_member_of_a_pool_at_a_time_and_pools_spread_over_nodes() -> None:
+    budgets = {item["metadata"]["name"]: item["spec"] for item in _rendered() if item["kind"] == "PodDisruptionBudget"}
+    members = {name: item["spec"] for name, item in _deployments().items() if name != "tandem-redis"}
+    assert set(budgets) == set(members)
+    for name, spec in members.items():
+        assert budgets[name] == {"maxUnavailable": 1, "selector": spec["selector"]}
+        (spread,) = spec["template"]["spec"]["topologySpreadConstraints"]
+        assert spread["labelSelector"] == spec["selector"]
+
+
+def test_network_policies_name_ports_that_their_pods_have_and_open_workers_to_members_only() -> None:
+    policies = {item["metadata"]["name"]: item["spec"] for item in _rendered() if item["kind"] == "NetworkPolicy"}
+    covered: dict[str, str] = {}
+    for policy, spec in policies.items():
+        for pod in _selected(spec["podSelector"]):
+            covered[pod] = policy
+            (container,) = _deployments()[pod]["spec"]["template"]["spec"]["containers"]
+            named = {port["port"] for rule in spec["ingress"] for port in rule.get("ports", [])}
+            assert named <= {port["name"] for port in container["ports"]}
+    assert covered == {
+        "tandem-redis": "tandem-redis",
+        "tandem-router": "tandem-router",
+        "tandem-prefill": "tandem-workers",
+        "tandem-decode": "tandem-workers",
+    }
+    open_to_all = [rule for rule in policies["tandem-workers"]["ingress"] if "from" not in rule]
+    assert [rule["ports"] for rule in open_to_all] == [[{"port": "metrics"}]]
+
+
+def _selected(selector: dict[str, Any]) -> list[str]:
+    """Return the Deployments whose pods the selector of a policy names."""
+    names = [value for each in selector.get("matchExpressions", []) for value in each["values"]]
+    return names or [selector["matchLabels"]["app.kubernetes.io/name"]]
 
 
 def test_every_member_is_restarted_by_liveness_and_routed_to_by_readiness() -> None:
