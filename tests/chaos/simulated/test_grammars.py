@@ -132,6 +132,7 @@ def test_a_forced_call_goes_on_after_its_decode_worker_is_killed() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # one simulated run per token, on a busy machine
 @pytest.mark.parametrize("name", GRAMMAR)
 def test_a_decode_worker_killed_at_any_token_changes_no_token_of_a_constrained_answer(name: str) -> None:
     """It is killed behind every token that it sends, until it has none left to send."""
