@@ -38,6 +38,20 @@ def test_the_committed_render_equals_the_output_of_kustomize() -> None:
     assert list(yaml.safe_load_all(rendered)) == _rendered()
 
 
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_the_overlay_for_gpus_validates_and_gives_each_worker_one() -> None:
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    command = ["kubectl", "kustomize", str(_KUBERNETES / "nvidia")]
+    rendered = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    gpus: dict[str, object] = {}
+    for item in yaml.safe_load_all(rendered):
+        kubernetes_validate.validate(item, "1.30", strict=True)
+        if item["kind"] == "Deployment":
+            (container,) = item["spec"]["template"]["spec"]["containers"]
+            gpus[container["image"]] = container["resources"]["limits"].get("nvidia.com/gpu")
+    assert gpus == {"tandem-worker:cuda": 1, "tandem-router:latest": None, "redis:7-bookworm": None}
+
+
 def test_every_object_validates_strictly() -> None:
     kubernetes_validate = pytest.importorskip("kubernetes_validate")
     with warnings.catch_warnings():
@@ -89,6 +103,9 @@ def test_every_flag_and_variable_parses_with_the_real_configuration(module: str)
     known = {f"TANDEM_{name.upper()}" for name in config.__dataclass_fields__}
     assert set(environment) <= known, "a variable that no setting reads"
     assert config.redis.startswith("redis://")
+    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+    files = [value for name, value in environment.items() if name.endswith("_KEY_FILE")]
+    assert all(str(Path(file).parent) in mounts for file in files)
     ports = {item["containerPort"] for item in container["ports"]}
     assert {config.port, config.health_port, config.metrics_port} <= ports
     assert container_port_of_scrapes(module) == config.metrics_port
