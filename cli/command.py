@@ -21,6 +21,7 @@ _VERBS = (
     "up",
     "status",
     "top",
+    "ui",
     "requests",
     "explain",
     "generate",

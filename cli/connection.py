@@ -113,8 +113,13 @@ def _members(admin: admin_pb2_grpc.AdminStub, metadata: Metadata) -> Sequence[ad
         following.cancel()
 
 
+def operator_key(arguments: argparse.Namespace, address: str) -> str:
+    """Return the key for operators' calls at the router at `address`; empty: none. Raises ConfigError."""
+    return _given_key(arguments) or _environment_key("admin_key") or client_key(arguments, address)
+
+
 def _metadata(arguments: argparse.Namespace, address: str) -> Metadata:
-    key = _given_key(arguments) or _environment_key("admin_key") or client_key(arguments, address)
+    key = operator_key(arguments, address)
     return [("authorization", f"Bearer {key}")] if key else []
 
 

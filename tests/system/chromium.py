@@ -84,7 +84,9 @@ class Browser:
         self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def open(self, url: str) -> None:
+        """Open a page and wait until all its files are loaded."""
         self._call("Page.navigate", url=url)
+        self.until("location.href !== 'about:blank' && document.readyState === 'complete'")
 
     def value(self, expression: str) -> Any:
         """Evaluate an expression, await its promise, and return the value. Raises AssertionError where it throws."""

@@ -63,6 +63,14 @@ async function main() {
   }
 }
 
+// `tandem ui` writes the key after the # of the address, which no server gets. Only the memory of this page keeps it.
+function takeKey() {
+  const key = new URLSearchParams(location.hash.slice(1)).get("key");
+  if (key === null) return;
+  setKey(key);
+  history.replaceState(null, "", location.pathname);
+}
+
 find("#key").addEventListener("submit", (event) => {
   event.preventDefault();
   find("#key").dataset.tried = "yes";
@@ -70,4 +78,5 @@ find("#key").addEventListener("submit", (event) => {
   find("#key input").value = "";
   main();
 });
+takeKey();
 main();

@@ -57,6 +57,7 @@ export function bytes(value) {
 
 export function percent(share) {
   const value = 100 * share;
+  if (value > 0 && value < 0.05) return "<0.1 %";
   return `${value === 0 || value >= 9.95 ? value.toFixed(0) : value.toFixed(1)} %`;
 }
 
