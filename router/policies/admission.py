@@ -7,6 +7,7 @@ and the requests after it are not refused because of sequences that will have en
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from cluster.errors import Overloaded, QueueFull, SloUnattainable
 from cluster.observe.service_rate import ServiceRate, bounded_retry_s
@@ -14,25 +15,47 @@ from router.policies.candidates import NO_TARGETS, Pair, RequestFacts, WorkerLoa
 from router.policies.prediction import Prediction, predict_all
 
 
-class AdmissionControl:
-    """At most `max_live_requests` requests are live at once.
+@dataclass(frozen=True, slots=True)
+class TenantPlaces:
+    """The places of the tenant that asks, its weight, and the weights of the other tenants that have any."""
 
-    A request occupies a place before any work is spent on it, tokenizing included, until its client has left.
+    num_live: int
+    weight: int
+    other_weights: int
+
+
+_RESERVED_PART = 8  # one of so many places is kept for tenants below their share
+_NEWCOMER_WEIGHT = 1
+
+
+class AdmissionControl:
+    """At most `max_live_requests` requests are live at once; each choice of a request counts as one.
+
+    A request occupies its places before any work is spent on it, tokenizing included, until its client has left.
     """
 
     def __init__(self, max_live_requests: int) -> None:
         self._max_live_requests = max_live_requests
         self._rate = ServiceRate()
 
-    def check_place(self, num_live: int, *, takes_over: bool = False) -> None:
-        """Raise Overloaded where no place is free. A request that takes over a live stream ends it, so the place of
-        that stream is about to become free: as many requests again may do so at once."""
+    def check_place(
+        self, num_live: int, num_new: int = 1, *, takes_over: bool = False, tenant: TenantPlaces | None = None
+    ) -> None:
+        """Raise Overloaded where `num_new` places are not free. An idle router takes a request of any size. A request
+        that takes over a live stream ends it, so the places of that stream are about to become free: as many requests
+        again may do so at once. `tenant`: the last eighth of the places is for tenants that have less than their share
+        by weight, so that no tenant keeps all others out."""
         most = self._max_live_requests * (2 if takes_over else 1)
-        if num_live >= most:
-            raise Overloaded(
-                f"{num_live} requests are being served, the most this router takes; try again",
-                retry_after_s=self._rate.retry_after_s(),
-            )
+        if num_live + min(num_new, most) > most:
+            raise self._refusal(f"{num_live} requests are being served, each choice counted, the most is {most}")
+        if tenant is None or num_live + num_new <= most - most // _RESERVED_PART or not tenant.num_live:
+            return
+        share = most * tenant.weight / (tenant.weight + tenant.other_weights + _NEWCOMER_WEIGHT)
+        if tenant.num_live + num_new > share:
+            raise self._refusal(f"{tenant.num_live} requests of this tenant are being served, more than its share")
+
+    def _refusal(self, problem: str) -> Overloaded:
+        return Overloaded(f"{problem}; try again", retry_after_s=self._rate.retry_after_s())
 
     def record_end(self, now_s: float) -> None:
         """Record that a place became free: `retry_after_s` follows the rate at which places become free."""

@@ -208,7 +208,14 @@ class LiveRequests:
 
     @contextmanager
     def _placed(self, request_id: str, request: GenerateRequest, *, takes_over: bool) -> Iterator[LiveRow]:
-        row = self._table.add(request_id, is_resumed=request.resume_from is not None, takes_over=takes_over)
+        row = self._table.add(
+            request_id,
+            is_resumed=request.resume_from is not None,
+            takes_over=takes_over,
+            num_choices=max(1, request.n),  # it is checked later
+            tenant=request.caller.tenant,
+            weight=request.caller.weight,
+        )
         try:
             yield row
         finally:

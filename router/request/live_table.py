@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.errors import DuplicateRequest
-from router.policies.admission import AdmissionControl
+from router.policies.admission import AdmissionControl, TenantPlaces
 
 STOPPED_S = 0.5  # a client that reads takes something within this time, on a busy machine too
 
@@ -25,6 +25,9 @@ class LiveRow:
     number: int  # unique in this router
     request_id: str
     is_resumed: bool
+    num_choices: int = 1
+    tenant: str = ""
+    weight: int = 1  # the tenant's
     stream_id: bytes | None = None  # None: the request is not served yet, or no more
     resume_number: int = 0  # of the call that the stream answers; 0: the first call of the request
 
@@ -37,6 +40,8 @@ class LiveTable:
         self._numbers = itertools.count()
         self._rows: dict[int, LiveRow] = {}
         self._streams: dict[bytes, LiveRow] = {}
+        self._num_sequences = 0  # the choices of all rows
+        self._tenants: dict[str, list[LiveRow]] = {}  # the rows of tenants that have a name
         self._ids: Counter[str] = Counter()  # a resumed request may share the id of a live one
 
     def __len__(self) -> int:
@@ -46,12 +51,30 @@ class LiveTable:
     def num_served(self) -> int:
         return len(self._streams)
 
-    def add(self, request_id: str, *, is_resumed: bool, takes_over: bool) -> LiveRow:
-        """Occupy a place. `takes_over`: the request resumes a stream that is live here. Raises Overloaded."""
-        self._admission.check_place(len(self._rows), takes_over=takes_over)
-        row = LiveRow(next(self._numbers), request_id, is_resumed)
+    def add(
+        self,
+        request_id: str,
+        *,
+        is_resumed: bool,
+        takes_over: bool,
+        num_choices: int = 1,
+        tenant: str = "",
+        weight: int = 1,
+    ) -> LiveRow:
+        """Occupy a place per choice. `takes_over`: it resumes a stream that is live here. Raises Overloaded."""
+        places = self._places(tenant, weight) if tenant and not is_resumed else None
+        self._admission.check_place(self._num_sequences, num_choices, takes_over=takes_over, tenant=places)
+        row = LiveRow(next(self._numbers), request_id, is_resumed, num_choices, tenant, weight)
         self._rows[row.number] = row
+        self._num_sequences += num_choices
+        if tenant:
+            self._tenants.setdefault(tenant, []).append(row)
         return row
+
+    def _places(self, tenant: str, weight: int) -> TenantPlaces:
+        own = sum(row.num_choices for row in self._tenants.get(tenant, ()))
+        others = sum(rows[-1].weight for name, rows in self._tenants.items() if name != tenant)
+        return TenantPlaces(own, weight, others)
 
     def begin_stream(self, row: LiveRow, stream_id: bytes, resume_number: int) -> None:
         """Reserve the request's id and list its stream. Raises DuplicateRequest.
@@ -79,6 +102,11 @@ class LiveTable:
         """Free the request's place; its client has left."""
         assert row.stream_id is None, "a request that is served cannot be removed"
         del self._rows[row.number]
+        self._num_sequences -= row.num_choices
+        if row.tenant:
+            self._tenants[row.tenant].remove(row)
+            if not self._tenants[row.tenant]:
+                del self._tenants[row.tenant]
         self._admission.record_end(now_s)
 
     def stream(self, stream_id: bytes) -> LiveRow | None:
@@ -94,6 +122,9 @@ class LiveTable:
         served = [row for row in self._rows.values() if row.stream_id is not None]
         assert self._streams == {row.stream_id: row for row in served}, "a stream without a live request, or unlisted"
         assert self._ids == Counter(row.request_id for row in served), "the ids are not those of the served requests"
+        assert self._num_sequences == sum(row.num_choices for row in self._rows.values()), "places are counted wrong"
+        named = sorted(row.number for row in self._rows.values() if row.tenant)
+        assert named == sorted(row.number for rows in self._tenants.values() for row in rows), "a tenant's row is lost"
         assert all(number == row.number for number, row in self._rows.items()), "a row stands under another number"
 
 

@@ -90,3 +90,45 @@ def test_rows_ids_and_streams_agree_after_any_order_of_events() -> None:
         table.check()
         assert len(table) == len(rows)
         assert table.num_served == sum(row.stream_id is not None for row in rows)
+
+
+def test_every_choice_of_a_request_has_a_place() -> None:
+    table = _table(10)
+    whole = table.add("a", is_resumed=False, takes_over=False, num_choices=128)
+    with pytest.raises(Overloaded, match="128 requests are being served"):
+        table.add("b", is_resumed=False, takes_over=False)
+    table.remove(whole, 1.0)
+    table.add("c", is_resumed=False, takes_over=False, num_choices=6)
+    with pytest.raises(Overloaded, match="6 requests"):
+        table.add("d", is_resumed=False, takes_over=False, num_choices=5)
+    table.add("e", is_resumed=False, takes_over=False, num_choices=4)
+    table.check()
+
+
+@pytest.mark.parametrize("weight", [1, 3])
+def test_a_flooding_tenant_keeps_no_other_out_and_both_come_to_their_shares(weight: int) -> None:
+    """The flood asks for ten places whenever one is free; the other tenant asks for one at a time."""
+    dice, table, now_s = random.Random(5), _table(64), 0.0
+    rows: dict[str, list[LiveRow]] = {"flood": [], "other": []}
+
+    def ask(tenant: str, tenant_weight: int) -> bool:
+        try:
+            rows[tenant].append(table.add("r", is_resumed=False, takes_over=False, tenant=tenant, weight=tenant_weight))
+        except Overloaded:
+            return False
+        return True
+
+    for _ in range(200):
+        ask("flood", 1)
+    assert len(rows["flood"]) == 56, "the last eighth stays free while it is alone"
+    assert all(ask("other", weight) for _ in range(8)), "another tenant finds a place at once"
+    for _ in range(2000):
+        now_s += 1.0
+        leaving = dice.choice([row for held in rows.values() for row in held])
+        rows[leaving.tenant].remove(leaving)
+        table.remove(leaving, now_s)
+        for _ in range(10):
+            ask("flood", 1)
+        ask("other", weight)
+        table.check()
+    assert len(rows["other"]) >= 64 * weight / (weight + 2) - 9 and len(rows["flood"]) >= 64 / (weight + 2) - 1
