@@ -43,7 +43,7 @@ WHEEL_PLATFORMS := $(foreach tag,2_28 2_27 2_17,--platform manylinux_$(tag)_x86_
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-clients test-repeat soak chaos chaos-simulated fuzz bench-engine bench-overlap bench-kv bench-placement bench-router bench-start bench-step-loop gpu-check gpu-wheels check proto clean
+.PHONY: help demo test test-all test-clients compose-test test-repeat soak chaos chaos-simulated fuzz bench-engine bench-overlap bench-kv bench-placement bench-router bench-start bench-step-loop gpu-check gpu-wheels check proto clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -56,6 +56,9 @@ test: $(VENV)/.test ## the tests, in seven to eight minutes on two cores; PYTEST
 
 test-clients: $(VENV)/.test $(CLIENTS)/.made ## clients, load tools and a schema tester not written here, against a real cluster
 	@$(BIN)/python -m pytest -m slow tests/clients $(PYTEST_ARGS)
+
+compose-test: $(VENV)/.test ## images and compose under load, on a Docker Engine; the transcript goes to benchmarks/results
+	@$(BIN)/python -m tests.package.compose_run --write
 
 test-repeat: $(VENV)/.test ## the tests again and again, quiet and loaded, into a log; REPEAT_ARGS="--only loaded-system --runs 3"
 	@$(BIN)/python -m tests.repeat $(REPEAT_ARGS)
