@@ -178,3 +178,24 @@ def test_every_member_is_restarted_by_liveness_and_routed_to_by_readiness() -> N
         health_port = int(container["args"][container["args"].index("--health-port") + 1])
         assert container["livenessProbe"]["grpc"] == {"port": health_port, "service": LIVENESS}
         assert container["readinessProbe"]["grpc"] == {"port": health_port, "service": READINESS}
+
+
+def test_the_flags_of_kuberay_parse_and_its_deployment_validates() -> None:
+    import argparse
+
+    from cli.verbs import up
+    from deploy.ray.options import ray_options
+
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    cluster, deployment = yaml.safe_load_all((_KUBERNETES.parent / "ray" / "kuberay.yaml").read_text())
+    kubernetes_validate.validate(deployment, "1.30", strict=True)
+    container = deployment["spec"]["template"]["spec"]["containers"][-1]
+    verb, *flags = container["args"]
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    up.add_arguments(parser)
+    arguments = parser.parse_args(flags)
+    options = ray_options(arguments)
+    head = f"{cluster['metadata']['name']}-head-svc:6379"
+    assert (container["command"], verb) == (["tandem"], "up")
+    assert options is not None and (options.address, options.keep_at_stop) == (head, True)
+    assert {arguments.port, arguments.grpc_port} == {port["containerPort"] for port in container["ports"]}
