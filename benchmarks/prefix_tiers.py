@@ -22,10 +22,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
-
 from benchmarks.engine.shapes import MODELS
 from benchmarks.machine import about
+from cluster.auth.key_file import load_keys
+from cluster.auth.member_channel import open_member_channel
 from cluster.messages import PrefillJob, Sampling, TokenStops
 from cluster.protocol import wire
 from cluster.registry.redis_server import RedisServer
@@ -144,7 +144,7 @@ async def _worker(
     try:
         words = (await _ready_line(process.stdout)).split()
         address = next(word.partition("=")[2] for word in words if word.startswith("grpc="))
-        async with grpc.aio.insecure_channel(address) as channel:
+        async with open_member_channel(address, keys=load_keys(Path(folder) / "key"), caller="benchmark@0") as channel:
             yield worker_pb2_grpc.PrefillWorkerStub(channel)
     finally:
         process.terminate()

@@ -33,6 +33,7 @@
     │   ├── Unhealthy             a worker's step thread or event loop is stuck, or its tokens are wrong
     │   ├── WorkerLost
     │   │   └── AllWorkersSilent  the router receives nothing from any worker, and may be cut off itself
+    │   ├── MemberRefused         the callee does not accept the caller as a member of its cluster
     │   ├── StepFailed            a worker's step raised an exception: its device, memory or model failed
     │   └── WrongTokens           a worker sent tokens that break the protocol
     ├── MalformedMessage          another member sent a message with a field out of its bounds
@@ -228,6 +229,16 @@ class AllWorkersSilent(WorkerLost):
     reason = "all_workers_silent"
 
 
+class MemberRefused(Unavailable):
+    """The caller has not proved that it is a member of the callee's cluster. `refusal` says why."""
+
+    reason = "member_refused"
+
+    def __init__(self, message: str, *, refusal: str = "", retry_after_s: float | None = None) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.refusal = refusal
+
+
 class StepFailed(Unavailable):
     reason = "step_failed"
 
@@ -329,6 +340,7 @@ _STATUS: dict[type[TandemError], tuple[str, HTTPStatus, str]] = {
     NotFound: ("NOT_FOUND", HTTPStatus.NOT_FOUND, "invalid_request_error"),
     Overloaded: ("RESOURCE_EXHAUSTED", HTTPStatus.TOO_MANY_REQUESTS, "rate_limit_error"),
     Unavailable: ("UNAVAILABLE", HTTPStatus.SERVICE_UNAVAILABLE, "service_unavailable"),
+    MemberRefused: ("UNAUTHENTICATED", HTTPStatus.SERVICE_UNAVAILABLE, "service_unavailable"),
     NoWorkerLargeEnough: ("UNAVAILABLE", HTTPStatus.SERVICE_UNAVAILABLE, "service_unavailable"),
     MalformedMessage: ("INTERNAL", HTTPStatus.INTERNAL_SERVER_ERROR, "internal_error"),
     DeadlineExceeded: ("DEADLINE_EXCEEDED", HTTPStatus.REQUEST_TIMEOUT, "timeout_error"),

@@ -14,6 +14,7 @@ from functools import partial
 from fastapi import FastAPI
 
 from cluster.auth.key_file import cluster_keys
+from cluster.auth.member_channel import open_member_channel
 from cluster.clock import MonotonicClock
 from cluster.errors import DrainIncomplete
 from cluster.identity import advertised_host, new_member_id
@@ -29,7 +30,7 @@ from cluster.registry.registration import Registration
 from cluster.registry.registry import Registry
 from cluster.registry.scale_registry import ScaleTargets
 from cluster.request_size import LengthLimits
-from cluster.serving.serving import MAX_MESSAGE_BYTES, GrpcServer, join_address, open_channel
+from cluster.serving.serving import MAX_MESSAGE_BYTES, GrpcServer, join_address
 from cluster.serving.tls import ClusterTls, load_tls
 from cluster.settings.config import RouterConfig, echo
 from router.accounts import Accounts
@@ -103,7 +104,6 @@ class Router:
         self._keys = cluster_keys(config)
         host = advertised_host(config)
         tls = load_tls(config, host)
-        self._connect = partial(open_channel, tls=tls)  # to other members, by address
         self._telemetry = Telemetry.of_router()
         targets = SloTargets.of_ms(config.slo_ttft_ms, config.slo_tpot_ms)
         self._live_requests = LiveRequests(
@@ -125,6 +125,8 @@ class Router:
         self._telemetry.describe(role=Role.ROUTER, member=self._member.id.id, model=config.model_name)
         self._telemetry.gauge("tandem_slo_seconds", config.slo_ttft_ms / 1000, latency="ttft")
         self._telemetry.gauge("tandem_slo_seconds", config.slo_tpot_ms / 1000, latency="itl")
+        caller = str(self._member.id)
+        self._connect = partial(open_member_channel, keys=self._keys, caller=caller, tls=tls)  # to members, by address
         self._prefix_index = PrefixIndex()
         self._fleet = self._make_fleet()
         self._policy = policy(config.placement, targets, draw=random.random, explore=config.explore)

@@ -14,7 +14,9 @@ from functools import partial
 from importlib import import_module
 from typing import Any, TypeAlias, TypeVar
 
+from cluster.auth.gate import MemberGate
 from cluster.auth.key_file import cluster_keys
+from cluster.auth.member_channel import open_member_channel
 from cluster.clock import MonotonicClock
 from cluster.errors import DrainIncomplete, Draining, InternalError, Unavailable, Unhealthy
 from cluster.identity import advertised_host, new_member_id
@@ -30,7 +32,7 @@ from cluster.process import lasting
 from cluster.protocol.hashing import keyed_chains, nameless_chains
 from cluster.registry.registration import Registration
 from cluster.registry.registry import Registry
-from cluster.serving.serving import GrpcServer, join_address, open_channel
+from cluster.serving.serving import GrpcServer, join_address
 from cluster.serving.tls import load_tls
 from cluster.settings.config import WorkerConfig, echo
 
@@ -86,12 +88,15 @@ class WorkerLife:
         self.telemetry.describe(role=role, member=self.member.id, model=config.model_name)
         self.host = advertised_host(config)
         self.tls = load_tls(config, self.host)
-        self.connect = partial(open_channel, tls=self.tls)  # to other members, by address
+        self.connect = partial(open_member_channel, keys=self.keys, caller=str(self.member), tls=self.tls)  # by address
+        gate = MemberGate(self.keys, self.member, self.telemetry)
         self.server = GrpcServer(
             service_names=service_names,
             telemetry=self.telemetry,
+            gate=gate,
             credentials=self.tls.member_credentials() if self.tls is not None else None,
         )
+        gate.serve(self.server.grpc)
         self.address = join_address(self.host, self.server.bind(config.host, config.port))
         loop_limits = StuckLimits(config.loop_timeout_s, config.stuck_exit_s)
         self._health = HealthPort(

@@ -19,6 +19,7 @@ from pathlib import Path
 from benchmarks.overlap.paced_link import PacedLink
 from cluster.auth.key_file import load_keys
 from cluster.auth.keys import ClusterKeys
+from cluster.auth.member_channel import open_member_channel
 from cluster.clock import MonotonicClock
 from cluster.errors import HandOffReason
 from cluster.messages import Epoch, MemberId, PrefillJob, Sampling, TokenStops
@@ -26,7 +27,6 @@ from cluster.observe.telemetry import Telemetry
 from cluster.protocol import wire
 from cluster.protocol.hashing import hash_prompt
 from cluster.registry.redis_server import RedisServer
-from cluster.serving.serving import open_channel
 from cluster.settings.config import WorkerConfig
 from cluster.settings.config_sources import parse_arguments
 from cluster.settings.transfer_settings import TransferSettings
@@ -131,7 +131,7 @@ class Pair:
         transports: dict[str, ImporterTransport] = {"shm": shm.importer(means), "tcp": self.tcp}
         self._importers = {name: self._importer([transport]) for name, transport in transports.items()}
         self._blocks = _Blocks(engine.pool.num_blocks)
-        self._channel = open_channel(address)
+        self._channel = open_member_channel(address, keys=keys, caller=str(self._member))
         self._prefills = worker_pb2_grpc.PrefillWorkerStub(self._channel)
         self._handoffs = kv_pb2_grpc.KvTransferStub(self._channel)
         self._number = 0

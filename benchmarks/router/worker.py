@@ -20,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cluster.auth.gate import MemberGate
+from cluster.auth.key_file import cluster_keys
 from cluster.identity import advertised_host, new_member_id
 from cluster.member import Capacity, Member, MemberState
 from cluster.messages import FinishReason, LayoutFingerprint, Role
@@ -154,12 +156,15 @@ class PacedWorker(worker_pb2_grpc.PrefillWorkerServicer, worker_pb2_grpc.DecodeW
 
 async def _serve_role(config: WorkerConfig, role: Role, steps: StepTimes, stop: asyncio.Event, started: Any) -> None:
     tls = load_tls(config, advertised_host(config))
+    member_id, telemetry = new_member_id(config, role), Telemetry()
+    gate = MemberGate(cluster_keys(config), member_id, telemetry)
     server = GrpcServer(
         service_names=["tandem.internal.v1.Worker"],
-        telemetry=Telemetry(),
+        telemetry=telemetry,
+        gate=gate,
         credentials=tls.member_credentials() if tls is not None else None,
     )
-    member_id = new_member_id(config, role)
+    gate.serve(server.grpc)
     worker = PacedWorker(str(member_id), steps)
     worker_pb2_grpc.add_PrefillWorkerServicer_to_server(worker, server.grpc)
     worker_pb2_grpc.add_DecodeWorkerServicer_to_server(worker, server.grpc)

@@ -7,7 +7,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from cluster.auth.key_file import key_path
 from cluster.errors import ConfigError
+from cluster.settings.config import ClusterSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,7 @@ class LastCluster:
     tls_ca: str = ""  # PEM file with the authorities of its certificates; empty: it does not use TLS
     more_grpc: tuple[str, ...] = ()  # addresses of its other routers
     admin_key: str = field(default="", repr=False)
+    key_file: str = ""  # its cluster key
 
     @property
     def address(self) -> str:
@@ -91,6 +94,15 @@ def find_admin_key(address: str, environment: Mapping[str, str] | None = None) -
     return ""
 
 
+def find_key_file(told: str | None, address: str, environment: Mapping[str, str] | None = None) -> Path:
+    """Return the key file of the cluster whose router is at `address`: as told, else that of a cluster on this machine,
+    else the one of the default cluster name."""
+    environment = os.environ if environment is None else environment
+    known = (cluster.key_file for cluster in running(environment) if address in cluster.address.split(","))
+    named = told or environment.get("TANDEM_CLUSTER_KEY_FILE") or next(known, "")
+    return key_path(ClusterSettings(cluster_key_file=named))
+
+
 def find_address(told: str | None, environment: Mapping[str, str] | None = None) -> str:
     """Return the gRPC host:port of a router, or of several, comma-separated. Raises ConfigError."""
     environment = os.environ if environment is None else environment
@@ -126,7 +138,7 @@ def _read(path: Path) -> LastCluster | None:
     try:
         values = json.loads(path.read_text())
         more_grpc = tuple(values.get("more_grpc", ()))
-        more = values.get("tls_ca", ""), more_grpc, values.get("admin_key", "")
+        more = values.get("tls_ca", ""), more_grpc, values.get("admin_key", ""), values.get("key_file", "")
         return LastCluster(values["grpc"], values["http"], values["pid"], *more)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None

@@ -35,6 +35,7 @@ class Plan:
     flags: Mapping[str, object]
     redis: str
     cluster_name: str
+    key_file: str  # of all its processes; created by the first
     registration_ttl_s: float
     admin_key: str
     num_threads: int

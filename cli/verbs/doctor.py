@@ -1,6 +1,7 @@
 """`tandem doctor`: what this machine has, and how KV moves between each pair of workers of a running cluster."""
 
 import argparse
+import asyncio
 import json
 import os
 from collections.abc import Collection, Iterator, Sequence
@@ -10,10 +11,13 @@ from pathlib import Path
 import grpc
 
 from cli import connection
-from cli.local.last_cluster import find_address
+from cli.local.last_cluster import find_address, find_key_file
 from cli.machine import Finding, look
 from cli.table import bytes_text, table
 from cli.verbs.status import ask
+from cluster.auth.key_file import read_key_file
+from cluster.auth.keys import ClusterKeys
+from cluster.auth.member_channel import MemberChannel
 from cluster.errors import ConfigError, MalformedMessage
 from cluster.protocol.received import checked
 from kvtransfer.importer.links import DOES_NOT_REACH
@@ -103,6 +107,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="FILE",
             help=f"with --tls-ca: {name} file of a member, for the workers (default: TANDEM_TLS_{name.upper()})",
         )
+    parser.add_argument(
+        "--cluster-key-file",
+        metavar="FILE",
+        help="the cluster's key file, for the workers (default: TANDEM_CLUSTER_KEY_FILE or that of the local cluster)",
+    )
     parser.add_argument("--json", action="store_true", help="print one object")
 
 
@@ -164,26 +173,34 @@ def _measured(
         exporter=f"{exporter.member_id}@{exporter.incarnation}", address=exporter.address, max_blocks=arguments.blocks
     )
     names = importer.member_id, exporter.member_id
-    with _worker_channel(importer.address, arguments) as channel:
-        try:
-            answer: worker_pb2.CheckLinkResponse = worker_pb2_grpc.WorkerStub(channel).CheckLink(
-                request, timeout=_MEASURE_S
-            )
-            checked(answer)
-        except grpc.RpcError as error:
-            return unmeasured(*names, error_from_rpc(error).message)
-        except MalformedMessage as error:
-            return unmeasured(*names, error.message)
+    try:
+        answer = asyncio.run(_check_link(importer.address, request, arguments))
+    except grpc.RpcError as error:
+        return unmeasured(*names, error_from_rpc(error).message)
+    except MalformedMessage as error:
+        return unmeasured(*names, error.message)
     return report(*names, answer, shared=set(importer.kv_transports) & set(exporter.kv_transports))
 
 
-def _worker_channel(address: str, arguments: argparse.Namespace) -> grpc.Channel:
+async def _check_link(
+    address: str, request: worker_pb2.CheckLinkRequest, arguments: argparse.Namespace
+) -> worker_pb2.CheckLinkResponse:
+    """Ask the importer at this address. Raises grpc.RpcError, MalformedMessage, ConfigError."""
+    key_file = find_key_file(arguments.cluster_key_file, find_address(arguments.address))
+    keys = ClusterKeys(read_key_file(key_file).secrets)
+    async with MemberChannel(_worker_channel(address, arguments), keys, f"doctor@{os.getpid()}") as channel:
+        asking = worker_pb2_grpc.WorkerStub(channel).CheckLink(request, timeout=_MEASURE_S)
+        answer: worker_pb2.CheckLinkResponse = await asking
+        return checked(answer)
+
+
+def _worker_channel(address: str, arguments: argparse.Namespace) -> grpc.aio.Channel:
     """Return a channel to a worker. Raises ConfigError if the cluster uses TLS and no certificate for the workers is
     given."""
     tls_ca = connection.tls_ca(arguments, find_address(arguments.address))
     options = [("grpc.enable_http_proxy", 0)]
     if tls_ca is None:
-        return grpc.insecure_channel(address, options=options)
+        return grpc.aio.insecure_channel(address, options=options)
     cert = arguments.tls_cert or os.environ.get("TANDEM_TLS_CERT")
     key = arguments.tls_key or os.environ.get("TANDEM_TLS_KEY")
     if not (cert and key):
@@ -194,7 +211,7 @@ def _worker_channel(address: str, arguments: argparse.Namespace) -> grpc.Channel
         credentials = grpc.ssl_channel_credentials(*(Path(path).read_bytes() for path in (tls_ca, key, cert)))
     except OSError as error:
         raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
-    return grpc.secure_channel(address, credentials, options=options)
+    return grpc.aio.secure_channel(address, credentials, options=options)
 
 
 def _as_json(machine: list[Finding], cluster: ClusterReport) -> str:

@@ -109,6 +109,7 @@ def plan_from(arguments: argparse.Namespace) -> tuple[Plan, UpConfig]:
         flags={**given, "model": config.model} | ({} if config.admin_key_file else {"admin_key": admin_key}),
         redis=config.redis,
         cluster_name=config.cluster_name,
+        key_file=os.path.abspath(key_path(config)),
         registration_ttl_s=config.registration_ttl_s,
         admin_key=admin_key,
         num_threads=config.num_threads or threads_per_worker(num_cores, pools.num_workers),
@@ -223,6 +224,7 @@ def _started(cluster: LocalCluster, plan: Plan) -> LastCluster:
         tls_ca=tls_ca,
         more_grpc=cluster.more_grpc,
         admin_key=plan.admin_key,
+        key_file=plan.key_file,
     )
 
 

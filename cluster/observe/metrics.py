@@ -56,6 +56,9 @@ def _tokens(text: str, *labels: str) -> Metric:
 EVERY_PROCESS: dict[str, Metric] = {
     "tandem_build_info": _gauge("1; the labels describe the process", "version", "python", "role", "member", "model"),
     "tandem_clock_skew_seconds": _gauge("this machine's wall clock minus that of Redis, at the last renewal"),
+    "tandem_refused_members_total": _counter(
+        "callers and registrations that were refused because they did not prove to be members of this cluster", "reason"
+    ),
     "tandem_rpc_errors_total": _counter("gRPC calls that this process ended with an error", "reason"),
     "tandem_event_loop_lag_seconds": _seconds("how late a timer of this process's event loop ran, about once a second"),
 }

@@ -59,6 +59,7 @@ _DIGESTS = Octets(_MOST_BYTES, unit=DIGEST_BYTES)
 _DIGEST = Octets(DIGEST_BYTES, unit=DIGEST_BYTES)  # empty: its exporter computes none
 _TICKET_ID = Octets(_TICKET_ID_BYTES, least=_TICKET_ID_BYTES)
 _SIGNATURE = Octets(64)  # a wrong one has its own reason
+_NONCE, _SESSION_ID = Octets(32, least=32), Octets(16, least=16)
 _SIGNED = Octets(1 << 16, least=1)
 _SIGNED_OR_NONE = Octets(1 << 16)
 _ENDPOINT = Octets(1 << 20)
@@ -79,6 +80,13 @@ _DRAINED = _enum(admin_pb2.DrainOutcome, may_be_unset=True).without(admin_pb2.DR
 _WORKER_ROLE = _enum(admin_pb2.MemberRole).without(admin_pb2.MEMBER_ROLE_ROUTER)
 
 RULES: Mapping[type[Message], Mapping[str, Rule]] = {
+    worker_pb2.OpenSessionRequest: {"caller": _MEMBER, "nonce": _NONCE, "signature": _SIGNATURE},
+    worker_pb2.OpenSessionResponse: {
+        "callee": _MEMBER,
+        "nonce": _NONCE,
+        "session_id": _SESSION_ID,
+        "proof": _SIGNATURE,
+    },
     inference_pb2.TokenLogprob: {"token_id": _COUNT, "logprob": Real(least=-3.5e38, most=1.0)},
     inference_pb2.PositionLogprobs: {"chosen": _OPTIONAL, "top": Many(_REQUIRED, 4_096)},
     worker_pb2.ResolvedSampling: {

@@ -64,16 +64,18 @@ class GrpcServer:
         telemetry: Telemetry,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        gate: grpc.aio.ServerInterceptor | None = None,
         credentials: grpc.ServerCredentials | None = None,
         max_calls: int | None = None,
     ) -> None:
         """`service_names`: full names such as `tandem.v1.Inference`. `interceptors` run inside the one that converts
-        errors, so they may raise a TandemError too. `credentials`: for TLS; None means plaintext. `max_calls`: the
+        errors, so they may raise a TandemError too. `gate` runs outside of all of them and sees a request first, as
+        bytes. `credentials`: for TLS; None means plaintext. `max_calls`: the
         maximum number of calls at once; a further call ends with RESOURCE_EXHAUSTED before it is read. It also limits
         the connections, counted before any handshake; a further connection is closed. None: no limit, for a server
         whose callers are members."""
         self.grpc = grpc.aio.server(
-            interceptors=[ErrorInterceptor(telemetry), *interceptors],
+            interceptors=[*([gate] if gate is not None else []), ErrorInterceptor(telemetry), *interceptors],
             options=[*_SERVER_OPTIONS, *_message_options(max_message_bytes), *_connection_options(max_calls)],
             maximum_concurrent_rpcs=max_calls,
         )

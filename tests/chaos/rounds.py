@@ -129,9 +129,7 @@ class Rounds:
         return Account(leaked, violations, remains, round(free_after_s, 2), uses)
 
     def _views(self) -> Views:
-        addresses = {name: member.ready["grpc"] for name, member in self._chaos.members.items()}
-        routers = {name: at for name, at in addresses.items() if name.startswith("router")}
-        return Views(routers, {name: at for name, at in addresses.items() if name not in routers})
+        return Views({name: self._chaos.cluster.channel(name) for name in self._chaos.members})
 
     def _tell_logs(self, result: RoundResult, marks: dict[str, tuple[str, int]]) -> None:
         """Print the members' output since the round began."""

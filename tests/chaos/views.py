@@ -35,13 +35,14 @@ class Listed:
 
 
 class Views:
-    """Channels to members, opened for each round."""
+    """Calls to members, over channels that are opened for each round."""
 
-    def __init__(self, routers: dict[str, str], workers: dict[str, str]) -> None:
-        """`routers`, `workers`: gRPC addresses by member name."""
-        self._channels = {name: grpc.aio.insecure_channel(at) for name, at in (routers | workers).items()}
-        self._admins = {name: admin_pb2_grpc.AdminStub(self._channels[name]) for name in routers}
-        self._workers = {name: worker_pb2_grpc.WorkerStub(self._channels[name]) for name in workers}
+    def __init__(self, channels: dict[str, grpc.aio.Channel]) -> None:
+        """`channels`: by member name."""
+        self._channels = channels
+        routers = [name for name in channels if name.startswith("router")]
+        self._admins = {name: admin_pb2_grpc.AdminStub(channels[name]) for name in routers}
+        self._workers = {name: worker_pb2_grpc.WorkerStub(channels[name]) for name in channels.keys() - routers}
 
     async def close(self) -> None:
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import grpc
 
+from cluster.auth.key_file import load_keys
+from cluster.auth.member_channel import MemberChannel
 from cluster.process import die_with_parent
 from tandem.enum_words import MEMBER_ROLES
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
@@ -207,10 +209,13 @@ class LocalCluster:
         )
 
     def channel(self, name: str = "router0") -> grpc.aio.Channel:
+        """Return a channel to a router, or to a worker as another member uses it."""
         address = self.members[name].grpc_address
         if self._credentials is None:
-            return grpc.aio.insecure_channel(address)
-        return grpc.aio.secure_channel(address, self._credentials)
+            channel = grpc.aio.insecure_channel(address)
+        else:
+            channel = grpc.aio.secure_channel(address, self._credentials)
+        return channel if name.startswith("router") else MemberChannel(channel, load_keys(self.key_file), "test@0")
 
     def inference(self, channel: grpc.aio.Channel) -> inference_pb2_grpc.InferenceStub:
         return inference_pb2_grpc.InferenceStub(channel)

@@ -7,13 +7,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from cluster.auth.keys import ClusterKeys
 from cluster.clock import Clock, MonotonicClock
 from cluster.grammar.engine import grammar_engine_id
 from cluster.member import Capacity, Member
 from cluster.messages import LayoutFingerprint, MemberId, Role
 from cluster.observe.telemetry import Telemetry
-from cluster.serving.serving import MAX_MESSAGE_BYTES, open_channel
+from cluster.serving.serving import MAX_MESSAGE_BYTES
 from router.drain.evacuation import Evacuation
 from router.fleet.fleet import Fleet
 from router.fleet.prefix_locator import CacheEventFollower, PrefixLocator
@@ -31,7 +30,15 @@ from router.requests import GenerateRequest, Output, SamplingParams, StopConditi
 from router.running import running
 from router.text.tokenization import Tokenization
 from tests.system.scripted_decode import ScriptedDecode
-from tests.system.scripted_workers import FINGERPRINT, ScriptedPrefill, ScriptedWorker, Store, scripted_token
+from tests.system.scripted_workers import (
+    FINGERPRINT,
+    KEYS,
+    ScriptedPrefill,
+    ScriptedWorker,
+    Store,
+    connect,
+    scripted_token,
+)
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
 PROMPT = (5, 6, 7, 8)
@@ -93,7 +100,7 @@ class RouterUnderTest:
         self.fleet = Fleet(
             router=self.member,
             membership=self.membership,
-            connect=open_channel,
+            connect=connect,
             timeouts=WorkerTimeouts(heartbeat_timeout_s=silence_s, recovery_timeout_s=grace_s, absence_s=absence_s),
             telemetry=self.telemetry,
             follow_cache_events=CacheEventFollower(index).follow,
@@ -117,7 +124,7 @@ class RouterUnderTest:
             migrations=self.migrations,
             prefixes=PrefixLocator(self.fleet, index, b"key"),
             grammars=self.grammars,
-            keys=ClusterKeys(b"key"),
+            keys=KEYS,
             settings=PipelineSettings(
                 request_timeout_s=request_timeout_s,
                 max_attempts=max_attempts,

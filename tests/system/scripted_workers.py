@@ -13,6 +13,9 @@ from typing import Any, Self
 
 import grpc
 
+from cluster.auth.gate import MemberGate
+from cluster.auth.keys import ClusterKeys
+from cluster.auth.member_channel import MemberChannel, open_member_channel
 from cluster.errors import TandemError, Unavailable
 from cluster.member import Capacity, Member, MemberState
 from cluster.messages import (
@@ -88,6 +91,15 @@ class Store:
     finished: dict[bytes, asyncio.Future[tuple[SampledToken, ...]]] = field(default_factory=dict)
 
 
+SECRET = b"k" * 32
+KEYS = ClusterKeys(SECRET)  # of every scripted worker, and of routers that use it
+
+
+def connect(address: str) -> MemberChannel:
+    """Return a channel to a scripted worker."""
+    return open_member_channel(address, keys=KEYS, caller="router-in-test@0")
+
+
 class ScriptedWorker:
     """A gRPC server with one incarnation. `restart` gives the same address to the next incarnation."""
 
@@ -106,9 +118,15 @@ class ScriptedWorker:
         self.is_deaf = False  # what routers say on its streams is lost
         self.streams: dict[str, asyncio.Queue[worker_pb2.WorkerMessage | None]] = {}
         self.beats: asyncio.Queue[int] = asyncio.Queue()  # heartbeats that routers have been sent
+        telemetry = Telemetry()
+        members_only = MemberGate(KEYS, self.id, telemetry)
         self.server = GrpcServer(
-            service_names=["tandem.internal.v1.Worker"], telemetry=Telemetry(), interceptors=[_Door(self.door)]
+            service_names=["tandem.internal.v1.Worker"],
+            telemetry=telemetry,
+            interceptors=[_Door(self.door)],
+            gate=members_only,
         )
+        members_only.serve(self.server.grpc)
         self.address = ""
         worker_pb2_grpc.add_WorkerServicer_to_server(_About(self), self.server.grpc)
 

@@ -19,7 +19,6 @@ from cluster.messages import CacheEvents, DecodeJob, MemberId, Sampling, Sequenc
 from cluster.process import ExitStatus
 from cluster.protocol import wire
 from cluster.registry.registry import Registry
-from cluster.serving.serving import open_channel
 from router.fleet.prefix_locator import CacheEventFollower
 from router.policies.prefix_index import PrefixIndex
 from router.running import running
@@ -28,7 +27,7 @@ from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tests.system.asking import ask, asked, question
 from tests.system.local_cluster import LocalCluster, Member
 from tests.system.polling import until
-from tests.system.scripted_workers import ScriptedPrefill, Store
+from tests.system.scripted_workers import ScriptedPrefill, Store, connect
 
 _HANDLE = 7
 TIMEOUT_S = 60.0
@@ -213,7 +212,7 @@ async def test_cache_events_of_another_incarnation_at_a_workers_address_are_drop
         member = f"p0@{incarnation}"
         call.put_nowait(worker_pb2.CacheEvents(cleared=True, next_number=1, stored=block_hash, member=member))
 
-    async with worker, open_channel(worker.address) as channel, asyncio.timeout(TIMEOUT_S):
+    async with worker, connect(worker.address) as channel, asyncio.timeout(TIMEOUT_S):
         async with running(CacheEventFollower(index).follow(worker.member, channel)):
             call = await publisher.calls.get()
             publish(call, worker.id.incarnation, own)

@@ -6,6 +6,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import grpc
 import httpx
@@ -17,7 +18,7 @@ from cluster.serving.serving import open_channel
 from tandem.v1 import inference_pb2_grpc
 from tests.system.router_harness import DEMO_MODEL
 from tests.system.scripted_decode import ScriptedDecode
-from tests.system.scripted_workers import Store
+from tests.system.scripted_workers import SECRET, Store
 from tests.system.test_router_service import generate_request
 
 _FLAGS = ("--model", str(DEMO_MODEL), "--port", "0", "--grpc-port", "0")
@@ -48,13 +49,20 @@ async def _router(
             await process.communicate()
 
 
-async def test_sigterm_finishes_what_is_live_refuses_the_rest_and_exits_0(redis_url: str, cluster_name: str) -> None:
+async def test_sigterm_finishes_what_is_live_refuses_the_rest_and_exits_0(
+    redis_url: str, cluster_name: str, tmp_path: Path
+) -> None:
+    key_file = tmp_path / "cluster.key"
+    key_file.touch(0o600)
+    key_file.write_text(SECRET.hex())
     registry = Registry(url=redis_url, cluster_name=cluster_name, ttl_s=60)
     async with AsyncExitStack() as stack:
         worker = await stack.enter_async_context(ScriptedDecode("d0", Store()))
         worker.pause_at = 3
         await registry.register(worker.member)
-        process, addresses = await stack.enter_async_context(_router(redis_url, cluster_name))
+        process, addresses = await stack.enter_async_context(
+            _router(redis_url, cluster_name, "--cluster-key-file", str(key_file))
+        )
         stub = inference_pb2_grpc.InferenceStub(await stack.enter_async_context(open_channel(addresses["grpc"])))
         live = stub.Generate(generate_request(), timeout=60)
         async with asyncio.timeout(20):

@@ -25,6 +25,7 @@ from tandem.keepalive import KEEPALIVE_KEY
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.system.overview_rig import overview_of
 from tests.system.router_harness import PROMPT, RouterUnderTest, ask, expected_tokens, pass_time, router_under_test
+from tests.system.scripted_workers import connect
 
 _MAX_MESSAGE_BYTES = 100_000
 _ADMIN_KEY = "operators"
@@ -50,7 +51,7 @@ async def served(
         drains = MemberCommands(
             router=router.member.id,
             fleet=router.fleet,
-            connect=open_channel,
+            connect=connect,
             stop=asyncio.Event(),
             drained=asyncio.get_running_loop().create_future(),
         )

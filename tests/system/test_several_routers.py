@@ -6,15 +6,16 @@ A view is the fleet and the prefix locator of a router, as its process has them,
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
 from cluster.auth.key_file import load_keys
+from cluster.auth.member_channel import open_member_channel
 from cluster.member import Member
 from cluster.messages import MemberId, Role
 from cluster.observe.telemetry import Telemetry
 from cluster.registry.registry import Registry
-from cluster.serving.serving import open_channel
 from router.fleet.fleet import Fleet
 from router.fleet.prefix_locator import CacheEventFollower, PrefixLocator, RequestChains
 from router.fleet.supervision import WorkerTimeouts
@@ -91,11 +92,11 @@ class View:
 async def view(cluster: LocalCluster, incarnation: str) -> AsyncIterator[View]:
     """Connect to the cluster as a router does that starts now."""
     registry = Registry(url=cluster.redis_url, cluster_name=cluster.name, ttl_s=5.0)
-    index = PrefixIndex()
+    index, keys = PrefixIndex(), load_keys(cluster.key_file)
     fleet = Fleet(
         router=Member(id=MemberId("observer", incarnation), role=Role.ROUTER, address="", model=DEMO_MODEL.name),
         membership=registry,
-        connect=open_channel,
+        connect=partial(open_member_channel, keys=keys, caller=f"router@{incarnation}"),
         timeouts=WorkerTimeouts(heartbeat_timeout_s=DEADLINE_S, recovery_timeout_s=DEADLINE_S),
         telemetry=Telemetry(),
         follow_cache_events=CacheEventFollower(index).follow,
@@ -103,7 +104,7 @@ async def view(cluster: LocalCluster, incarnation: str) -> AsyncIterator[View]:
     async with AsyncExitStack() as stack:
         stack.push_async_callback(registry.close)
         await stack.enter_async_context(running(fleet.run()))
-        yield View(fleet, PrefixLocator(fleet, index, load_keys(cluster.key_file).hash_key))
+        yield View(fleet, PrefixLocator(fleet, index, keys.hash_key))
 
 
 @asynccontextmanager

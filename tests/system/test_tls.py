@@ -61,7 +61,12 @@ async def test_a_cluster_with_tls_answers(tls_cluster: LocalCluster, certificate
 async def test_doctor_reaches_workers_with_a_members_certificate(
     tls_cluster: LocalCluster, certificates: Certificates, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    address = ("--address", tls_cluster.members["router0"].grpc_address)
+    address = (
+        "--address",
+        tls_cluster.members["router0"].grpc_address,
+        "--cluster-key-file",
+        str(tls_cluster.key_file),
+    )
     assert await asyncio.to_thread(main, ["doctor", *address, *certificates.flags(), "--json"]) == 0
     (pair,) = json.loads(capsys.readouterr().out)["pairs"]
     assert pair["chosen"] == "tcp" and pair["paths"][0]["bytes_per_s"] > 0

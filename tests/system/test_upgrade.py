@@ -86,8 +86,8 @@ ASKED: dict[str, Message] = {
 }
 SERVED_BY = {
     "router0": ("Inference", "Admin"),
-    "prefill0": ("PrefillWorker", "Worker", "KvTransfer"),
-    "decode0": ("DecodeWorker", "Worker", "KvTransfer"),
+    "prefill0": ("MemberAuth", "PrefillWorker", "Worker", "KvTransfer"),
+    "decode0": ("MemberAuth", "DecodeWorker", "Worker", "KvTransfer"),
 }
 FILES = (inference_pb2.DESCRIPTOR, admin_pb2.DESCRIPTOR, worker_pb2.DESCRIPTOR, kv_pb2.DESCRIPTOR)
 SERVICES = {name: service for file in FILES for name, service in file.services_by_name.items()}
@@ -121,11 +121,12 @@ async def _outcomes(cluster: LocalCluster, change: Callable[[Message], Message])
 
 async def _outcome(channel: grpc.aio.Channel, method: Any, request: Message) -> tuple[str, str]:
     """Return how the call begins: with an answer, or with an error and its reason."""
-    call: Any = channel.stream_stream(
+    kind: Any = channel.stream_stream if method.client_streaming else channel.unary_stream
+    call: Any = kind(
         f"/{method.containing_service.full_name}/{method.name}",
         request_serializer=lambda message: message.SerializeToString(),
         response_deserializer=GetMessageClass(method.output_type).FromString,
-    )(_once(request), timeout=TIMEOUT_S)
+    )(_once(request) if method.client_streaming else request, timeout=TIMEOUT_S)
     try:
         answer: Any = await call.read()
     except grpc.aio.AioRpcError as error:

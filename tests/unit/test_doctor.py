@@ -2,12 +2,14 @@
 
 import argparse
 import json
+from pathlib import Path
 
 import pytest
 
 from cli.machine import Finding, look
 from cli.verbs import doctor
 from cli.verbs.doctor import PairReport, report, unmeasured
+from cluster.auth.key_file import load_keys
 from cluster.errors import ConfigError
 from kvtransfer.importer.links import DOES_NOT_REACH
 from tandem.enum_words import MEMBER_ROLES
@@ -100,7 +102,7 @@ def test_the_exit_status_is_1_if_there_is_any_problem(
         assert json.loads(output)["router"] == "r:1"
 
 
-def test_an_unreachable_worker_is_a_problem_of_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_worker_is_a_problem_of_its_link(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("TANDEM_TLS_CA", raising=False)
     importer = admin_pb2.MemberStatus(
         member_id="d0", incarnation="1", role=admin_pb2.MEMBER_ROLE_DECODE, address="127.0.0.1:1"
@@ -108,7 +110,15 @@ def test_an_unreachable_worker_is_a_problem_of_its_link(monkeypatch: pytest.Monk
     exporter = admin_pb2.MemberStatus(
         member_id="p0", incarnation="1", role=admin_pb2.MEMBER_ROLE_PREFILL, address="127.0.0.1:1"
     )
-    arguments = argparse.Namespace(address="127.0.0.1:2", tls_ca=None, tls_cert=None, tls_key=None, blocks=0)
+    load_keys(tmp_path / "key")
+    arguments = argparse.Namespace(
+        address="127.0.0.1:2",
+        tls_ca=None,
+        tls_cert=None,
+        tls_key=None,
+        blocks=0,
+        cluster_key_file=str(tmp_path / "key"),
+    )
     told = doctor._measured(importer, exporter, arguments)
     assert (told.importer, told.exporter, told.paths) == ("d0", "p0", ())
     assert "127.0.0.1:1" in told.problems[0]

@@ -8,6 +8,28 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class OpenSessionRequest(_message.Message):
+    __slots__ = ("caller", "nonce", "signature")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    caller: str
+    nonce: bytes
+    signature: bytes
+    def __init__(self, caller: _Optional[str] = ..., nonce: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+
+class OpenSessionResponse(_message.Message):
+    __slots__ = ("callee", "nonce", "session_id", "proof")
+    CALLEE_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    callee: str
+    nonce: bytes
+    session_id: bytes
+    proof: bytes
+    def __init__(self, callee: _Optional[str] = ..., nonce: _Optional[bytes] = ..., session_id: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
+
 class ResolvedSampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "logprobs_plus_one", "rules")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]

@@ -617,3 +617,86 @@ class Worker(object):
             timeout,
             metadata,
             _registered_method=True)
+
+
+class MemberAuthStub(object):
+    """Every worker serves it. All other calls between members need a session, and each carries the proof of its caller in the
+    metadata `tandem-proof-bin`: the session's id, a counter (8 bytes, big-endian) and an HMAC-SHA256. See
+    cluster/auth/sessions.py.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.OpenSession = channel.unary_unary(
+                '/tandem.internal.v1.MemberAuth/OpenSession',
+                request_serializer=tandem_dot_internal_dot_v1_dot_worker__pb2.OpenSessionRequest.SerializeToString,
+                response_deserializer=tandem_dot_internal_dot_v1_dot_worker__pb2.OpenSessionResponse.FromString,
+                _registered_method=True)
+
+
+class MemberAuthServicer(object):
+    """Every worker serves it. All other calls between members need a session, and each carries the proof of its caller in the
+    metadata `tandem-proof-bin`: the session's id, a counter (8 bytes, big-endian) and an HMAC-SHA256. See
+    cluster/auth/sessions.py.
+    """
+
+    def OpenSession(self, request, context):
+        """Opens a session for calls of one member to this one.
+        Errors: UNAUTHENTICATED (the caller does not have the cluster's key).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_MemberAuthServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'OpenSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenSession,
+                    request_deserializer=tandem_dot_internal_dot_v1_dot_worker__pb2.OpenSessionRequest.FromString,
+                    response_serializer=tandem_dot_internal_dot_v1_dot_worker__pb2.OpenSessionResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'tandem.internal.v1.MemberAuth', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('tandem.internal.v1.MemberAuth', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class MemberAuth(object):
+    """Every worker serves it. All other calls between members need a session, and each carries the proof of its caller in the
+    metadata `tandem-proof-bin`: the session's id, a counter (8 bytes, big-endian) and an HMAC-SHA256. See
+    cluster/auth/sessions.py.
+    """
+
+    @staticmethod
+    def OpenSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.internal.v1.MemberAuth/OpenSession',
+            tandem_dot_internal_dot_v1_dot_worker__pb2.OpenSessionRequest.SerializeToString,
+            tandem_dot_internal_dot_v1_dot_worker__pb2.OpenSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

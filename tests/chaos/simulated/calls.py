@@ -8,17 +8,41 @@ are HTTP/2 itself, flow control, and a channel's pause between two attempts to c
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from functools import lru_cache
 from typing import Any, Self
 
 import grpc
+from google.protobuf.descriptor_pool import Default
+from google.protobuf.message_factory import GetMessageClass
 
+from cluster.auth.keys import ClusterKeys
+from cluster.auth.member_channel import MemberChannel
 from tests.chaos.simulated.loop import current
 from tests.chaos.simulated.network import Conversation, Network
 from tests.chaos.simulated.served_calls import REFUSED, Served, Status, Watch
 
+KEY = b"k" * 32  # the secret of every simulated cluster
 _CANCELLED = (grpc.StatusCode.CANCELLED, "Locally cancelled by application!", ())
 _BROKEN = (grpc.StatusCode.UNAVAILABLE, "the connection broke", ())
 _LATE = (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", ())
+
+
+@lru_cache
+def _request_class(method: str) -> type[Any]:
+    _, service, name = method.split("/")
+    described: type[Any] = GetMessageClass(Default().FindServiceByName(service).methods_by_name[name].input_type)
+    return described
+
+
+def parsed(method: str, request: bytes) -> Any:
+    """Return the request message of a method."""
+    return _request_class(method).FromString(request)
+
+
+def member_channel(network: Network, address: str, watch: Watch) -> MemberChannel:
+    """A channel of something beside the cluster that has the cluster's key."""
+    channel: Any = Channel(network, address, watch)
+    return MemberChannel(channel, ClusterKeys(KEY), "world@0")
 
 
 class Channel:
@@ -129,6 +153,10 @@ class Call:
 
     def _send(self, message: Any) -> None:
         assert self._served is not None and self._conversation is not None
+        if isinstance(message, bytes):  # serialized before, for the digest in the proof of its sender
+            watched = self.watch(self.method, self._process, self._conversation.server, parsed(self.method, message))
+            self._conversation.say(self._conversation.server, self._served.heard, watched.SerializeToString())
+            return
         message = self.watch(self.method, self._process, self._conversation.server, message)
         self._conversation.say(self._conversation.server, self._served.heard, self._serialize(message))
 

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from cluster.auth.member_channel import MemberChannel
 from cluster.messages import DecodeJob, MemberId, PrefillJob, Sampling, SequenceStart, TokenStops
 from cluster.protocol import wire
 from router.fleet.decode_events import tokens_of
 from tandem.errors import error_from_rpc
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
-from tests.chaos.simulated.calls import Channel
+from tests.chaos.simulated.calls import member_channel
 from tests.chaos.simulated.clients import expected_tokens, prompt_of
 from tests.chaos.simulated.loop import Process
 from tests.chaos.simulated.mix import DirectAsk
@@ -127,8 +128,8 @@ class DirectClient:
             raise _Ended("stream ended")
         return message
 
-    def _channel(self, place: str) -> Channel:
-        return Channel(self._world.network, self._world.members[place].address, self._world.watch)
+    def _channel(self, place: str) -> MemberChannel:
+        return member_channel(self._world.network, self._world.members[place].address, self._world.watch)
 
     def _seed(self, choice: int) -> int:
         return 1000 * (self.number + 1) + choice

@@ -14,7 +14,7 @@ from cluster.errors import Fenced, RegistryUnavailable
 from tandem.enum_words import MEMBER_ROLES
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tandem.v1 import admin_pb2, admin_pb2_grpc
-from tests.chaos.simulated.calls import Channel
+from tests.chaos.simulated.calls import Channel, member_channel
 from tests.chaos.simulated.member import Member
 from tests.chaos.simulated.mix import Flip
 from tests.chaos.simulated.redis import PLACE
@@ -112,9 +112,9 @@ class Harm:
         await asyncio.sleep(flip.for_s)
         first = worker_pb2.SetRoleRequest(role=MEMBER_ROLES.number(self._first_role(member)))
         while member.process is process and process.is_alive and not member.main.done() and not member.stop.is_set():
-            channel = Channel(self._world.network, member.address, self._world.watch)
+            trusted = member_channel(self._world.network, member.address, self._world.watch)
             try:
-                await worker_pb2_grpc.WorkerStub(channel).SetRole(first, timeout=5.0)
+                await worker_pb2_grpc.WorkerStub(trusted).SetRole(first, timeout=5.0)
                 return
             except grpc.aio.AioRpcError:
                 await asyncio.sleep(0.2)

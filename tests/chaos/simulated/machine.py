@@ -29,7 +29,7 @@ from kvtransfer.transports.base import TransportSetup
 from router.fleet.decode_events import Sequences
 from router.grammars.checker import GrammarChecker
 from router.text.tokenization import Tokenization
-from tests.chaos.simulated.calls import Channel
+from tests.chaos.simulated.calls import KEY, Channel
 from tests.chaos.simulated.coverage import counted
 from tests.chaos.simulated.disk import SimulatedBlockFiles
 from tests.chaos.simulated.engine import StandInEngine, stand_in_engine
@@ -190,6 +190,7 @@ def simulated_machine() -> Iterator[None]:
     replaced = {
         "grpc.aio.insecure_channel": lambda address, options=(): Channel(world().network, address, world().watch),
         "grpc.aio.server": lambda interceptors=(), options=(), **_: Server(world().network, interceptors),
+        "cluster.auth.sessions.body_digest": lambda _: b"",  # a faulty member signs what it sends
         "cluster.serving.serving._refuse_taken": lambda host, port: None,
         "cluster.serving.serving.reflection.enable_server_reflection": lambda *_: None,
         "cluster.process.gc": SimpleNamespace(disable=_nothing, freeze=_nothing, enable=_nothing),
@@ -204,7 +205,7 @@ def simulated_machine() -> Iterator[None]:
         "worker.life.process_age_s": lambda: 0.0,
         "worker.life.HealthPort": _SilentPort,
         "worker.life.MetricsPort": _SilentPort,
-        "worker.life.cluster_keys": lambda _: ClusterKeys(b"k" * 32),
+        "worker.life.cluster_keys": lambda _: ClusterKeys(KEY),
         "kvtransfer.importer.importer.ThreadPoolExecutor": Threads,
         "kvtransfer.exporter.exporter.ThreadPoolExecutor": Threads,
         "kvtransfer.importer.handoff_driver._DICE": dice,
@@ -217,7 +218,7 @@ def simulated_machine() -> Iterator[None]:
         "router.fleet.decode_events.Sequences": type("Sequences", (Counted, Sequences), {}),
         "router.fleet.worker_stream.Sequences": type("Sequences", (Counted, Sequences), {}),
         "router.app.configure_logs": lambda *_: None,
-        "router.app.cluster_keys": lambda _: ClusterKeys(b"k" * 32),
+        "router.app.cluster_keys": lambda _: ClusterKeys(KEY),
         "router.app.HttpServer": _HttpServer,
         "router.app.random": dice,
         "router.app.HealthPort": _SilentPort,

@@ -11,7 +11,7 @@ from cluster.errors import DrainIncomplete, RegistryUnavailable
 from cluster.messages import Role
 from cluster.settings.config import RouterConfig, WorkerConfig
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
-from tests.chaos.simulated.calls import Channel
+from tests.chaos.simulated.calls import member_channel
 from tests.chaos.simulated.disk import SimulatedBlockFiles
 from tests.chaos.simulated.engine import layout_of
 from tests.chaos.simulated.loop import Process
@@ -135,7 +135,7 @@ class Member:
         """Describe what the member still holds."""
         if self.role == "router" or self.main.done():
             return []
-        channel = Channel(self._world.network, self.address, self._world.watch)
+        channel = member_channel(self._world.network, self.address, self._world.watch)
         try:
             answer = await worker_pb2_grpc.WorkerStub(channel).Inspect(worker_pb2.InspectRequest(), timeout=5.0)
         except grpc.aio.AioRpcError as error:

@@ -79,7 +79,7 @@ class Served:
             if handler is None:
                 status = (grpc.StatusCode.UNIMPLEMENTED, method, ())
                 return
-            request = self._requests(handler.request_deserializer)
+            request = self._requests(handler.request_deserializer or _as_is)
             if not handler.request_streaming:
                 request = await anext(request)
             if handler.response_streaming:
@@ -130,6 +130,10 @@ class Served:
             yield deserialize(message)
 
 
+def _as_is(message: bytes) -> bytes:
+    return message
+
+
 class Context:
     """The context of a call, as a servicer receives it."""
 
@@ -139,6 +143,9 @@ class Context:
 
     def invocation_metadata(self) -> Any:
         return self._metadata
+
+    def peer(self) -> str:
+        return "simulated"
 
     async def send_initial_metadata(self, metadata: Any) -> None:
         """Do nothing: only the client library reads initial metadata, and no simulated client uses it."""
@@ -157,7 +164,6 @@ class Server:
         self.serving: dict[asyncio.Task[None], None] = {}
         self._network, self._interceptors = network, interceptors
         self._handlers: list[Any] = []
-        self._wrapped: dict[str, Any] = {}
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
         self._handlers += handlers
@@ -183,18 +189,16 @@ class Server:
             await asyncio.wait(tuple(self.serving))
 
     async def handler(self, method: str, metadata: Any) -> Any:
-        if method not in self._wrapped:
-            details = SimpleNamespace(method=method, invocation_metadata=metadata)
+        details = SimpleNamespace(method=method, invocation_metadata=metadata)
 
-            async def find(details: Any) -> Any:
-                found = (handlers.service(details) for handlers in self._handlers)
-                return next((handler for handler in found if handler is not None), None)
+        async def find(details: Any) -> Any:
+            found = (handlers.service(details) for handlers in self._handlers)
+            return next((handler for handler in found if handler is not None), None)
 
-            continuation: Any = find
-            for interceptor in reversed(self._interceptors):
-                continuation = self._around(interceptor, continuation)
-            self._wrapped[method] = await continuation(details)
-        return self._wrapped[method]
+        continuation: Any = find
+        for interceptor in reversed(self._interceptors):
+            continuation = self._around(interceptor, continuation)
+        return await continuation(details)
 
     @staticmethod
     def _around(interceptor: Any, inner: Any) -> Any:

@@ -1,0 +1,130 @@
+"""The gate of a member's port: a call between members is served only after its caller has proved to be a member.
+
+Health checks stay open. Everything else, gRPC reflection included, is refused with UNAUTHENTICATED before any handler
+sees a message of it.
+"""
+
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, TypeAlias
+
+import grpc
+
+from cluster.auth.keys import ClusterKeys
+from cluster.auth.sessions import SessionTable
+from cluster.errors import MemberRefused
+from cluster.messages import MemberId
+from cluster.observe.telemetry import Telemetry
+from cluster.protocol.received import checked
+from cluster.serving.rpc_errors import abort
+from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
+
+PROOF = "tandem-proof-bin"  # metadata
+_OPEN = ("/grpc.health.v1.Health/", "/tandem.internal.v1.MemberAuth/")
+
+_LOG = logging.getLogger("tandem.auth")
+_Context = grpc.aio.ServicerContext[Any, Any]
+_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic in its stubs only
+
+
+class MemberGate(grpc.aio.ServerInterceptor, worker_pb2_grpc.MemberAuthServicer):
+    """The outermost interceptor of a member's server, and the service that opens sessions."""
+
+    def __init__(self, keys: ClusterKeys, member: MemberId, telemetry: Telemetry) -> None:
+        self._sessions = SessionTable(keys, member)
+        self._telemetry = telemetry
+
+    def serve(self, server: grpc.aio.Server) -> None:
+        """Add the service that opens sessions."""
+        worker_pb2_grpc.add_MemberAuthServicer_to_server(self, server)
+
+    async def OpenSession(
+        self, request: worker_pb2.OpenSessionRequest, context: _Context
+    ) -> worker_pb2.OpenSessionResponse:
+        try:
+            return self._sessions.open(checked(request))
+        except MemberRefused as refusal:
+            self._record(refusal, "OpenSession", context)
+            raise
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable["_Handler | None"]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "_Handler | None":
+        method = handler_call_details.method
+        handler = await continuation(handler_call_details)
+        if handler is None or method.startswith(_OPEN):
+            return handler
+        try:
+            self._sessions.find(_proof(handler_call_details.invocation_metadata))
+        except MemberRefused as refusal:
+            return grpc.stream_stream_rpc_method_handler(self._refusing(refusal, method))  # it reads no request
+        return self._gated(handler, method)
+
+    def _gated(self, handler: Any, method: str) -> _Handler:
+        read, write = handler.request_deserializer, handler.response_serializer
+        if handler.unary_unary:
+            return grpc.unary_unary_rpc_method_handler(self._single(handler.unary_unary, method, read), None, write)
+        if handler.unary_stream:
+            return grpc.unary_stream_rpc_method_handler(
+                self._streaming(handler.unary_stream, method, read), None, write
+            )
+        behaviour = handler.stream_stream
+        assert behaviour is not None, "no service of a member has a call with a stream of requests and one response"
+        return grpc.stream_stream_rpc_method_handler(self._streaming(behaviour, method, None), read, write)
+
+    def _single(
+        self, behaviour: Callable[..., Any], method: str, read: Callable[[bytes], Any] | None
+    ) -> Callable[..., Any]:
+        """`read`: the deserializer of a single request, which runs after its digest was verified."""
+
+        async def answer(request: Any, context: _Context) -> Any:
+            await self._admit(context, method, request if read is not None else b"")
+            return await behaviour(read(request) if read is not None else request, context)
+
+        return answer
+
+    def _streaming(
+        self, behaviour: Callable[..., Any], method: str, read: Callable[[bytes], Any] | None
+    ) -> Callable[..., Any]:
+        if not inspect.isasyncgenfunction(behaviour):  # it writes its responses to the context
+            return self._single(behaviour, method, read)
+
+        async def answers(request: Any, context: _Context) -> AsyncIterator[Any]:
+            await self._admit(context, method, request if read is not None else b"")
+            async with aclosing(behaviour(read(request) if read is not None else request, context)) as answering:
+                async for answer in answering:
+                    yield answer
+
+        return answers
+
+    async def _admit(self, context: _Context, method: str, body: bytes) -> None:
+        try:
+            self._sessions.admit(_proof(context.invocation_metadata()), method, body)
+        except MemberRefused as refusal:
+            await self._refuse(refusal, method, context)
+
+    def _refusing(self, refusal: MemberRefused, method: str) -> Callable[..., Any]:
+        async def refuse(_requests: Any, context: _Context) -> None:
+            await self._refuse(refusal, method, context)
+
+        return refuse
+
+    async def _refuse(self, refusal: MemberRefused, method: str, context: _Context) -> None:
+        self._record(refusal, method, context)
+        await abort(context, refusal, method)
+
+    def _record(self, refusal: MemberRefused, method: str, context: _Context) -> None:
+        fields = {"method": method, "from": context.peer(), "refusal": refusal.refusal}
+        _LOG.warning("refused a caller that is not known as a member: %s", refusal.message, extra=fields)
+        self._telemetry.count("tandem_refused_members_total", reason=refusal.refusal)
+
+
+def _proof(metadata: Any) -> bytes | None:
+    for key, value in metadata or ():
+        if key == PROOF:
+            return value if isinstance(value, bytes) else None
+    return None

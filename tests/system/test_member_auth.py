@@ -1,0 +1,115 @@
+"""Attacks on the ports of running workers: no call of theirs is served to a caller that is not a member."""
+
+import asyncio
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.descriptor import MethodDescriptor
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from cluster.auth.gate import PROOF
+from cluster.auth.key_file import load_keys
+from cluster.auth.keys import ClusterKeys
+from cluster.auth.sessions import OpeningSession, Refusal, Session
+from cluster.errors import MemberRefused
+from cluster.serving.rpc_errors import REASON
+from tandem.internal.v1 import kv_pb2, worker_pb2, worker_pb2_grpc
+from tests.system.local_cluster import LocalCluster
+
+_DEADLINE_S = 30.0
+_ADMITTED_S = 0.2  # a refusal arrives at once
+_STREAMS = ("/Connect", "/HandOff", "/ServerReflectionInfo")  # of requests
+_REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+_GARBAGE = b"\xff"  # no message: a call that is admitted ends with INVALID_ARGUMENT and has no effect
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+def _methods() -> Iterator[str]:
+    """Every call of every service that members serve to each other, but the one that opens a session."""
+    for file in (worker_pb2, kv_pb2):
+        for service in file.DESCRIPTOR.services_by_name.values():
+            methods: list[MethodDescriptor] = list(service.methods)
+            yield from (f"/{service.full_name}/{method.name}" for method in methods if method.name != "OpenSession")
+
+
+async def _outcome(channel: grpc.aio.Channel, method: str, body: bytes, proof: bytes | None) -> str:
+    """Make a call with this proof, and return its refusal, or the name of its status if it was admitted."""
+    metadata = ((PROOF, proof),) if proof is not None else ()
+    call: Any
+    if method.endswith(_STREAMS):
+        call = channel.stream_stream(method)(timeout=_DEADLINE_S, metadata=metadata)
+    else:
+        unary: Any = channel.unary_stream(method)
+        call = unary(body, timeout=_DEADLINE_S, metadata=metadata)
+    reading = asyncio.ensure_future(call.read())
+    try:
+        done, _ = await asyncio.wait([reading], timeout=_ADMITTED_S if method.endswith(_STREAMS) else _DEADLINE_S)
+        if not done:
+            return "admitted"  # it waits for the first message
+        await reading
+    except grpc.aio.AioRpcError as error:
+        if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
+            return "admitted"
+        named = (REASON, MemberRefused.reason) in tuple(error.trailing_metadata() or ())
+        return str(error.details()).partition(":")[0] if named else "unnamed"
+    finally:
+        call.cancel()
+    return "answered"
+
+
+async def _session(channel: grpc.aio.Channel, keys: ClusterKeys) -> Session:
+    opening = OpeningSession(keys, "attacker@0")
+    return opening.opened(await worker_pb2_grpc.MemberAuthStub(channel).OpenSession(opening.request()))
+
+
+def _methods_but(method: str) -> str:
+    return next(other for other in _methods() if other != method)
+
+
+async def test_every_call_of_a_worker_is_refused_without_a_proof_of_its_own(shm_cluster: LocalCluster) -> None:
+    keys = load_keys(shm_cluster.key_file)
+    here, there = (shm_cluster.members[name].grpc_address for name in ("decode0", "prefill0"))
+    async with asyncio.timeout(_DEADLINE_S), grpc.aio.insecure_channel(here) as channel:
+        async with grpc.aio.insecure_channel(there) as other:
+            session, elsewhere = await _session(channel, keys), await _session(other, keys)
+        own = Session(secrets.token_bytes(16), secrets.token_bytes(32), "", b"")  # a key of the attacker's own
+        methods = [*_methods()]
+        assert len(methods) >= 13
+        for method in methods:
+            is_stream = method.endswith(_STREAMS)  # whose proof does not cover its messages
+            outcomes = [
+                await _outcome(channel, method, _GARBAGE, None),
+                await _outcome(channel, method, _GARBAGE, secrets.token_bytes(16)),
+                await _outcome(channel, method, _GARBAGE, own.prove(method, _GARBAGE)),
+                await _outcome(channel, method, _GARBAGE, elsewhere.prove(method, _GARBAGE)),
+                await _outcome(channel, method, _GARBAGE, session.prove(_methods_but(method), _GARBAGE)),
+                await _outcome(channel, method, b"", session.prove(method, b"another request")),
+            ]
+            assert outcomes[:2] == [Refusal.NO_PROOF] * 2, method
+            assert outcomes[2:4] == [Refusal.UNKNOWN_SESSION] * 2, method
+            assert outcomes[4:] == [Refusal.WRONG_PROOF] * 2, method
+            proof = session.prove(method, b"" if is_stream else _GARBAGE)
+            assert await _outcome(channel, method, _GARBAGE, proof) == "admitted", method
+            assert await _outcome(channel, method, _GARBAGE, proof) == Refusal.REPLAYED, method
+        assert await _outcome(channel, _REFLECTION, b"", None) == Refusal.NO_PROOF
+        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert health.status == health_pb2.HealthCheckResponse.SERVING
+    assert not (await shm_cluster.inspect("decode0")).violation
+
+
+async def test_a_member_of_another_cluster_opens_no_session_and_is_counted(shm_cluster: LocalCluster) -> None:
+    member = shm_cluster.members["decode0"]
+    async with asyncio.timeout(_DEADLINE_S), grpc.aio.insecure_channel(member.grpc_address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match=Refusal.UNKNOWN_KEY) as refused:
+            await _session(channel, ClusterKeys(secrets.token_bytes(32)))
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    host, port = member.ready["metrics"].rsplit(":", 1)
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"GET /metrics HTTP/1.0\r\n\r\n")
+    scraped = (await reader.read()).decode()
+    writer.close()
+    assert f'tandem_refused_members_total{{reason="{Refusal.UNKNOWN_KEY}"}}' in scraped
