@@ -283,7 +283,8 @@ class CompletionRequest(_Request):
 
     def echoes(self) -> dict[int, Prompt]:
         """Return the prompt of each choice whose text begins with it."""
-        return {i * self.n + k: prompt for i, prompt in enumerate(self.prompt) for k in range(self.n) if self.echo}
+        n = min(self.n, MAX_CHOICES) if self.echo else 0  # a larger n is refused later
+        return {i * n + k: prompt for i, prompt in enumerate(self.prompt) for k in range(n)}
 
     def requests(self, label: str) -> list[GenerateRequest]:
         """Return one request per prompt. With several prompts each label gets the number of its prompt appended. Raises

@@ -17,6 +17,7 @@ from cluster.settings.config import RouterConfig
 from cluster.settings.config_sources import load_config
 from prefill_worker.prefixes.tier_storage import BlockFiles
 from router.http.anthropic.responses import arguments_object
+from router.http.openai_schema import CompletionRequest
 from router.requests import ChatMessage, ToolCall
 from router.text.chat_template import ChatTemplate
 
@@ -93,3 +94,9 @@ def test_arguments_that_a_template_cannot_write_refuse_the_request() -> None:
     template = ChatTemplate("{% macro m(n) %}{{ m(n) }}{% endmacro %}{{ m(1) }}", {})
     with pytest.raises(InvalidRequest, match="fails on these messages"):
         template.render([ChatMessage("user", "x")], 0)
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_huge_n_does_not_stop_the_event_loop_of_a_router(echo: bool) -> None:
+    body = CompletionRequest.model_validate({"prompt": ["x"], "n": (1 << 31) - 1, "echo": echo})
+    assert len(body.echoes()) == (128 if echo else 0)
