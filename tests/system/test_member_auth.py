@@ -70,9 +70,9 @@ def _methods_but(method: str) -> str:
     return next(other for other in _methods() if other != method)
 
 
-async def test_every_call_of_a_worker_is_refused_without_a_proof_of_its_own(shm_cluster: LocalCluster) -> None:
-    keys = load_keys(shm_cluster.key_file)
-    here, there = (shm_cluster.members[name].grpc_address for name in ("decode0", "prefill0"))
+async def test_every_call_of_a_worker_is_refused_without_a_proof_of_its_own(cluster: LocalCluster) -> None:
+    keys = load_keys(cluster.key_file)
+    here, there = (cluster.members[name].grpc_address for name in ("decode0", "prefill0"))
     async with asyncio.timeout(_DEADLINE_S), grpc.aio.insecure_channel(here) as channel:
         async with grpc.aio.insecure_channel(there) as other:
             session, elsewhere = await _session(channel, keys), await _session(other, keys)
@@ -98,11 +98,11 @@ async def test_every_call_of_a_worker_is_refused_without_a_proof_of_its_own(shm_
         assert await _outcome(channel, _REFLECTION, b"", None) == Refusal.NO_PROOF
         health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert health.status == health_pb2.HealthCheckResponse.SERVING
-    assert not (await shm_cluster.inspect("decode0")).violation
+    assert not (await cluster.inspect("decode0")).violation
 
 
-async def test_a_member_of_another_cluster_opens_no_session_and_is_counted(shm_cluster: LocalCluster) -> None:
-    member = shm_cluster.members["decode0"]
+async def test_a_member_of_another_cluster_opens_no_session_and_is_counted(cluster: LocalCluster) -> None:
+    member = cluster.members["decode0"]
     async with asyncio.timeout(_DEADLINE_S), grpc.aio.insecure_channel(member.grpc_address) as channel:
         with pytest.raises(grpc.aio.AioRpcError, match=Refusal.UNKNOWN_KEY) as refused:
             await _session(channel, ClusterKeys(secrets.token_bytes(32)))
