@@ -254,7 +254,7 @@ def mistakes(docker: Engine, transcript: Transcript) -> None:
             "MODEL": "/models/demo_model",
         }
         environment = [word for name, value in settings.items() for word in ("-e", f"TANDEM_{name}={value}")]
-        room = "4k" if mistake == "a full disk" else "64m"
+        room = "4k,nr_inodes=1" if mistake == "a full disk" else "64m"  # no file can be created
         command = (
             "run",
             "--rm",

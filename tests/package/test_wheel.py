@@ -80,9 +80,10 @@ def test_other_packages_keep_the_names_of_our_folders(local: Installed, expected
 
 @pytest.mark.parametrize("python", pythons(), ids=lambda path: Path(path).name)
 def test_the_client_alone_asks_a_running_cluster(
-    python: str, wheel: Path, up: Up, expected: str, tmp_path: Path
+    python: str, wheel: Path, local: Installed, up: Up, expected: str, tmp_path: Path
 ) -> None:
     client = Installed(tmp_path, python, wheel)
+    client.environment["XDG_RUNTIME_DIR"] = str(local.folder)  # where the cluster left its operators' key
     assert not client.packages() & _HEAVY
     answer = json.loads(client.run(client.tandem, "generate", PROMPT, *_SAMPLING, "--address", _grpc(up)))
     assert answer["text"] == expected
