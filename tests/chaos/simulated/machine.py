@@ -28,6 +28,7 @@ from kvtransfer.transports.available import Available
 from kvtransfer.transports.base import TransportSetup
 from router.fleet.decode_events import Sequences
 from router.grammars.checker import GrammarChecker
+from router.overview.overview import Overview
 from router.text.tokenization import Tokenization
 from tests.chaos.simulated.calls import KEY, Channel
 from tests.chaos.simulated.coverage import counted
@@ -245,6 +246,7 @@ def simulated_machine() -> Iterator[None]:
         now_s = (lambda: float(world().loop.time()),)
         stack.enter_context(mock.patch.object(SwappingRunner.__init__, "__defaults__", now_s))
         stack.enter_context(mock.patch.dict(Exporter.__init__.__kwdefaults__, wall_clock=_wall_s))
+        stack.enter_context(mock.patch.dict(Overview.__init__.__kwdefaults__, wall_clock=_wall_s))
         stack.enter_context(counted(lambda: _worlds[-1].reached if _worlds else None))
         stack.enter_context(_unheard_ends())
         yield
