@@ -183,8 +183,8 @@ class RoundRobin:
 
 
 class _Turns:
-    """Remembers when each worker and each pair was last chosen, so that equals take turns: decode workers first, then
-    the pairs of one decode worker. So every pair is used, and workers of a pool are used equally often."""
+    """Remembers when each worker and each pair was last chosen, so that equals take turns: first the workers that compute
+    the prompt, then the pairs of one of them. So every pair is used, and workers of a pool are used equally often."""
 
     def __init__(self) -> None:
         self._turn = 0
@@ -212,9 +212,9 @@ class _Turns:
 
     def _rank(self, pair: Pair) -> tuple[int, int, int, str]:
         members = prefill, decode = _members(pair)
+        computing = prefill if prefill is not None else decode
         turn_of = self._last_turn.get
-        prefill_turn = turn_of(prefill, 0) if prefill is not None else 0
-        return turn_of(decode, 0), turn_of(members, 0), prefill_turn, f"{prefill} {decode}"
+        return turn_of(computing, 0), turn_of(members, 0), turn_of(decode, 0), f"{prefill} {decode}"
 
 
 class _Speeds:

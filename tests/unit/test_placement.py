@@ -59,6 +59,8 @@ def test_every_pair_of_equal_workers_has_its_turn_equally_often(num_prefills: in
     for chosen in (LeastLoaded(), PrefixAware(), RoundRobin()):
         pairs = [names(chosen.choose(prefills, decodes, facts())) for _ in range(3 * num_pairs)]
         assert sorted(Counter(pairs).values()) == [3] * num_pairs
+        rounds = [{prefill for prefill, _ in pairs[i : i + num_prefills]} for i in range(0, len(pairs), num_prefills)]
+        assert all(len(used) == num_prefills for used in rounds), "prefill workers take turns strictly"
 
 
 def test_round_robin_ignores_load() -> None:
