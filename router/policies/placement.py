@@ -183,8 +183,8 @@ class RoundRobin:
 
 
 class _Turns:
-    """Remembers when each worker and each pair was last chosen, so that equals take turns: first the workers that compute
-    the prompt, then the pairs of one of them. So every pair is used, and workers of a pool are used equally often."""
+    """Remembers when each worker and each pair was last chosen, so that equals take turns: first the workers that
+    compute the prompt, then the pairs of one of them. So every pair is used, and workers of a pool equally often."""
 
     def __init__(self) -> None:
         self._turn = 0
