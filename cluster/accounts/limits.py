@@ -23,7 +23,7 @@ _CONCURRENCY_RETRY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What a tenant uses: in the last minute, and now."""
+    """The use of one tenant: its requests and tokens of the last minute, and what it holds now."""
 
     requests: int = 0
     tokens: int = 0
@@ -42,31 +42,53 @@ class Use:
 NO_USE = Use()
 
 
+@dataclass(slots=True)
+class Slot:
+    """The amounts of one second of a `MinuteCount`."""
+
+    first_s: float
+    last_s: float
+    amount: int = 0
+    is_counted: bool = True  # False once the minute is over
+
+
 class MinuteCount:
     """A sum over the last minute, in slots of a second: an amount counts for 60 to 61 seconds."""
 
     def __init__(self) -> None:
-        self._slots: deque[list[float]] = deque()  # [first and last time, amount]
+        self._slots: deque[Slot] = deque()
         self.total = 0
 
-    def add(self, amount: int, now_s: float) -> None:
-        if not self._slots or now_s >= self._slots[-1][0] + _SLOT_S:
-            self._slots.append([now_s, now_s, 0])
-        self._slots[-1][1] = now_s
-        self._slots[-1][2] += amount
+    def add(self, amount: int, now_s: float) -> Slot:
+        """Count an amount from now on. Return its slot, for `take_back`."""
+        if not self._slots or now_s >= self._slots[-1].first_s + _SLOT_S:
+            self._slots.append(Slot(now_s, now_s))
+        slot = self._slots[-1]
+        slot.last_s = now_s
+        slot.amount += amount
         self.total += amount
+        return slot
+
+    def take_back(self, amount: int, slot: Slot) -> None:
+        """Count so much less of what was added in this slot. It has no effect once that counts no more: an amount that
+        left the sum earlier than what it corrects would allow more than the limit."""
+        if slot.is_counted:
+            slot.amount -= amount
+            self.total -= amount
 
     def expire(self, now_s: float) -> None:
-        while self._slots and self._slots[0][1] <= now_s - MINUTE_S:
-            self.total -= int(self._slots.popleft()[2])
+        while self._slots and self._slots[0].last_s <= now_s - MINUTE_S:
+            slot = self._slots.popleft()
+            slot.is_counted = False
+            self.total -= slot.amount
 
     def free_after_s(self, amount: int, now_s: float) -> float | None:
         """Return after which time this much will have left the minute; None: it has not so much."""
-        freed = 0.0
-        for _, last_s, slot in self._slots:
-            freed += slot
+        freed = 0
+        for slot in self._slots:
+            freed += slot.amount
             if freed >= amount:
-                return last_s + MINUTE_S - now_s
+                return slot.last_s + MINUTE_S - now_s
         return None
 
 
@@ -82,22 +104,26 @@ class _TenantUse:
 
 
 class Reservation:
-    """The tokens that one request has reserved."""
+    """The tokens that one request has reserved. They count in the minute in which it was admitted."""
 
     def __init__(self, tenants: "TenantLimits", caller: Caller) -> None:
         self._tenants, self._caller = tenants, caller
         self._num_tokens = 0
+        self._slot: Slot | None = None  # None: nothing is reserved, or the caller has no limits
 
     def reserve(self, num_tokens: int, now_s: float) -> None:
         """Reserve what the request may use. Raises LimitReached."""
         self._tenants.check_tokens(self._caller, num_tokens, now_s)
         self._num_tokens = num_tokens
-        self._tenants.count_tokens(self._caller, num_tokens, now_s)
+        self._slot = self._tenants.count_tokens(self._caller, num_tokens, now_s)
 
     def settle(self, num_tokens: int, now_s: float) -> None:
         """Count what the request has used in the place of what it reserved."""
-        self._tenants.count_tokens(self._caller, num_tokens - self._num_tokens, now_s)
-        self._num_tokens = num_tokens
+        unused, self._num_tokens = self._num_tokens - num_tokens, num_tokens
+        if unused < 0:
+            self._tenants.count_tokens(self._caller, -unused, now_s)
+        elif self._slot is not None:
+            self._tenants.take_back_tokens(self._caller, unused, self._slot)
 
 
 def check_request(caller: Caller, num_sequences: int, priority: int) -> None:
@@ -176,9 +202,16 @@ class TenantLimits:
                 retry_after_s=self._retry_s(caller, "tokens", used + num_tokens - allowed, now_s),
             )
 
-    def count_tokens(self, caller: Caller, num_tokens: int, now_s: float) -> None:
-        if caller.key_id and num_tokens:
-            self._tenants.setdefault(caller.tenant, _TenantUse()).tokens.add(num_tokens, now_s)
+    def count_tokens(self, caller: Caller, num_tokens: int, now_s: float) -> Slot | None:
+        """Count tokens for a caller with a key. Return where, for `take_back_tokens`."""
+        if not caller.key_id or not num_tokens:
+            return None
+        return self._tenants.setdefault(caller.tenant, _TenantUse()).tokens.add(num_tokens, now_s)
+
+    def take_back_tokens(self, caller: Caller, num_tokens: int, slot: Slot) -> None:
+        """Count so many tokens less where they were counted, if they still count."""
+        if (use := self._tenants.get(caller.tenant)) is not None:
+            use.tokens.take_back(num_tokens, slot)
 
     def use(self, tenant: str, now_s: float) -> Use:
         """Return the use of a tenant at all routers, as far as this one can tell."""

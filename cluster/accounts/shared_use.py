@@ -91,8 +91,9 @@ async def stored_usage(registry: Registry) -> list[KeyUsage]:
 
 
 def _read(report: str) -> dict[str, Use]:
-    """A report that cannot be read, of a later version, counts as none."""
+    """Return the use by tenant. A report that cannot be read, of a later version, counts as none, and no report can
+    lower the use that others have."""
     try:
-        return {tenant: Use(*map(int, use)) for tenant, use in json.loads(report).items()}
+        return {tenant: Use(*(max(0, int(amount)) for amount in use)) for tenant, use in json.loads(report).items()}
     except (ValueError, TypeError, AttributeError):
         return {}

@@ -62,6 +62,23 @@ def test_tokens_are_reserved_and_settled_by_what_was_used() -> None:
     assert never.value.retry_after_s is None, "no time makes it smaller"
 
 
+@pytest.mark.parametrize("ended_s", [1.0, 30.0, 59.5, 90.0])
+def test_a_request_that_uses_less_than_it_reserved_gives_no_credit_in_the_next_minute(ended_s: float) -> None:
+    """What is given back leaves the minute together with the reservation, however long the request took."""
+    tenants, who = TenantLimits(), caller(tokens_per_minute=100)
+    with tenants.place(who, 0.0) as reservation:
+        reservation.reserve(100, 0.0)
+        tenants.own(ended_s)  # as every report to other routers does
+        reservation.settle(1, ended_s)
+    assert tenants.use("acme", ended_s).tokens == (1 if ended_s < 60 else 0)
+    for now_s in (61.0, 90.0, 119.0, 150.0):
+        assert tenants.use("acme", max(now_s, ended_s)).tokens == 0
+    with tenants.place(who, 151.0) as reservation:
+        reservation.reserve(100, 151.0)
+        with pytest.raises(LimitReached), tenants.place(who, 151.0) as another:
+            another.reserve(1, 151.0)
+
+
 def test_concurrency_and_bytes_are_free_again_after_a_request() -> None:
     tenants, who = TenantLimits(), caller(max_concurrency=2, max_buffered_bytes=100)
     with tenants.place(who, 0.0, 60), tenants.place(who, 0.0, 40):
