@@ -51,12 +51,6 @@ from router.running import all_of, running
 from router.text.tokenization import Tokenization, TokenizerThreads
 
 _INLINE_TOKENS = 1024  # a resumed request with more tokens is replayed off the event loop
-# Why a decode worker prefills a prompt, in the ledger and in tandem_local_prefills_total.
-_COLOCATED = "colocated"  # the worker's role is both, or the cluster never had a prefill worker
-_PREDICTED = "predicted"  # placement chose it although a pair was there
-_NO_PREFILL_WORKER = "no_prefill_worker"
-_PAIR_BREAKERS_OPEN = "pair_breakers_open"  # prefill workers exist; their circuit breakers with decode workers are open
-_NO_LARGE_ENOUGH_PAIR = "no_large_enough_pair"  # prefill workers exist; no pair can hold the request
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,35 +322,12 @@ class Pipeline:
     ) -> None:
         """Run one attempt at both legs. Raises AttemptFailed; the tokens that the client has by then are committed."""
         if placement.prefill is None or local_reason:
-            self._record_local_prefill(admitted, choices, placement, local_reason)
+            self._worker_choice.record_local_prefill(admitted, choices, placement, local_reason)
             await attempt.on_decode(placement.decode)
         elif choices[0].num_missing == 1:
             await attempt.first_token_only(placement.prefill)
         else:
             await attempt.hand_over(placement.prefill, placement.decode)
-
-    def _record_local_prefill(
-        self, admitted: AdmittedRequest, choices: Sequence[Choice], placement: Placement, reason: str
-    ) -> None:
-        """Count a prefill at the worker that decodes. `reason`: the failure that led to it; empty: placement chose
-        it."""
-        reason = reason or self._local_prefill_reason(admitted, choices, placement)
-        self._telemetry.count("tandem_local_prefills_total", reason=reason)
-        if reason not in (_COLOCATED, _PREDICTED):
-            admitted.account.add_reason(reason)
-
-    def _local_prefill_reason(self, admitted: AdmittedRequest, choices: Sequence[Choice], placement: Placement) -> str:
-        """Return why placement chose a worker alone. It is a fallback only where the cluster once had a prefill worker,
-        and neither a pair nor a worker of both roles could be chosen."""
-        peer = self._fleet.peer(placement.decode)
-        if peer is not None and peer.member.role is Role.BOTH:
-            return _COLOCATED
-        if not placement.is_fallback:
-            return _PREDICTED
-        if self._fleet.prefill_loads():
-            has_large_pair = self._worker_choice.has_large_pair(admitted, choices)
-            return _PAIR_BREAKERS_OPEN if has_large_pair else _NO_LARGE_ENOUGH_PAIR
-        return _NO_PREFILL_WORKER if self._fleet.has_prefill_pool else _COLOCATED
 
     def _takes_over(self, request: GenerateRequest) -> bool:
         """Return whether the request resumes a stream that is live here, with the right to end it."""

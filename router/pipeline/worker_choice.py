@@ -121,6 +121,12 @@ def _now_s() -> float:
     return asyncio.get_running_loop().time()
 
 
+# Why a decode worker prefills a prompt, in the ledger and in tandem_local_prefills_total.
+_COLOCATED = "colocated"  # the worker's role is both, or the cluster never had a prefill worker
+_PREDICTED = "predicted"  # placement chose it although a pair was there
+_NO_PREFILL_WORKER = "no_prefill_worker"
+_PAIR_BREAKERS_OPEN = "pair_breakers_open"  # prefill workers exist; their circuit breakers with decode workers are open
+_NO_LARGE_ENOUGH_PAIR = "no_large_enough_pair"  # prefill workers exist; no pair can hold the request
 _WAITING = "tandem_requests_waiting_for_large_worker"
 
 
@@ -215,11 +221,29 @@ class WorkerChoice:
         ways = self._policy.ways(prefills, decodes, facts)
         return early_refusal(prefills, decodes, ways, facts, admitted.time_left_s())
 
-    def has_large_pair(self, admitted: AdmittedRequest, choices: Sequence[Choice]) -> bool:
-        """Return whether two workers could serve these choices by a hand-off if the pair's circuit breaker were
-        closed."""
-        facts = _facts(admitted, choices, choices[0].num_committed)
-        return has_large_pair(self._fleet.prefill_loads(), self._fleet.decode_loads(), facts)
+    def record_local_prefill(
+        self, admitted: AdmittedRequest, choices: Sequence[Choice], placement: Placement, failure: str
+    ) -> None:
+        """Count a prefill at the worker that decodes. `failure`: of the attempt that led to it; empty: placement chose
+        it."""
+        reason = failure or self._local_prefill_reason(admitted, choices, placement)
+        self._telemetry.count("tandem_local_prefills_total", reason=reason)
+        if reason not in (_COLOCATED, _PREDICTED):
+            admitted.account.add_reason(reason)
+
+    def _local_prefill_reason(self, admitted: AdmittedRequest, choices: Sequence[Choice], placement: Placement) -> str:
+        """Return why placement chose a worker alone. It is a fallback only where the cluster once had a prefill worker,
+        and neither a pair nor a worker of both roles could be chosen."""
+        peer = self._fleet.peer(placement.decode)
+        if peer is not None and peer.member.role is Role.BOTH:
+            return _COLOCATED
+        if not placement.is_fallback:
+            return _PREDICTED
+        if prefills := self._fleet.prefill_loads():
+            facts = _facts(admitted, choices, choices[0].num_committed)
+            is_large = has_large_pair(prefills, self._fleet.decode_loads(), facts)
+            return _PAIR_BREAKERS_OPEN if is_large else _NO_LARGE_ENOUGH_PAIR
+        return _NO_PREFILL_WORKER if self._fleet.has_prefill_pool else _COLOCATED
 
     def can_run_elsewhere(self, admitted: AdmittedRequest, choices: Sequence[Choice], leg: str) -> bool:
         """Return whether workers that answer could serve these choices, among them one for this leg."""
