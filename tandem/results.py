@@ -66,7 +66,7 @@ class Choice:
 
     @property
     def content(self) -> str:
-        """What the answer to a conversation says, without reasoning and calls; its whole text if it has no parts."""
+        """The answer to a conversation, without reasoning and calls; its whole text if it has no parts."""
         return self._of_kind("content") if self.parts else self.text
 
     @property

@@ -28,7 +28,7 @@ _KV_WIDTH = 12
 
 @dataclass(slots=True)
 class View:
-    """What the operator has chosen. Only the command changes it."""
+    """The operator's choices. Only the command changes them."""
 
     in_members: bool = False  # the arrow keys choose a member, not a request
     request: tuple[str, str] | None = None  # what is chosen: WatchedRequest.key; None: the first one

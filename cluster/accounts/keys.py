@@ -27,7 +27,7 @@ _LEAST_PRIORITY, _MOST_PRIORITY = -(1 << 31), (1 << 31) - 1
 
 
 class Access(StrEnum):
-    """What a key allows. `ADMIN` includes the others."""
+    """A right that a key can have. `ADMIN` includes the others."""
 
     INFERENCE = "inference"
     METRICS = "metrics"
@@ -62,7 +62,7 @@ NO_LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who makes a call. Without a tenant it is the operator of the cluster, or any client of a cluster without keys."""
+    """The caller of one call. Without a tenant it is the operator, or any client of a cluster without keys."""
 
     tenant: str = ""
     key_id: str = ""
@@ -159,7 +159,7 @@ def new_secret() -> str:
 
 
 def key_digest(key: str) -> bytes:
-    """A plain hash is enough: nobody can guess 256 random bits, however fast the hash is."""
+    """Return the SHA-256 of a key. A plain hash is enough: 256 random bits cannot be guessed, however fast it is."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 

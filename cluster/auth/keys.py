@@ -19,7 +19,7 @@ _EXTRACT_SALT = b"tandem keys 1"
 
 
 class Purpose(StrEnum):
-    """What a derived key is for. A signature for one purpose is never valid for another."""
+    """The purpose of a derived key. A signature for one purpose is never valid for another."""
 
     CALLS = "calls between members"
     KV_CONNECTIONS = "connections that move KV"
@@ -31,7 +31,7 @@ class Purpose(StrEnum):
 
 
 class CachePurpose(StrEnum):
-    """What a key that is derived from the secret of the caches is for."""
+    """The purpose of a key that is derived from the secret of the caches."""
 
     BLOCK_HASHES = "block hashes"
     SALTS = "cache salts"

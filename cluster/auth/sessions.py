@@ -29,7 +29,7 @@ _MAX_SESSIONS = 16_384
 
 
 class Refusal(StrEnum):
-    """Why a caller was refused as a member."""
+    """The reason for which a caller was refused as a member."""
 
     NO_PROOF = "no_proof"
     UNKNOWN_KEY = "unknown_key"  # of another cluster, or a secret that was dropped

@@ -28,7 +28,7 @@ _NUM_CALLS = 4  # at once: a view that waits, a drain, and views of a caller tha
 
 @dataclass(frozen=True, slots=True)
 class NodeNeeds:
-    """What a worker needs of its node: amounts by Ray's resource names, and the node's labels."""
+    """The needs of a worker of its node: amounts by Ray's resource names, and the node's labels."""
 
     resources: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1.0})
     labels: Mapping[str, str] = field(default_factory=dict)

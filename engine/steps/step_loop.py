@@ -95,7 +95,7 @@ class _Later:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Where the seconds of a step went; the parts sum to `seconds`. The plan of a step that was launched behind another
+    """The seconds of a step by part; the parts sum to `seconds`. The plan of a step that was launched behind another
     one took no time of its own."""
 
     seconds: float

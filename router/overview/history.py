@@ -27,7 +27,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What happened between two readings. The latencies are (median, 99th percentile) in seconds; None: no value."""
+    """The changes between two readings. The latencies are (median, 99th percentile) in seconds; None: no value."""
 
     number: int  # from 1 on
     at_s: float

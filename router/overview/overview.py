@@ -51,7 +51,7 @@ Metadata: TypeAlias = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """What an overview reads."""
+    """The parts of the router from which an overview is made."""
 
     router: Member
     fleet: Fleet

@@ -22,7 +22,7 @@ _START = "<|start|>assistant"
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What an answer may do with the tools of its request."""
+    """The use that an answer may make of the tools of its request."""
 
     tools: tuple[CallableTool, ...]
     must_call: bool = False

@@ -190,7 +190,7 @@ class CountTokensRequest(StrictBody):
 
     @property
     def tool_use(self) -> ToolUse | None:
-        """What the answer may do with the tools; None if it may call none. Raises InvalidRequest."""
+        """Return the use that the answer may make of the tools; None if it may call none. Raises InvalidRequest."""
         choice = self.tool_choice or _AUTO
         if choice.type == "none" or (choice.type == "auto" and not self.tools):
             return None

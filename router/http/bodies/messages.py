@@ -180,8 +180,8 @@ class ToolFields(StrictBody):
 
     @property
     def tool_use(self) -> ToolUse | None:
-        """What the answer may do with the tools; None if it may call none. Raises InvalidRequest for a choice
-        that the tools do not allow."""
+        """Return the use that the answer may make of the tools; None if it may call none. Raises InvalidRequest for a
+        choice that the tools do not allow."""
         choice = self.tool_choice
         word = choice.allowed_tools.mode if isinstance(choice, AllowedToolsChoice) else choice.type
         if choice.type == "none" or (choice.type == "auto" and not self.tools):
