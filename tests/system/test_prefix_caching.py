@@ -157,8 +157,10 @@ async def test_a_prompt_is_placed_on_the_worker_that_caches_it_until_that_worker
 
 @asynccontextmanager
 async def _another_router(cluster: LocalCluster) -> AsyncIterator[LocalCluster]:
-    """Start one more router of the same cluster and send requests to it."""
-    router = await cluster.start_member("another", "router", ("--port", "0", "--grpc-port", "0"))
+    """Start one more router of the same cluster and send requests to it. It places by cached prefixes and load alone:
+    no step time measured beside other work decides."""
+    flags = ("--port", "0", "--grpc-port", "0", "--placement", "prefix-aware")
+    router = await cluster.start_member("another", "router", flags)
     del cluster.members["another"]
     other = copy(cluster)
     other.members = cluster.members | {"router0": router}
