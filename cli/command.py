@@ -15,30 +15,31 @@ from cluster.process import ExitStatus
 from cluster.settings.config_sources import refuse_unknown
 from tandem.errors import TandemError as ClientError
 
-# Each has HELP, add_arguments(parser) and run(arguments) -> exit status.
-_VERBS = (
-    "demo",
-    "up",
-    "status",
-    "top",
-    "ui",
-    "requests",
-    "explain",
-    "generate",
-    "chat",
-    "batch",
-    "scale",
-    "drain",
-    "role",
-    "migrate",
-    "doctor",
-    "certs",
-    "keys",
-    "usage",
-    "estimate",
-    "bench",
-    "completion",
-)
+# Verb -> its folder below `cli/verbs`, in the order of `tandem --help`.
+# A verb's module has HELP, add_arguments(parser) and run(arguments) -> exit status.
+_VERBS = {
+    "demo": "clusters",
+    "up": "clusters",
+    "status": "observation",
+    "top": "observation",
+    "ui": "observation",
+    "requests": "observation",
+    "explain": "observation",
+    "generate": "generation",
+    "chat": "generation",
+    "batch": "generation",
+    "scale": "clusters",
+    "drain": "clusters",
+    "role": "clusters",
+    "migrate": "clusters",
+    "doctor": "preparation",
+    "certs": "access",
+    "keys": "access",
+    "usage": "observation",
+    "estimate": "preparation",
+    "bench": "generation",
+    "completion": "preparation",
+}
 # What `tandem NAME` becomes: the module that runs one member, and the extra that it needs.
 PROGRAMS = {
     "router": ("router", "router"),
@@ -92,6 +93,10 @@ def _become(program: str, *flags: str) -> NoReturn:
     os.execv(sys.executable, (sys.executable, "-m", module, *flags))
 
 
+def verb_module(verb: str) -> ModuleType:
+    return import_module(f"cli.verbs.{_VERBS[verb]}.{verb}")
+
+
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser], dict[str, ModuleType]]:
     """Return the parser of all commands, and the parser and the module of each verb."""
     parser = argparse.ArgumentParser(
@@ -105,7 +110,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     modules: dict[str, ModuleType] = {}
     parsers: dict[str, argparse.ArgumentParser] = {}
     for name in _VERBS:
-        module = modules[name] = import_module(f"cli.verbs.{name}")
+        module = modules[name] = verb_module(name)
         parsers[name] = verbs.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False)
         module.add_arguments(parsers[name])
     return parser, parsers, modules

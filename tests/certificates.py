@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from cli.verbs.certs import Pair, make_authority, make_certificate
+from cli.verbs.access.certs import Pair, make_authority, make_certificate
 from cluster.serving.tls import ClusterTls, load_tls
 from cluster.settings.config import RouterConfig
 

@@ -43,7 +43,7 @@ from benchmarks.machine import about
 from cli.load.open_loop import report
 from cli.load.workload import Arrival
 from cli.local.local_cluster import LocalCluster
-from cli.verbs import up
+from cli.verbs.clusters import up
 from cluster.errors import TandemError
 from tandem.client import AsyncClient
 

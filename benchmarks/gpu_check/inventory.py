@@ -43,7 +43,7 @@ _ROOT = Path(__file__).parents[2]
 _OURS = (
     "worker.app",
     "router.app",
-    "cli.verbs.up",
+    "cli.verbs.clusters.up",
     "tandem.client",
     "benchmarks.gpu.engine",
 )

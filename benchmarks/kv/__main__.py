@@ -32,7 +32,7 @@ from benchmarks.kv.shapes import (
     target_pool,
 )
 from benchmarks.kv.table import Cell, as_json, as_markdown
-from cli.verbs.certs import make_authority, make_certificate
+from cli.verbs.access.certs import make_authority, make_certificate
 
 _RESULTS = Path(__file__).parents[1] / "results"
 _ROWS = {"cpu": ("shm", "tcp", "tcp+tls", "nixl"), "cuda": ("cuda_ipc", "nccl", "nixl", "tcp")}

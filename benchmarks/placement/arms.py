@@ -15,7 +15,7 @@ from benchmarks.engine.parties import descendants
 from benchmarks.placement.figures.samples import Slo
 from benchmarks.placement.figures.verdict import AUTO, COLOCATED, SEPARATE, STATIC, VLLM
 from cli.local.local_cluster import LocalCluster
-from cli.verbs import up
+from cli.verbs.clusters import up
 from cluster.process import die_with_parent
 from cluster.settings.config import RouterConfig
 

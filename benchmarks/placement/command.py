@@ -30,7 +30,7 @@ from benchmarks.placement.figures.verdict import AUTO, STATIC, VLLM
 from benchmarks.placement.measure import Measuring
 from benchmarks.placement.plan import Point, ShareOfCapacity, full_plan, left_to_do, quick_plan, selected
 from benchmarks.placement.workload import Workload
-from cli.verbs.up import DEMO_MODEL
+from cli.verbs.clusters.up import DEMO_MODEL
 
 _ROOT = Path(__file__).parents[2]
 _RESULTS = Path("benchmarks/results")

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.router.load import Job, Result
-from cli.verbs.certs import make_authority, make_certificate
-from cli.verbs.up import DEMO_MODEL
+from cli.verbs.access.certs import make_authority, make_certificate
+from cli.verbs.clusters.up import DEMO_MODEL
 from cluster.process import die_with_parent
 from cluster.registry.redis_server import RedisServer
 

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cli.verbs.demo import PROMPT
+from cli.verbs.clusters.demo import PROMPT
 from tandem.client import AsyncClient
 
 _TIMEOUT_S = 600.0

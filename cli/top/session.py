@@ -26,7 +26,7 @@ from cli.top.screen import (
 )
 from cli.top.terminal import next_keys, raw_keys
 from cli.top.watch import Watch, full_name
-from cli.verbs.explain import explained_text
+from cli.verbs.observation.explain import explained_text
 from tandem.errors import TandemError
 from tandem.plain_objects import plain_object
 from tandem.v1 import admin_pb2

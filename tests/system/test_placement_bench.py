@@ -15,7 +15,7 @@ from benchmarks.placement.figures.verdict import COLOCATED, SEPARATE
 from benchmarks.placement.generator import Job
 from benchmarks.placement.measure import run_generator
 from cli.load.workload import Arrival
-from cli.verbs.up import DEMO_MODEL
+from cli.verbs.clusters.up import DEMO_MODEL
 
 ROOT = Path(__file__).parents[2]
 VLLM_PYTHON = os.environ.get("VLLM_PYTHON", "")

@@ -18,7 +18,7 @@ import pytest
 from cli.__main__ import main
 from cli.local.last_cluster import LastCluster, find_address, forget, remember
 from cli.local.layout import threads_per_worker
-from cli.verbs.up import pools_from
+from cli.verbs.clusters.up import pools_from
 from cluster.errors import ConfigError
 from tandem import Client, LocalCluster
 from tandem.errors import Unavailable

@@ -16,7 +16,7 @@ import pytest
 
 from cli.load.open_loop import Objective, Record, RequestFailed, open_loop, percentile, report, summary
 from cli.load.workload import Arrival, clipped, poisson, prompt_ids, read_trace, scaled
-from cli.verbs import bench
+from cli.verbs.generation import bench
 from cluster.errors import ConfigError
 
 Value = TypeVar("Value")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from cli.verbs.up import UpConfig
+from cli.verbs.clusters.up import UpConfig
 from cluster.errors import ConfigError, ModelRefused
 from cluster.messages import Sampling
 from cluster.request_size import blocks_for

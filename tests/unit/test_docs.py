@@ -4,13 +4,12 @@ import argparse
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from cli.command import _VERBS, PROGRAMS
+from cli.command import _VERBS, PROGRAMS, verb_module
 from cluster.errors import _STATUS, HandOffReason
 from cluster.observe.metrics import METRICS, VLLM_NAMES
 
@@ -76,7 +75,7 @@ def _flags_in_source() -> frozenset[str]:
 
 @cache
 def _flags_of(verb: str) -> frozenset[str]:
-    module = import_module(f"cli.verbs.{verb}")
+    module = verb_module(verb)
     parser = argparse.ArgumentParser()
     module.add_arguments(parser)
     nested = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from cli.machine import Finding, look
-from cli.verbs import doctor
-from cli.verbs.doctor import PairReport, report, unmeasured
+from cli.verbs.preparation import doctor
+from cli.verbs.preparation.doctor import PairReport, report, unmeasured
 from cluster.auth.key_file import load_keys
 from cluster.errors import ConfigError
 from kvtransfer.importer.links import DOES_NOT_REACH

@@ -183,7 +183,7 @@ def test_every_member_is_restarted_by_liveness_and_routed_to_by_readiness() -> N
 def test_the_flags_of_kuberay_parse_and_its_deployment_validates() -> None:
     import argparse
 
-    from cli.verbs import up
+    from cli.verbs.clusters import up
     from deploy.ray.options import ray_options
 
     kubernetes_validate = pytest.importorskip("kubernetes_validate")

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from cli.verbs import generate
-from cli.verbs.explain import explained_object, explained_text
-from cli.verbs.requests import requests_object, requests_text
-from cli.verbs.scale import changes_between, sizes_from
-from cli.verbs.status import disaggregation_object, disaggregation_text, target_object, target_text
+from cli.verbs.clusters.scale import changes_between, sizes_from
+from cli.verbs.generation import generate
+from cli.verbs.observation.explain import explained_object, explained_text
+from cli.verbs.observation.requests import requests_object, requests_text
+from cli.verbs.observation.status import disaggregation_object, disaggregation_text, target_object, target_text
 from cluster.errors import ConfigError
 from tandem.enum_words import DISAGGREGATION_VERDICTS, EFFECT_BASES, MEMBER_ROLES, MEMBER_STATES
 from tandem.options import GenerateOptions

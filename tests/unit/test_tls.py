@@ -15,7 +15,7 @@ import pytest
 from cli import health
 from cli.__main__ import main
 from cli.local.last_cluster import LastCluster, find_tls_ca, remember
-from cli.verbs.certs import Pair
+from cli.verbs.access.certs import Pair
 from cluster.errors import ConfigError
 from cluster.observe.telemetry import Telemetry
 from cluster.serving.serving import GrpcServer, is_serving, open_channel

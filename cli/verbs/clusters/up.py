@@ -30,7 +30,7 @@ from cluster.settings.transfer_settings import TransferSettings, require_exact_w
 from deploy.ray.options import RayOptions, add_ray_arguments, ray_options
 
 HELP = "start a cluster on this machine, or its workers on Ray, and keep it until Ctrl-C"
-DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
+DEMO_MODEL = Path(__file__).parents[3] / "examples" / "demo_model"
 _START_TIMEOUT_S = 300.0
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import grpc
 
 from cli import connection
-from cli.verbs.status import target_object
+from cli.verbs.observation.status import target_object
 from cluster.errors import ConfigError
 from cluster.process import ExitStatus
 from cluster.registry.scale_target import POOLS, sizes_text

@@ -5,7 +5,7 @@ import json
 import sys
 
 from cli.table import bytes_text, table
-from cli.verbs.up import DEMO_MODEL
+from cli.verbs.clusters.up import DEMO_MODEL
 from cluster.errors import ConfigError
 from cluster.settings.engine_settings import KV_CACHE_DTYPES, parse_bytes
 from engine.model.estimate import estimate, read_config

@@ -11,8 +11,8 @@ from collections import deque
 
 from cli.local.local_cluster import LocalCluster
 from cli.table import ledger_text
-from cli.verbs import up
-from cli.verbs.up import plan_from, run_until_stopped, tell
+from cli.verbs.clusters import up
+from cli.verbs.clusters.up import plan_from, run_until_stopped, tell
 from cluster.errors import TandemError
 from cluster.process import ExitStatus
 from tandem.client import AsyncClient

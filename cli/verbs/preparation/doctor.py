@@ -14,7 +14,7 @@ from cli import connection
 from cli.local.last_cluster import find_address, find_key_file
 from cli.machine import Finding, look
 from cli.table import bytes_text, table
-from cli.verbs.status import ask
+from cli.verbs.observation.status import ask
 from cluster.auth.key_file import read_key_file
 from cluster.auth.keys import ClusterKeys
 from cluster.auth.member_channel import MemberChannel
