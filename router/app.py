@@ -388,6 +388,7 @@ def _ports(config: RouterConfig, host: str, telemetry: Telemetry, tls: ClusterTl
         interceptors=[KeyInterceptor(accounts.gate, accounts.audit)],
         credentials=tls.public_credentials() if tls is not None else None,
         max_calls=_max_calls(config),
+        max_connection_age_s=config.max_connection_age_s,
     )
     limits = StuckLimits(config.loop_timeout_s, config.stuck_exit_s)  # of the event loop
     on_lag = partial(telemetry.observe, "tandem_event_loop_lag_seconds")

@@ -1,6 +1,7 @@
 """The errors of the client library.
 
 TandemError              `reason`: the error's stable name; `retry_after_s`: when to try again, in seconds;
+│                        `param`: the field of the request that must change, or the key's limit that was reached;
 │                        `is_lost`: the error is not a router's: the connection broke or could not be made
 ├── InvalidRequest       the request must change; the message says how
 │   └── UnknownModel     the cluster does not serve this model
@@ -14,8 +15,15 @@ TandemError              `reason`: the error's stable name; `retry_after_s`: whe
 """
 
 import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
 
 from tandem.channel import explained
+
+DETAILS_KEY = "grpc-status-details-bin"  # metadata: the google.rpc.Status of a failed call
+DOMAIN = "tandem"  # of ErrorInfo
+LIMIT_KEY = "limit"  # metadata of ErrorInfo: the limit of the API key that was reached
 
 _REASON = "tandem-reason"
 _RETRY_AFTER_S = "tandem-retry-after-s"
@@ -23,12 +31,19 @@ _RETRY_AFTER_S = "tandem-retry-after-s"
 
 class TandemError(Exception):
     def __init__(
-        self, message: str, *, reason: str = "", retry_after_s: float | None = None, is_lost: bool = False
+        self,
+        message: str,
+        *,
+        reason: str = "",
+        retry_after_s: float | None = None,
+        param: str | None = None,
+        is_lost: bool = False,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.reason = reason
         self.retry_after_s = retry_after_s
+        self.param = param
         self.is_lost = is_lost
 
 
@@ -98,5 +113,21 @@ def error_from_rpc(error: grpc.RpcError) -> TandemError:
         details,
         reason=trailing.get(_REASON) or error.code().name.lower(),
         retry_after_s=float(retry_after) if retry_after is not None else None,
+        param=_param(error),
         is_lost=error.code() is grpc.StatusCode.UNAVAILABLE and _REASON not in trailing,
     )
+
+
+def _param(error: "grpc.Call | grpc.aio.AioRpcError") -> str | None:
+    """Return what the rich details of an error name, None without such details or with damaged ones."""
+    bad, info = error_details_pb2.BadRequest(), error_details_pb2.ErrorInfo()
+    try:
+        status = rpc_status.from_call(error)
+        for detail in status.details if status is not None else ():
+            if detail.Unpack(bad) and bad.field_violations:
+                return str(bad.field_violations[0].field)
+            if detail.Unpack(info) and info.domain == DOMAIN and LIMIT_KEY in info.metadata:
+                return str(info.metadata[LIMIT_KEY])
+    except (ValueError, DecodeError):
+        pass
+    return None

@@ -1,8 +1,8 @@
 """Convert a TandemError to a gRPC status and back. Every exception that leaves a server passes through this module.
 
 The status code gives the kind and the details give the message; trailing metadata carries the exact reason and the
-retry delay. Any other exception is a bug in Tandem: it is logged here once, with its stack trace, and the caller gets
-INTERNAL without the stack trace.
+retry delay, and in clients' calls the rich details of cluster/serving/error_details.py. Any other exception is a bug in
+Tandem: it is logged here once, with its stack trace, and the caller gets INTERNAL without the stack trace.
 """
 
 import inspect
@@ -32,6 +32,7 @@ from cluster.errors import (
     grpc_status,
 )
 from cluster.observe.telemetry import Telemetry
+from cluster.serving.error_details import rich_status, shortened
 from tandem.channel import explained
 
 REASON = "tandem-reason"
@@ -65,8 +66,12 @@ async def abort(context: _Context, error: TandemError, method: str) -> None:
 
     A malformed message is the caller's fault between members (INVALID_ARGUMENT). In a client's call it came from a
     worker (INTERNAL)."""
-    is_callers_fault = isinstance(error, MalformedMessage) and not method.startswith(_CLIENT_SERVICES)
-    status = grpc.StatusCode.INVALID_ARGUMENT if is_callers_fault else grpc.StatusCode[grpc_status(error)]
+    status = grpc.StatusCode[grpc_status(error)]
+    if method.startswith(_CLIENT_SERVICES):
+        message = shortened(error.message)
+        await context.abort(status, message, (*_trailing(error), rich_status(error, status, message)))
+    if isinstance(error, MalformedMessage):
+        status = grpc.StatusCode.INVALID_ARGUMENT
     await context.abort(status, error.message, _trailing(error))
 
 

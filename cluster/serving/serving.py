@@ -4,6 +4,7 @@ Each server includes the health and reflection services; cluster/serving/rpc_err
 port and the health status, never the services themselves.
 """
 
+import math
 import socket
 from collections.abc import Sequence
 
@@ -67,16 +68,24 @@ class GrpcServer:
         gate: grpc.aio.ServerInterceptor | None = None,
         credentials: grpc.ServerCredentials | None = None,
         max_calls: int | None = None,
+        max_connection_age_s: float = 0.0,
     ) -> None:
         """`service_names`: full names such as `tandem.v1.Inference`. `interceptors` run inside the one that converts
         errors, so they may raise a TandemError too. `gate` runs outside of all of them and sees a request first, as
         bytes. `credentials`: for TLS; None means plaintext. `max_calls`: the
         maximum number of calls at once; a further call ends with RESOURCE_EXHAUSTED before it is read. It also limits
         the connections, counted before any handshake; a further connection is closed. None: no limit, for a server
-        whose callers are members."""
+        whose callers are members. `max_connection_age_s`: about this old (gRPC varies it by a tenth), a connection
+        takes no further call and closes when its last call has ended, so that a client balances its load anew. 0: no
+        such age."""
         self.grpc = grpc.aio.server(
             interceptors=[*([gate] if gate is not None else []), ErrorInterceptor(telemetry), *interceptors],
-            options=[*_SERVER_OPTIONS, *_message_options(max_message_bytes), *_connection_options(max_calls)],
+            options=[
+                *_SERVER_OPTIONS,
+                *_message_options(max_message_bytes),
+                *_connection_options(max_calls),
+                *_age_options(max_connection_age_s),
+            ],
             maximum_concurrent_rpcs=max_calls,
         )
         self._credentials = credentials
@@ -170,3 +179,8 @@ def _message_options(max_message_bytes: int) -> list[tuple[str, int]]:
 
 def _connection_options(max_connections: int | None) -> list[tuple[str, int]]:
     return [] if max_connections is None else [("grpc.max_allowed_incoming_connections", max_connections)]
+
+
+def _age_options(max_connection_age_s: float) -> list[tuple[str, int]]:
+    """Set no `max_connection_age_grace_ms`: gRPC's default never cuts calls in progress."""
+    return [("grpc.max_connection_age_ms", math.ceil(max_connection_age_s * 1000))] if max_connection_age_s else []

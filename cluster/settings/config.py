@@ -148,6 +148,11 @@ class RouterConfig(ClusterSettings):
     client_stall_s: float = setting(
         CLIENT_STALL_S, "seconds until a client that reads nothing of its response is disconnected"
     )
+    max_connection_age_s: float = setting(
+        1800.0,
+        "seconds until a client's gRPC connection takes no further call, so that clients find new routers behind a load"
+        " balancer; calls in progress go on; 0: unlimited",
+    )
     max_message_bytes: int = setting(4 * 1024 * 1024, "maximum size of a request in bytes")
     request_timeout_s: float = setting(600.0, "timeout in seconds of a request that sets none")
     max_attempts: int = setting(3, "maximum attempts at each leg of a request")
@@ -163,7 +168,7 @@ class RouterConfig(ClusterSettings):
         for name in ("max_attempts", "max_live_requests", "max_buffered_tokens", "max_message_bytes"):
             require(getattr(self, name) >= 1, f"{flag_of(name)} must be at least 1, not {getattr(self, name)}")
         require_lengths(self.max_model_len, self.max_input_length, self.max_output_length)
-        _require_no_negative(self, "slo_ttft_ms", "slo_tpot_ms")
+        _require_no_negative(self, "slo_ttft_ms", "slo_tpot_ms", "max_connection_age_s")
         require(0 <= self.explore <= 0.5, f"--explore must be from 0 to 0.5, not {self.explore:g}")
         require(
             not self.explore or self.placement == "auto",

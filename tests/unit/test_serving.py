@@ -32,6 +32,7 @@ class Service(inference_pb2_grpc.InferenceServicer):
 
     def __init__(self) -> None:
         self.act: Callable[[], Awaitable[None]] = self.nothing
+        self.peers: list[str] = []  # the connection of each Tokenize
         self.released = asyncio.Event()
         self.started = asyncio.Event()
 
@@ -42,6 +43,7 @@ class Service(inference_pb2_grpc.InferenceServicer):
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
+        self.peers.append(context.peer())
         await self.act()
         return inference_pb2.TokenizeResponse(token_ids=request.text.encode())
 
@@ -57,7 +59,9 @@ class Service(inference_pb2_grpc.InferenceServicer):
 
 
 class Served:
-    def __init__(self, *, max_message_bytes: int = 1 << 20, max_calls: int | None = None) -> None:
+    def __init__(
+        self, *, max_message_bytes: int = 1 << 20, max_calls: int | None = None, max_connection_age_s: float = 0.0
+    ) -> None:
         self.telemetry = Telemetry()
         self.service = Service()
         self.server = GrpcServer(
@@ -65,6 +69,7 @@ class Served:
             telemetry=self.telemetry,
             max_message_bytes=max_message_bytes,
             max_calls=max_calls,
+            max_connection_age_s=max_connection_age_s,
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(self.service, self.server.grpc)
         self.port = self.server.bind("127.0.0.1", 0)
