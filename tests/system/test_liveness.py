@@ -148,10 +148,10 @@ async def test_a_worker_whose_step_does_not_end_exits(cluster: LocalCluster, tmp
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_worker_of_either_role_sends_heartbeats_on_its_streams(shm_cluster: LocalCluster, role: str) -> None:
-    name = next(name for name in shm_cluster.members if name.startswith(role))
+async def test_a_worker_of_either_role_sends_heartbeats_on_its_streams(cluster: LocalCluster, role: str) -> None:
+    name = next(name for name in cluster.members if name.startswith(role))
     hello = worker_pb2.RouterHello(router="router@1", has_no_sequences=True)
-    async with asyncio.timeout(_DEADLINE_S), shm_cluster.channel(name) as channel:
+    async with asyncio.timeout(_DEADLINE_S), cluster.channel(name) as channel:
         call = worker_pb2_grpc.DecodeWorkerStub(channel).Connect()
         await call.write(worker_pb2.RouterMessage(hello=hello))
         messages = [await call.read() for _ in range(5)]
