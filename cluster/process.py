@@ -116,6 +116,13 @@ def stop_requested() -> asyncio.Event:
     return asked
 
 
+def reload_requested() -> asyncio.Event:
+    """Return an event that each SIGHUP sets: the process shall read its files again. Call it on the running loop."""
+    asked = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, asked.set)
+    return asked
+
+
 def announce_ready(**fields: object) -> None:
     """Print the line `ready name=value ...` on stdout, for which the parent process waits.
 

@@ -3,15 +3,15 @@
 import sys
 
 from cluster.messages import Role
-from cluster.process import announce_ready, exit_process, run_process, stop_requested
+from cluster.process import announce_ready, exit_process, reload_requested, run_process, stop_requested
 from cluster.settings.config import WorkerConfig
-from cluster.settings.config_sources import parse_arguments
+from cluster.settings.reload import settings_source
 from worker.life import run_worker
 
 
 async def _main() -> None:
-    config = parse_arguments(WorkerConfig, "decode_worker", sys.argv[1:])
-    await run_worker(config, Role.DECODE, stop=stop_requested(), announce=announce_ready)
+    source = settings_source(WorkerConfig, "decode_worker", sys.argv[1:], reload_requested())
+    await run_worker(source.read(), Role.DECODE, stop=stop_requested(), announce=announce_ready, source=source)
 
 
 if __name__ == "__main__":

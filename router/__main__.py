@@ -4,15 +4,15 @@ import sys
 
 import uvloop
 
-from cluster.process import announce_ready, exit_process, run_process, stop_requested
+from cluster.process import announce_ready, exit_process, reload_requested, run_process, stop_requested
 from cluster.settings.config import RouterConfig
-from cluster.settings.config_sources import parse_arguments
+from cluster.settings.reload import settings_source
 from router import app
 
 
 async def _main() -> None:
-    config = parse_arguments(RouterConfig, "router", sys.argv[1:])
-    await app.run(config, stop=stop_requested(), announce=announce_ready)
+    source = settings_source(RouterConfig, "router", sys.argv[1:], reload_requested())
+    await app.run(source.read(), stop=stop_requested(), announce=announce_ready, source=source)
 
 
 if __name__ == "__main__":

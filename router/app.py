@@ -8,8 +8,8 @@ import gc
 import logging
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from fastapi import FastAPI
 
@@ -20,19 +20,17 @@ from cluster.errors import DrainIncomplete
 from cluster.identity import advertised_host, new_member_id
 from cluster.member import DrainOutcome, Member, MemberState
 from cluster.messages import Role
-from cluster.observe.health import HealthPort
-from cluster.observe.logs import configure_logs
-from cluster.observe.metrics_port import MetricsPort
-from cluster.observe.stand_still import StuckLimits
+from cluster.observe.logs import configure_logs, set_log_level
 from cluster.observe.telemetry import Telemetry
 from cluster.process import lasting
 from cluster.registry.registration import Registration
 from cluster.registry.registry import Registry
 from cluster.registry.scale_registry import ScaleTargets
 from cluster.request_size import LengthLimits
-from cluster.serving.serving import MAX_MESSAGE_BYTES, GrpcServer, join_address
-from cluster.serving.tls import ClusterTls, load_tls
+from cluster.serving.serving import MAX_MESSAGE_BYTES, join_address
+from cluster.serving.tls import load_tls
 from cluster.settings.config import RouterConfig, echo
+from cluster.settings.reload import SettingsReload, SettingsSource
 from router.accounts import Accounts
 from router.drain.evacuation import Evacuation
 from router.drain.operator_commands import MemberCommands, ScaleTargetView
@@ -41,11 +39,9 @@ from router.fleet.membership import advertised_routers
 from router.fleet.prefix_locator import CacheEventFollower, PrefixLocator
 from router.fleet.supervision import WorkerTimeouts
 from router.grammars.checker import grammar_checker
-from router.grpc_api.gatekeeper import KeyInterceptor
 from router.grpc_api.service import AdminService, InferenceService, WriteTimeout
 from router.http.endpoints.page import add_page
 from router.http.openai_api import build_app
-from router.http.server import HttpServer
 from router.overview.effect_gauges import publish_effect
 from router.overview.overview import Overview, Watched
 from router.pipeline.migration import Migrations
@@ -54,6 +50,7 @@ from router.policies.breakers import BreakerPolicy
 from router.policies.candidates import SloTargets
 from router.policies.prefix_index import PrefixIndex
 from router.policies.slo_aware import policy
+from router.ports import bind_ports, max_calls
 from router.request.divided_answers import ChatSettings
 from router.request.live_requests import LiveRequests
 from router.request.validation import MessageLimits
@@ -70,40 +67,37 @@ _GC_THRESHOLDS = (20_000, 20, 50)
 _SETTLE_S = 3.0
 _PUBLISH_PERIOD_S = 1.0
 _EFFECT_PERIOD_S = 15.0
-_SPARE_CALLS = 4096  # for health checks, operators, idle connections and refusals in progress
-_SERVICES = ("tandem.v1.Inference", "tandem.v1.Admin")
 
 
-async def run(config: RouterConfig, *, stop: asyncio.Event, announce: Callable[..., None]) -> None:
-    """Serve until `stop` is set, then drain. Raises ConfigError, RegistryUnavailable, Fenced, DrainIncomplete."""
+async def run(
+    config: RouterConfig,
+    *,
+    stop: asyncio.Event,
+    announce: Callable[..., None],
+    source: SettingsSource[RouterConfig] | None = None,
+) -> None:
+    """Serve until `stop` is set, then drain. `source`: of settings and certificates that may change meanwhile. Raises
+    ConfigError, RegistryUnavailable, Fenced, DrainIncomplete."""
     configure_logs(config.log_level, config.log_format)
     with lasting():
-        router = Router(config, stop)
+        router = Router(config, stop, source)
     gc.set_threshold(*_GC_THRESHOLDS)
     await router.serve(announce)
-
-
-@dataclass(frozen=True, slots=True)
-class Ports:
-    """The servers of a router; their ports are bound before anything is served."""
-
-    http: HttpServer
-    grpc: GrpcServer
-    health: HealthPort
-    metrics: MetricsPort
-    host: str  # the name under which others reach them
 
 
 class Router:
     """All objects of a router. They are built before anything starts."""
 
-    def __init__(self, config: RouterConfig, stop: asyncio.Event) -> None:
-        self._config = config
+    def __init__(
+        self, config: RouterConfig, stop: asyncio.Event, source: SettingsSource[RouterConfig] | None = None
+    ) -> None:
+        self._config, self._source = config, source
+        self._drain_grace_s = config.drain_grace_s
         self._stop = stop
         self._drained: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._keys = cluster_keys(config)
         host = advertised_host(config)
-        tls = load_tls(config, host)
+        tls = self._tls = load_tls(config, host)
         self._telemetry = Telemetry.of_router()
         targets = SloTargets.of_ms(config.slo_ttft_ms, config.slo_tpot_ms)
         self._live_requests = LiveRequests(
@@ -120,7 +114,7 @@ class Router:
         answers = AnswerFormat.named(config.tool_call_parser, config.reasoning_parser)
         self._chats = ChatSettings(answers, config.trust_request_chat_template == "on")
         self._tokenization = _tokenization(config, answers.markers)
-        self._ports = _ports(config, host, self._telemetry, tls, self._accounts)
+        self._ports = bind_ports(config, host, self._telemetry, tls, self._accounts)
         self._member = self._as_member()
         self._telemetry.describe(role=Role.ROUTER, member=self._member.id.id, model=config.model_name)
         self._telemetry.gauge("tandem_slo_seconds", config.slo_ttft_ms / 1000, latency="ttft")
@@ -159,7 +153,7 @@ class Router:
             num_left = await self._live(registration, announce)
             if num_left:
                 raise DrainIncomplete(
-                    f"{num_left} request(s) were left after {self._config.drain_grace_s:g} s; clients that know another"
+                    f"{num_left} request(s) were left after {self._drain_grace_s:g} s; clients that know another"
                     " router resume them there; give it more --drain-grace-s"
                 )
         except ExceptionGroup as errors:
@@ -186,6 +180,7 @@ class Router:
                 tasks.create_task(self._publish_figures(), name="figures"),
                 tasks.create_task(self._overview.run(), name="overview"),
                 tasks.create_task(self._publish_effect(), name="effect of disaggregation"),
+                tasks.create_task(self._follow_settings(), name="follow settings"),
             ]
             tasks.create_task(self._serve_http(http_stop), name="HTTP")
             await self._until_stopped(registration, announce)
@@ -200,7 +195,7 @@ class Router:
     async def _serve_http(self, stop: asyncio.Event) -> None:
         await self._ports.http.serve(
             self._app,
-            max_connections=_max_calls(self._config),
+            max_connections=max_calls(self._config),
             telemetry=self._telemetry,
             stop=stop,
             grace_s=_STOP_GRACE_S,
@@ -230,7 +225,7 @@ class Router:
         await self._ports.grpc.set_ready(False)
         _LOG.info("draining", extra={"live_requests": len(self._live_requests)})
         try:
-            async with asyncio.timeout(self._config.drain_grace_s):
+            async with asyncio.timeout(self._drain_grace_s):
                 await self._pipeline.drain()
         except TimeoutError:
             num_left = len(self._live_requests)
@@ -260,6 +255,25 @@ class Router:
         while True:
             publish_effect(self._live_requests.explanations.comparison(), self._telemetry)
             await asyncio.sleep(_EFFECT_PERIOD_S)
+
+    async def _follow_settings(self) -> None:
+        if self._source is None:
+            return
+
+        def set_grace(grace_s: float) -> None:
+            self._drain_grace_s = grace_s
+
+        def set_timeout(timeout_s: float) -> None:
+            self._pipeline.request_timeout_s = timeout_s
+
+        setters: dict[str, Callable[[Any], None]] = {
+            "log_level": set_log_level,
+            "drain_grace_s": set_grace,
+            "max_live_requests": self._live_requests.admission.set_limit,
+            "max_buffered_tokens": self._live_requests.buffers.set_limit,
+            "request_timeout_s": set_timeout,
+        }
+        await SettingsReload(self._config, self._source, setters=setters, tls=self._tls).run()
 
     def _as_member(self) -> Member:
         """Bind the gRPC port and describe this router as a member."""
@@ -377,27 +391,3 @@ def _tokenization(config: RouterConfig, markers: Sequence[str]) -> Tokenization:
     for note in tokenization.model_info.notes:
         _LOG.warning(note)
     return tokenization
-
-
-def _ports(config: RouterConfig, host: str, telemetry: Telemetry, tls: ClusterTls | None, accounts: Accounts) -> Ports:
-    http = HttpServer(host=config.host, port=config.port, tls=tls, shares_port=config.share_port == "on")
-    grpc = GrpcServer(
-        service_names=_SERVICES,
-        telemetry=telemetry,
-        max_message_bytes=config.max_message_bytes,
-        interceptors=[KeyInterceptor(accounts.gate, accounts.audit)],
-        credentials=tls.public_credentials() if tls is not None else None,
-        max_calls=_max_calls(config),
-        max_connection_age_s=config.max_connection_age_s,
-    )
-    limits = StuckLimits(config.loop_timeout_s, config.stuck_exit_s)  # of the event loop
-    on_lag = partial(telemetry.observe, "tandem_event_loop_lag_seconds")
-    health = HealthPort(grpc.status, host=config.host, port=config.health_port, limits=limits, on_lag=on_lag)
-    metrics = MetricsPort(telemetry, host=config.host, port=config.metrics_port)
-    return Ports(http, grpc, health, metrics, host)
-
-
-def _max_calls(config: RouterConfig) -> int:
-    """The bound on concurrent gRPC calls and on HTTP connections. It is far above the bound on live requests, because
-    the router answers every request that it refuses with the reason."""
-    return 2 * config.max_live_requests + _SPARE_CALLS

@@ -4,9 +4,9 @@ import argparse
 import sys
 
 from cluster.messages import Role
-from cluster.process import announce_ready, exit_process, run_process, stop_requested
+from cluster.process import announce_ready, exit_process, reload_requested, run_process, stop_requested
 from cluster.settings.config import WorkerConfig
-from cluster.settings.config_sources import parse_arguments
+from cluster.settings.reload import settings_source
 from worker.life import run_worker
 
 
@@ -14,8 +14,8 @@ async def _main() -> None:
     roles = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     roles.add_argument("--role", choices=[role for role in Role if role.is_worker], default=Role.BOTH)
     chosen, others = roles.parse_known_args(sys.argv[1:])
-    config = parse_arguments(WorkerConfig, "worker", others)
-    await run_worker(config, Role(chosen.role), stop=stop_requested(), announce=announce_ready)
+    source = settings_source(WorkerConfig, "worker", others, reload_requested())
+    await run_worker(source.read(), Role(chosen.role), stop=stop_requested(), announce=announce_ready, source=source)
 
 
 if __name__ == "__main__":

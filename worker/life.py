@@ -23,7 +23,7 @@ from cluster.identity import advertised_host, new_member_id
 from cluster.member import Capacity, DrainOutcome, Member, MemberState
 from cluster.messages import LayoutFingerprint, Role
 from cluster.observe.health import HealthPort
-from cluster.observe.logs import configure_logs
+from cluster.observe.logs import configure_logs, set_log_level
 from cluster.observe.metrics_port import MetricsPort
 from cluster.observe.stand_still import StuckLimits
 from cluster.observe.start_phases import StartPhases, process_age_s
@@ -35,6 +35,7 @@ from cluster.registry.registry import Registry
 from cluster.serving.serving import GrpcServer, join_address
 from cluster.serving.tls import load_tls
 from cluster.settings.config import WorkerConfig, echo
+from cluster.settings.reload import SettingsReload, SettingsSource
 
 _LOG = logging.getLogger("tandem.worker")
 _SERVICES = tuple(f"tandem.internal.v1.{name}" for name in ("PrefillWorker", "DecodeWorker", "Worker", "KvTransfer"))
@@ -47,11 +48,19 @@ Drain: TypeAlias = Callable[[float], Coroutine[Any, Any, None]]
 Ends: TypeAlias = "Sequence[asyncio.Future[None]]"
 
 
-async def run_worker(config: WorkerConfig, role: Role, *, stop: asyncio.Event, announce: Callable[..., None]) -> None:
+async def run_worker(
+    config: WorkerConfig,
+    role: Role,
+    *,
+    stop: asyncio.Event,
+    announce: Callable[..., None],
+    source: SettingsSource[WorkerConfig] | None = None,
+) -> None:
     """Serve until `stop` is set, then drain. What can be refused without a model is refused before torch is imported.
+    `source`: of settings and certificates that may change meanwhile.
 
     Raises ConfigError, ModelRefused, RegistryUnavailable, Fenced and DrainIncomplete."""
-    life = WorkerLife(config, role=role, service_names=_SERVICES, stop=stop)
+    life = WorkerLife(config, role=role, service_names=_SERVICES, stop=stop, source=source)
     await life.check_registry()
     life.phases.end("registry")
     with lasting():
@@ -74,7 +83,15 @@ class WorkerProfile:
 class WorkerLife:
     """Created before the model is loaded, so that errors in flags, port, key or Redis appear at once."""
 
-    def __init__(self, config: WorkerConfig, *, role: Role, service_names: Sequence[str], stop: asyncio.Event) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        *,
+        role: Role,
+        service_names: Sequence[str],
+        stop: asyncio.Event,
+        source: SettingsSource[WorkerConfig] | None = None,
+    ) -> None:
         """Raises ConfigError."""
         self.phases = StartPhases(MonotonicClock(), process_age_s())
         configure_logs(config.log_level, config.log_format)
@@ -114,6 +131,7 @@ class WorkerLife:
             on_clock_skew=partial(self.telemetry.gauge, "tandem_clock_skew_seconds"),
         )
         self._stop = stop
+        self._source, self._drain_grace_s = source, config.drain_grace_s
         self._loop = asyncio.get_running_loop()
         self._fatal: asyncio.Future[None] = self._loop.create_future()
         self._registration: Registration | None = None  # None until the worker has joined its cluster
@@ -184,6 +202,7 @@ class WorkerLife:
         keep = asyncio.create_task(registration.keep(), name="keep registration")
         watching = asyncio.create_task(watch(registration), name="watch over health")
         stopped = asyncio.create_task(self._stop.wait(), name="wait for stop")
+        reloading = asyncio.create_task(self._follow_settings(), name="follow settings")
         breaks = (keep, watching, self._fatal)
         try:
             if not self._stop.is_set():
@@ -199,9 +218,8 @@ class WorkerLife:
             self._health.end_within(_STUCK_END_S)
             raise
         finally:
-            stopped.cancel()
-            keep.cancel()
-            watching.cancel()
+            for task in (stopped, keep, watching, reloading):
+                task.cancel()
             await registration.deregister()
             await self._registry.close()
 
@@ -213,7 +231,7 @@ class WorkerLife:
 
     async def _drain(self, registration: Registration, drain: Drain, breaks: Ends) -> None:
         """Drain. Routers with work here are notified at the same time as the registry, which may not answer."""
-        grace_s = self.config.drain_grace_s
+        grace_s = self._drain_grace_s
         await self.server.set_ready(False)
         _LOG.info("draining", extra={"grace_s": grace_s})
         draining = asyncio.create_task(drain(grace_s), name="drain")
@@ -230,6 +248,16 @@ class WorkerLife:
             draining.cancel()
             publishing.cancel()
             await asyncio.gather(draining, publishing, return_exceptions=True)
+
+    async def _follow_settings(self) -> None:
+        if self._source is None:
+            return
+
+        def set_grace(grace_s: float) -> None:
+            self._drain_grace_s = grace_s
+
+        setters: dict[str, Callable[[Any], None]] = {"log_level": set_log_level, "drain_grace_s": set_grace}
+        await SettingsReload(self.config, self._source, setters=setters, tls=self.tls).run()
 
     def _as_member(self, profile: WorkerProfile) -> Member:
         return Member(

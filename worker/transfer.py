@@ -168,6 +168,6 @@ def _transport_setup(life: WorkerLife, memory: PoolMemory) -> TransportSetup:
         advertise_host=life.host,
         timeout_s=life.config.read_timeout_s,
         stall_timeout_s=life.config.read_stall_timeout_s,
-        server_tls=life.tls.server_context() if life.tls is not None else None,
-        client_tls=life.tls.client_context() if life.tls is not None else None,
+        server_tls=life.tls.server_context if life.tls is not None else None,
+        client_tls=life.tls.client_context if life.tls is not None else None,
     )

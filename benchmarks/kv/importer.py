@@ -156,7 +156,7 @@ async def moves_over(
         channel = await side.open_channel(EPOCH, bytes.fromhex(process.hello["endpoint"]))
         moves = Moves(process, pool, channel, importer)
         await moves.warm_up()
-        yield moves, _limits(transport, process.hello, pool, means.client_tls)
+        yield moves, _limits(transport, process.hello, pool, tls.client_context() if tls is not None else None)
         await channel.finish()
         await importer.close()
 

@@ -34,8 +34,8 @@ def means_of(member: MemberId, memory: PoolMemory, tls: ClusterTls | None) -> Tr
         host=HOST,
         advertise_host=HOST,
         timeout_s=_TIMEOUT_S,
-        server_tls=tls.server_context() if tls else None,
-        client_tls=tls.client_context() if tls else None,
+        server_tls=tls.server_context if tls else None,
+        client_tls=tls.client_context if tls else None,
     )
 
 

@@ -21,8 +21,13 @@ def configure_logs(level: str, log_format: str, stream: TextIO = sys.stderr) -> 
     """Configure all loggers of this process. `level` and `log_format` as in ClusterSettings."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    logging.getLogger().handlers = [handler]
+    set_log_level(level)
+
+
+def set_log_level(level: str) -> None:
+    """Change the least severe level that is logged. `level` as in ClusterSettings."""
     root = logging.getLogger()
-    root.handlers = [handler]
     root.setLevel(level.upper())
     for chatty in ("httpx", "httpcore", "asyncio", "filelock", "urllib3", "uvicorn.access", "uvicorn.error"):
         logging.getLogger(chatty).setLevel(max(logging.WARNING, root.level))

@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from cluster.errors import ConfigError
 from cluster.observe.health import HealthStatus
 from cluster.observe.telemetry import Telemetry
+from cluster.serving.renewed_channel import RenewedChannel
 from cluster.serving.rpc_errors import ErrorInterceptor
 from cluster.serving.tls import ClusterTls
 
@@ -143,7 +144,11 @@ def open_channel(
     options = [*_CHANNEL_OPTIONS, *_message_options(max_message_bytes)]
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
-    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=options)
+
+    def connect() -> grpc.aio.Channel:
+        return grpc.aio.secure_channel(address, tls.channel_credentials(), options=options)
+
+    return RenewedChannel(connect, lambda: tls.version)
 
 
 async def is_serving(channel: grpc.aio.Channel, *, timeout_s: float, service: str = "") -> bool:

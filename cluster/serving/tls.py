@@ -1,10 +1,13 @@
 """Mutual TLS between members: each process has a certificate and a key, and all trust the same authorities.
 
 Owns the conversion of three PEM files to the credentials of gRPC and of sockets, and the error messages for files that
-do not work. The files are read once, at start. Without them all traffic between members is plaintext.
+do not work. The files are read again when they change: connections that exist go on, and each later handshake uses the
+new files. Files that do not work are reported and not used. Without files all traffic between members is plaintext.
 """
 
 import ssl
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,51 +15,121 @@ import grpc
 
 from cluster.errors import ConfigError
 from cluster.settings.config import ClusterSettings
+from cluster.settings.reload import file_version
 
 _MAX_HANDSHAKE_TURNS = 16
 
 
-@dataclass(frozen=True, slots=True)
 class ClusterTls:
-    """The TLS files of one process. `load_tls` creates it after a successful handshake with them."""
+    """The TLS files of one process. `load_tls` creates it. Any thread may call its methods: handshakes happen on
+    several. Ask for a context at each connection, because `reload` replaces it."""
 
-    cert_file: str
-    key_file: str
-    ca_file: str
+    def __init__(self, settings: ClusterSettings, host: str) -> None:
+        """Raises ConfigError."""
+        self._files = TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_ca)
+        self._host = host
+        self._lock = threading.Lock()
+        self._seen = self._files.versions()
+        self._verified = _verified(self._files, host)
+        self.version = 0  # grows with each reload
+
+    @property
+    def ca_file(self) -> str:
+        return self._files.ca
+
+    def reload(self, *, is_forced: bool = False) -> bool:
+        """Use the files from now on, if they have changed since they were last read, and return whether they are new.
+        Raises ConfigError for files that do not work; those of before stay in use."""
+        with self._lock:
+            versions = self._files.versions()
+            if versions == self._seen and not is_forced:
+                return False
+            self._seen = versions
+            verified = _verified(self._files, self._host)
+            if verified.pem == self._verified.pem:
+                return False
+            self._verified = verified
+            self.version += 1
+            return True
+
+    def member_credentials(self) -> grpc.ServerCredentials:
+        """Return credentials for a port for members: a caller needs a certificate of the cluster's authorities. They
+        serve one port."""
+        return self._server_credentials(lambda pem: pem.ca, asks_for_certificate=True)
+
+    def public_credentials(self) -> grpc.ServerCredentials:
+        """Return credentials for a port for clients, which authenticate with an API key instead of a certificate. They
+        serve one port."""
+        return self._server_credentials(lambda pem: None, asks_for_certificate=False)
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """Return credentials for a channel to a member, whose certificate must be signed by the cluster's authorities
+        and name the host that was dialled. gRPC has none that change: open another channel after a reload."""
+        pem = self._verified.pem
+        return grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
+
+    def server_context(self) -> ssl.SSLContext:
+        """Return the credentials of `member_credentials` as a context for server sockets."""
+        return self._verified.server
+
+    def client_context(self) -> ssl.SSLContext:
+        """Return the credentials of `channel_credentials` as a context for sockets that pass `server_hostname`."""
+        return self._verified.client
+
+    def public_context(self) -> ssl.SSLContext:
+        """Return the credentials of `public_credentials` as a context for server sockets."""
+        return self._verified.public
+
+    def _server_credentials(
+        self, ca_of: "Callable[[Pem], bytes | None]", *, asks_for_certificate: bool
+    ) -> grpc.ServerCredentials:
+        def configuration(pem: Pem) -> grpc.ServerCertificateConfiguration:
+            return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], ca_of(pem))
+
+        used = self._verified.pem
+
+        def changed() -> grpc.ServerCertificateConfiguration | None:
+            """gRPC calls this at each handshake; None: as before."""
+            nonlocal used
+            now = self._verified.pem
+            if now is used:
+                return None
+            used = now
+            return configuration(now)
+
+        return grpc.dynamic_ssl_server_credentials(configuration(used), changed, asks_for_certificate)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """The paths of a process's certificate chain, its key, and the authorities that it trusts."""
+
+    cert: str
+    key: str
+    ca: str
+
+    def versions(self) -> tuple[tuple[int, int, int] | None, ...]:
+        """Return values that differ when a file was written or replaced; None for one that cannot be found."""
+        return tuple(map(file_version, (self.cert, self.key, self.ca)))
+
+
+@dataclass(frozen=True, slots=True)
+class Pem:
+    """The content of three files that fit together."""
+
     cert: bytes = field(repr=False)
     key: bytes = field(repr=False)
     ca: bytes = field(repr=False)
 
-    def member_credentials(self) -> grpc.ServerCredentials:
-        """Return credentials for a port for members: a caller needs a certificate of the cluster's authorities."""
-        return grpc.ssl_server_credentials([(self.key, self.cert)], self.ca, require_client_auth=True)
 
-    def public_credentials(self) -> grpc.ServerCredentials:
-        """Return credentials for a port for clients, which authenticate with an API key instead of a certificate."""
-        return grpc.ssl_server_credentials([(self.key, self.cert)])
+@dataclass(frozen=True, slots=True)
+class _Verified:
+    """Files with which a handshake was made. All contexts come from the same content."""
 
-    def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Return credentials for a channel to a member, whose certificate must be signed by the cluster's authorities
-        and name the host that was dialled."""
-        return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
-
-    def server_context(self) -> ssl.SSLContext:
-        """Return the credentials of `member_credentials` as a context for server sockets."""
-        context = self._context(ssl.PROTOCOL_TLS_SERVER)
-        context.verify_mode = ssl.CERT_REQUIRED
-        return context
-
-    def client_context(self) -> ssl.SSLContext:
-        """Return the credentials of `channel_credentials` as a context for sockets that pass `server_hostname`."""
-        return self._context(ssl.PROTOCOL_TLS_CLIENT)
-
-    def _context(self, protocol: int) -> ssl.SSLContext:
-        context = ssl.SSLContext(protocol)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.hostname_checks_common_name = False  # gRPC does not look at it either
-        context.load_verify_locations(cadata=self.ca.decode("ascii"))
-        context.load_cert_chain(self.cert_file, self.key_file, password=_no_password)
-        return context
+    pem: Pem
+    server: ssl.SSLContext
+    client: ssl.SSLContext
+    public: ssl.SSLContext
 
 
 def load_tls(settings: ClusterSettings, host: str) -> ClusterTls | None:
@@ -66,28 +139,42 @@ def load_tls(settings: ClusterSettings, host: str) -> ClusterTls | None:
     Raises ConfigError at start for everything that would later fail at each peer: files that are not PEM, a key that
     does not match, a certificate that has expired, is signed by another authority or names another host.
     """
-    if not settings.tls_cert:
-        return None
-    tls = ClusterTls(
-        cert_file=settings.tls_cert,
-        key_file=settings.tls_key,
-        ca_file=settings.tls_ca,
-        cert=_read("--tls-cert", settings.tls_cert),
-        key=_read("--tls-key", settings.tls_key),
-        ca=_read("--tls-ca", settings.tls_ca),
-    )
-    _try_authorities(tls)
+    return ClusterTls(settings, host) if settings.tls_cert else None
+
+
+def _verified(files: TlsFiles, host: str) -> _Verified:
+    """Read the files and make a handshake with what was read. Raises ConfigError."""
+    pem = _read_all(files)
+    _try_authorities(files, pem)
     try:
-        server, client = tls.server_context(), tls.client_context()
+        server, client = _context(files, pem, ssl.PROTOCOL_TLS_SERVER), _context(files, pem, ssl.PROTOCOL_TLS_CLIENT)
+        public = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        public.load_cert_chain(files.cert, files.key, password=_no_password)
     except (ssl.SSLError, ValueError, OSError) as error:
-        raise ConfigError(_no_pair(tls, error)) from error
+        raise ConfigError(_no_pair(files, error)) from error
+    if _read_all(files) != pem:  # contexts take a chain from its file only
+        raise ConfigError(f"--tls-cert {files.cert} changed while it was read")
+    server.verify_mode = ssl.CERT_REQUIRED
     try:
         _shake_hands(server, client, host)
     except ssl.SSLCertVerificationError as error:
-        raise ConfigError(_not_accepted(tls, host, error)) from error
+        raise ConfigError(_not_accepted(files, host, error)) from error
     except ssl.SSLError as error:
-        raise ConfigError(f"--tls-cert {tls.cert_file} does not work for TLS: {error.reason or error}") from error
-    return tls
+        raise ConfigError(f"--tls-cert {files.cert} does not work for TLS: {error.reason or error}") from error
+    return _Verified(pem, server, client, public)
+
+
+def _context(files: TlsFiles, pem: Pem, protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.hostname_checks_common_name = False  # gRPC does not look at it either
+    context.load_verify_locations(cadata=pem.ca.decode("ascii"))
+    context.load_cert_chain(files.cert, files.key, password=_no_password)
+    return context
+
+
+def _read_all(files: TlsFiles) -> Pem:
+    return Pem(_read("--tls-cert", files.cert), _read("--tls-key", files.key), _read("--tls-ca", files.ca))
 
 
 def _read(flag: str, path: str) -> bytes:
@@ -102,32 +189,32 @@ def _no_password() -> str:
     raise ValueError("the key is encrypted; give it without a password")
 
 
-def _try_authorities(tls: ClusterTls) -> None:
+def _try_authorities(files: TlsFiles, pem: Pem) -> None:
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=tls.ca.decode("ascii"))
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem.ca.decode("ascii"))
     except (ssl.SSLError, ValueError) as error:
-        raise ConfigError(f"--tls-ca {tls.ca_file} holds no certificate in PEM form") from error
+        raise ConfigError(f"--tls-ca {files.ca} holds no certificate in PEM form") from error
 
 
-def _no_pair(tls: ClusterTls, error: Exception) -> str:
+def _no_pair(files: TlsFiles, error: Exception) -> str:
     if isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH":
-        return f"--tls-key {tls.key_file} is not the key of --tls-cert {tls.cert_file}"
+        return f"--tls-key {files.key} is not the key of --tls-cert {files.cert}"
     if isinstance(error, ValueError) and not isinstance(error, ssl.SSLError):
-        return f"--tls-key {tls.key_file}: {error}"
-    return f"--tls-cert {tls.cert_file} and --tls-key {tls.key_file} must be a certificate and its key in PEM form"
+        return f"--tls-key {files.key}: {error}"
+    return f"--tls-cert {files.cert} and --tls-key {files.key} must be a certificate and its key in PEM form"
 
 
-def _not_accepted(tls: ClusterTls, host: str, error: ssl.SSLCertVerificationError) -> str:
+def _not_accepted(files: TlsFiles, host: str, error: ssl.SSLCertVerificationError) -> str:
     said = error.verify_message.rstrip(".")
     lower = said.lower()
     if "mismatch" in lower:
         return (
-            f"--tls-cert {tls.cert_file} does not name {host}, the address at which members reach this process: use a "
+            f"--tls-cert {files.cert} does not name {host}, the address at which members reach this process: use a "
             f"certificate with that host or IP address as subjectAltName, or set --advertise-host ({said})"
         )
     if "issuer" in lower or "self-signed" in lower or "self signed" in lower:
-        return f"--tls-cert {tls.cert_file} is not signed by an authority of --tls-ca {tls.ca_file} ({said})"
-    return f"other members would not accept --tls-cert {tls.cert_file}: {said}"
+        return f"--tls-cert {files.cert} is not signed by an authority of --tls-ca {files.ca} ({said})"
+    return f"other members would not accept --tls-cert {files.cert}: {said}"
 
 
 def _shake_hands(server_context: ssl.SSLContext, client_context: ssl.SSLContext, host: str) -> None:

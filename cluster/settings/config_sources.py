@@ -88,6 +88,13 @@ def parse_arguments(config_type: type[Config], prog: str, arguments: Sequence[st
     return load_config(config_type, vars(parsed))
 
 
+def config_path(arguments: Sequence[str]) -> str:
+    """Return the file of settings of a process with these arguments; empty: there is none."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", default=os.environ.get(_ENVIRONMENT_PREFIX + "CONFIG", ""))
+    return str(parser.parse_known_args(arguments)[0].config)
+
+
 def refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> None:
     """Refuse arguments that the parser did not recognise. Raises ConfigError, which names the nearest flag."""
     if not unknown:

@@ -6,13 +6,16 @@ side it opens a channel, which belongs to one hand-off until it is finished or d
 
 import ssl
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from cluster.messages import Epoch, MemberId
 from cluster.settings.transfer_settings import READ_STALL_TIMEOUT_S
 from kvtransfer.memory import PoolMemory
+
+# Returns the context of the next handshake: certificates change while a process runs.
+TlsContext: TypeAlias = Callable[[], ssl.SSLContext]
 
 
 class TransportError(Exception):
@@ -29,8 +32,8 @@ class TransportSetup:
     advertise_host: str  # the address that importers receive
     timeout_s: float  # for one message or read of a peer
     stall_timeout_s: float = READ_STALL_TIMEOUT_S  # for one more byte of a read in progress
-    server_tls: ssl.SSLContext | None = None  # set when the cluster uses TLS
-    client_tls: ssl.SSLContext | None = None
+    server_tls: TlsContext | None = None  # set when the cluster uses TLS
+    client_tls: TlsContext | None = None
 
 
 class ExporterTransport(Protocol):

@@ -29,7 +29,7 @@ _PAUSE_S = 0.1  # without descriptors: accepting again at once would only spin
 
 @dataclass(frozen=True, slots=True)
 class Encryption:
-    context: ssl.SSLContext
+    context: Callable[[], ssl.SSLContext]  # of the next handshake
     handshake_s: float
 
 
@@ -110,7 +110,7 @@ class HttpAcceptor:
             await loop.connect_accepted_socket(
                 lambda: self._make_protocol(accepted),
                 connection,
-                ssl=self._encryption.context if self._encryption is not None else None,
+                ssl=self._encryption.context() if self._encryption is not None else None,
                 ssl_handshake_timeout=self._encryption.handshake_s if self._encryption is not None else None,
             )
         except OSError:  # ssl.SSLError and the handshake's timeout among them
@@ -236,9 +236,7 @@ class HttpServer:
         """Clients need no certificate."""
         if self._tls is None:
             return None
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(self._tls.cert_file, self._tls.key_file)
-        return Encryption(context, self._limits.handshake_s)
+        return Encryption(self._tls.public_context, self._limits.handshake_s)
 
 
 class _Server(uvicorn.Server):

@@ -108,7 +108,7 @@ class Pipeline:
         self._threads = TokenizerThreads()
         self._prompts = Prompts(tokenization, self._threads)
         self._outputs = OutputLengths()
-        self._settings = settings
+        self._settings, self.request_timeout_s = settings, settings.request_timeout_s
         self._clock = clock
         self._telemetry = telemetry
         self._signer = AcceptanceSigner(keys)
@@ -175,7 +175,7 @@ class Pipeline:
             raise Draining("this router is draining; try another")
         check(request, self._model)
         check_request(request.caller, request.n, request.priority)
-        return request.timeout_s if request.timeout_s is not None else self._settings.request_timeout_s
+        return request.timeout_s if request.timeout_s is not None else self.request_timeout_s
 
     async def _accept(self, live: LiveRequest, timeout_s: float) -> tuple[ResolvedRequest, Acceptance]:
         """Tokenize the prompt and resolve every default. A resumed request keeps the acceptance that its client shows.

@@ -38,6 +38,10 @@ class AdmissionControl:
         self._max_live_requests = max_live_requests
         self._rate = ServiceRate()
 
+    def set_limit(self, max_live_requests: int) -> None:
+        """Change the bound. Requests that are live above a lower one stay."""
+        self._max_live_requests = max_live_requests
+
     def check_place(
         self, num_live: int, num_new: int = 1, *, takes_over: bool = False, tenant: TenantPlaces | None = None
     ) -> None:

@@ -54,8 +54,9 @@ class LiveRequests:
     ) -> None:
         """`targets`: of requests that ask for none."""
         self._targets = targets
-        self._table = LiveTable(AdmissionControl(max_live_requests))
-        self._buffers = ClientBuffers(max_buffered_tokens)
+        self.admission = AdmissionControl(max_live_requests)
+        self._table = LiveTable(self.admission)
+        self.buffers = ClientBuffers(max_buffered_tokens)
         self._clock = clock
         self._telemetry = telemetry
         self._log = RequestLog()
@@ -80,7 +81,7 @@ class LiveRequests:
 
     @property
     def num_buffered_tokens(self) -> int:
-        return self._buffers.num_tokens
+        return self.buffers.num_tokens
 
     def explain(self, name: str) -> list[Explanation]:
         """Return the requests with this id or label, live ones and those that ended recently, the newest first."""
@@ -167,21 +168,21 @@ class LiveRequests:
     @contextmanager
     def whole_answer(self) -> Iterator[WholeAnswer]:
         """Collect an answer that is not streamed; its tokens count as buffered until the block is left."""
-        answer = WholeAnswer(self._buffers, self._clock)
+        answer = WholeAnswer(self.buffers, self._clock)
         try:
             yield answer
         finally:
-            self._buffers.remove(answer.share)
+            self.buffers.remove(answer.share)
 
     def check(self) -> None:
         """Raise AssertionError where requests, ids, streams and buffered tokens disagree."""
         self._table.check()
-        self._buffers.check()
+        self.buffers.check()
         if not self._live:
             self.limits.check()
         assert len(self._table) == len(self._live), "a request without a place, or a place without a request"
         assert all(live.row.number == number for number, live in self._live.items()), "a request has another's place"
-        assert all(live.outbox.share in self._buffers for live in self), "an outbox is not counted"
+        assert all(live.outbox.share in self.buffers for live in self), "an outbox is not counted"
         assert self._none_left.is_set() == (not self._live), "a drain would miss a live request"
 
     @contextmanager
@@ -193,7 +194,7 @@ class LiveRequests:
             self.limits.place(caller, now_s, request.num_bytes, is_resumed=is_resumed) as reservation,
             self._placed(request_id, request, takes_over=takes_over) as row,
         ):
-            outbox = Outbox(self._buffers, self._clock, request.stream_interval)
+            outbox = Outbox(self.buffers, self._clock, request.stream_interval)
             accepted: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
             live = LiveRequest(request, request_id, account, outbox, row, reservation, accepted)
             self._live[row.number] = live
@@ -202,7 +203,7 @@ class LiveRequests:
                 yield live
             finally:
                 outbox.clear()
-                self._buffers.remove(outbox.share)
+                self.buffers.remove(outbox.share)
                 del self._live[row.number]
                 self._meter(live)
 

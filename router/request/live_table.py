@@ -176,6 +176,10 @@ class ClientBuffers:
         self._shares: set[BufferShare] = set()
         self.num_tokens = 0
 
+    def set_limit(self, max_tokens: int) -> None:
+        """Change the bound. It holds from the next token that is buffered."""
+        self._max_tokens = max_tokens
+
     def __contains__(self, share: BufferShare) -> bool:
         return share in self._shares
 

@@ -110,11 +110,9 @@ async def relayed(reader: str, source: KvPool, target: KvPool) -> AsyncIterator[
         host=host,
         advertise_host=host,
         send_timeout_s=1.0,
-        tls=tls.server_context() if tls is not None else None,
+        tls=tls.server_context if tls is not None else None,
     )
-    importer = TcpImporter(
-        memory=target, stall_timeout_s=_STALL_S, tls=tls.client_context() if tls is not None else None
-    )
+    importer = TcpImporter(memory=target, stall_timeout_s=_STALL_S, tls=tls.client_context if tls is not None else None)
     await exporter.start()
     relay = Relay()
     try:

@@ -4,6 +4,7 @@ import asyncio
 import socket
 import ssl
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
@@ -92,8 +93,8 @@ async def test_a_peer_without_a_certificate_of_the_cluster_cannot_read_over_tcp(
     certificates = certificates_of_the_run()
     contexts = {
         "plain": None,
-        "of another authority": load(certificates.stranger, certificates.other_authority).client_context(),
-        "without certificate": ssl.create_default_context(cafile=str(certificates.authority.cert)),
+        "of another authority": load(certificates.stranger, certificates.other_authority).client_context,
+        "without certificate": partial(ssl.create_default_context, cafile=str(certificates.authority.cert)),
     }
     importer = TcpImporter(memory=target, tls=contexts[who])
     before = target.raw.clone()
@@ -114,7 +115,7 @@ async def test_an_importer_with_tls_reads_only_from_exporters_with_tls() -> None
     source, target = random_pool(4, seed=1), random_pool(4, seed=2)
     exporter, _ = over_tcp(source, target)
     await exporter.start()
-    importer = TcpImporter(memory=target, tls=certificates_of_the_run().loaded().client_context())
+    importer = TcpImporter(memory=target, tls=certificates_of_the_run().loaded().client_context)
     with pytest.raises(TransportError):
         await importer.open_channel(EPOCH, exporter.grant(EPOCH))
     await importer.close()

@@ -74,9 +74,9 @@ def over_tls(source: KvPool, target: KvPool) -> tuple[ExporterTransport, Importe
         host="127.0.0.1",
         advertise_host="127.0.0.1",
         send_timeout_s=5.0,
-        tls=certificates.server_context(),
+        tls=certificates.server_context,
     )
-    return exporter, TcpImporter(memory=target, tls=certificates.client_context())
+    return exporter, TcpImporter(memory=target, tls=certificates.client_context)
 
 
 @lru_cache

@@ -4,14 +4,17 @@ import asyncio
 import dataclasses
 import http.client
 import json
+import signal
 import ssl
 from collections.abc import AsyncIterator
+from functools import partial
 
 import grpc
 import pytest
 import pytest_asyncio
 
 from cli.__main__ import main
+from cli.verbs.access.certs import make_certificate
 from cluster.messages import MemberId, Role
 from cluster.observe.telemetry import Telemetry
 from cluster.registry.registry import Registry
@@ -19,8 +22,9 @@ from cluster.serving.serving import GrpcServer
 from tandem.client import AsyncClient
 from tandem.errors import Unavailable
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
-from tests.certificates import Certificates, client_credentials, load, make_certificates
+from tests.certificates import HOSTS, Certificates, client_credentials, load, make_certificates
 from tests.system.local_cluster import LocalCluster
+from tests.system.polling import until
 
 DEADLINE_S = 60.0
 PROMPT = "def read(path):\n"
@@ -89,6 +93,54 @@ async def test_https_answers(tls_cluster: LocalCluster, certificates: Certificat
     body = json.loads(answer.read())
     connection.close()
     assert answer.status == 200 and body["usage"]["completion_tokens"] == 4, body
+
+
+async def test_processes_use_new_certificates_without_a_restart(
+    tls_cluster: LocalCluster, certificates: Certificates
+) -> None:
+    """The router sees its files change and a worker gets SIGHUP. A stream and an HTTPS connection of before go on."""
+    router = tls_cluster.members["router0"]
+    host, _, port = router.ready["http"].rpartition(":")
+    trusting = ssl.create_default_context(cafile=str(certificates.authority.cert))
+    before = http.client.HTTPSConnection(host, int(port), context=trusting, timeout=DEADLINE_S)
+    before.request("GET", "/health")
+    before.getresponse().read()
+    old = _serial(before)
+    async with AsyncClient(router.grpc_address, tls_ca=str(certificates.authority.cert)) as client:
+        stream = client.generate(PROMPT, max_tokens=48, temperature=0.0)
+        await anext(aiter(stream))
+        folder = certificates.member.cert.parent
+        make_certificate(folder, certificates.authority, "member", HOSTS, days=2)
+        tls_cluster.members["decode0"].send_signal(signal.SIGHUP)
+        for name in ("router0", "prefill0", "decode0"):
+            await until(
+                partial(_has_logged, tls_cluster, name, "new connections use the new TLS files"),
+                bool,
+                what=f"{name} uses the new files",
+                deadline_s=DEADLINE_S,
+            )
+        assert len((await stream.result()).choices[0].token_ids) == 48
+        assert len((await client.generate("class A:\n", max_tokens=8).result()).choices[0].token_ids) == 8
+    after = http.client.HTTPSConnection(host, int(port), context=trusting, timeout=DEADLINE_S)
+    after.connect()
+    assert _serial(after) != old
+    before.request("GET", "/health")
+    assert before.getresponse().status == 200 and _serial(before) == old
+    for connection in (before, after):
+        connection.close()
+
+
+async def _has_logged(cluster: LocalCluster, name: str, text: str) -> bool:
+    await cluster.status()
+    return any(text in line for line in cluster.members[name].output)
+
+
+def _serial(connection: http.client.HTTPSConnection) -> str:
+    """Return the serial number of the certificate that the server showed on this connection."""
+    assert isinstance(connection.sock, ssl.SSLSocket)
+    certificate = connection.sock.getpeercert()
+    assert certificate is not None
+    return str(certificate["serialNumber"])
 
 
 async def test_processes_without_a_certificate_are_refused(

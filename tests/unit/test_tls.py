@@ -1,7 +1,6 @@
 """TLS between members and to clients: which callers are accepted, and the reason that a refused caller receives."""
 
 import asyncio
-import dataclasses
 import os
 import ssl
 import stat
@@ -110,8 +109,9 @@ async def test_a_caller_gets_the_reason_why_a_members_certificate_is_refused(
 ) -> None:
     """The member started without the check of its certificate."""
     ours, pair = certificates.loaded(), wrong(certificates)
-    careless = dataclasses.replace(ours, cert=pair.cert.read_bytes(), key=pair.key.read_bytes())
-    async with serving(careless.member_credentials()) as address:
+    careless = [(pair.key.read_bytes(), pair.cert.read_bytes())]
+    authorities = certificates.authority.cert.read_bytes()
+    async with serving(grpc.ssl_server_credentials(careless, authorities, require_client_auth=True)) as address:
         assert said in await refusal(open_channel(address, ours))
 
 

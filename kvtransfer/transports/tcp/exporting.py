@@ -11,7 +11,7 @@ import struct
 
 from cluster.messages import Epoch
 from kvtransfer.memory import HostMemory, PoolMemory
-from kvtransfer.transports.base import TransportError
+from kvtransfer.transports.base import TlsContext, TransportError
 from kvtransfer.transports.sockets import ConnectionThreads, receive, send, tune
 
 TOKEN_BYTES = 16
@@ -49,7 +49,7 @@ class TcpExporter:
         host: str,
         advertise_host: str,
         send_timeout_s: float,
-        tls: ssl.SSLContext | None = None,
+        tls: TlsContext | None = None,
     ) -> None:
         self._memory = HostMemory(memory)
         self._num_blocks, self._block_bytes = memory.num_blocks, memory.block_bytes
@@ -86,7 +86,7 @@ class TcpExporter:
         """Wrap the socket in TLS. The handshake happens later, on the connection's own thread."""
         if self._tls is None:
             return connection
-        return self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        return self._tls().wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
 
     def _serve(self, connection: socket.socket) -> None:
         """Answer reads until the importer ends the connection.

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from cluster.messages import Epoch
 from cluster.settings.transfer_settings import READ_STALL_TIMEOUT_S
 from kvtransfer.memory import SHORT_BYTES, HostMemory, PoolMemory
-from kvtransfer.transports.base import TransportError, TransportSetup
+from kvtransfer.transports.base import TlsContext, TransportError, TransportSetup
 from kvtransfer.transports.sockets import advanced, connect, joined, limit_stalls, receive, receive_into, shut_down
 from kvtransfer.transports.tcp.exporting import ANNOUNCEMENT, ANSWER, MAGIC, parse_endpoint
 from kvtransfer.transports.tcp.exporting import TcpExporter as TcpExporter
@@ -173,7 +173,7 @@ class TcpImporter:
         *,
         memory: PoolMemory,
         stall_timeout_s: float = READ_STALL_TIMEOUT_S,
-        tls: ssl.SSLContext | None = None,
+        tls: TlsContext | None = None,
     ) -> None:
         self._memory = HostMemory(memory)
         self._stall_timeout_s = stall_timeout_s
@@ -194,7 +194,9 @@ class TcpImporter:
         address, token = parse_endpoint(exporter_endpoint)
         connection = self._take_idle(address)
         if connection is None:
-            connection = await _connected(address, self._tls, self._stall_timeout_s)
+            connection = await _connected(
+                address, self._tls() if self._tls is not None else None, self._stall_timeout_s
+            )
         channel = TcpChannel(connection, epoch, token, self._memory, self._block_bytes, self._ended)
         self._channels.add(channel)
         return channel
