@@ -22,13 +22,14 @@ PRINTS = {
     "tools.py": r'weather\(\{\s*"city"\s*:\s*"(Paris|Rome)"\s*\}\) is (rain|sun)\n.*',
 }
 RESUME = "resume.py"
+ROUTER_FLAGS = ("--tool-call-parser", "hermes")  # the same of all routers, or none resumes another's request
 
 
 async def test_every_example_prints_what_it_promises(redis_url: str, tmp_path: Path) -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == {*PRINTS, RESUME}
     cluster = LocalCluster(redis_url, tmp_path, flags=("--dtype", "float32", "--num-blocks", "256"))
     try:
-        await cluster.start(prefill=1, decode=1, router_flags=("--tool-call-parser", "hermes"))
+        await cluster.start(prefill=1, decode=1, router_flags=ROUTER_FLAGS)
         ready = cluster.members["router0"].ready
         for name, prints in PRINTS.items():
             address = ready["http"].removeprefix("http://") if name == "batch.py" else ready["grpc"]
@@ -44,7 +45,7 @@ async def resume_after_the_death_of_a_router(cluster: LocalCluster) -> None:
     staying = cluster.members["router0"].grpc_address
     whole = await output_of(sys.executable, str(EXAMPLES / RESUME), staying)
     assert whole.endswith("\n---\nserved by one router\n"), whole
-    flags = ("--port", "0", "--grpc-port", "0", "--placement", "least-loaded")
+    flags = ("--port", "0", "--grpc-port", "0", *ROUTER_FLAGS)
     first = await cluster.start_member("first", "tests.faults.holding_router", flags)
     running = await asyncio.create_subprocess_exec(
         *(sys.executable, str(EXAMPLES / RESUME), f"{first.grpc_address},{staying}"),
