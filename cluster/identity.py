@@ -21,3 +21,8 @@ def advertised_host(settings: ClusterSettings) -> str:
     if settings.host not in _ANY_ADDRESS:
         return settings.host
     return socket.gethostbyname(socket.gethostname())
+
+
+def scraped_host(settings: ClusterSettings, advertised: str) -> str:
+    """The address at which metrics are read: that of the process, or this machine's own where no other may."""
+    return advertised if settings.metrics_host == settings.host else settings.metrics_host

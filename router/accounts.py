@@ -1,6 +1,7 @@
 """The accounts of a router: its gate, the API keys that it follows, the use that it shares, and its audit log."""
 
 import asyncio
+import logging
 from pathlib import Path
 
 from cluster.accounts.audit import Audit
@@ -15,15 +16,19 @@ from cluster.registry.registry import Registry
 from cluster.settings.config import RouterConfig
 from router.request.live_requests import LiveRequests
 
+_LOG = logging.getLogger("tandem.router")
 _IN_REDIS = "redis"
 
 
 class Accounts:
     def __init__(self, config: RouterConfig, registry: Registry, keys: ClusterKeys) -> None:
         """Raises ConfigError for a key file or an audit file that cannot be used."""
+        if config.is_insecure:
+            _LOG.warning("--insecure: every host that reaches the ports uses this router without a key")
         self.gate = Gate(
             api_key=configured_key(config.api_key, config.api_key_file, "--api-key"),
             admin_key=configured_key(config.admin_key, config.admin_key_file, "--admin-key"),
+            metrics_key=configured_key("", config.metrics_key_file, "--metrics-key"),
             has_records=bool(config.keys),
         )
         self._registry = registry

@@ -17,7 +17,7 @@ from cluster.auth.key_file import cluster_keys
 from cluster.auth.member_channel import open_member_channel
 from cluster.clock import MonotonicClock
 from cluster.errors import DrainIncomplete
-from cluster.identity import advertised_host, new_member_id
+from cluster.identity import advertised_host, new_member_id, scraped_host
 from cluster.member import DrainOutcome, Member, MemberState
 from cluster.messages import Role
 from cluster.observe.logs import configure_logs, set_log_level
@@ -117,6 +117,7 @@ class Router:
         self._ports = bind_ports(config, host, self._telemetry, tls, self._accounts)
         self._member = self._as_member()
         self._telemetry.describe(role=Role.ROUTER, member=self._member.id.id, model=config.model_name)
+        self._telemetry.gauge("tandem_insecure_ports", float(config.is_insecure))
         self._telemetry.gauge("tandem_slo_seconds", config.slo_ttft_ms / 1000, latency="ttft")
         self._telemetry.gauge("tandem_slo_seconds", config.slo_tpot_ms / 1000, latency="itl")
         caller = str(self._member.id)
@@ -283,7 +284,7 @@ class Router:
             role=Role.ROUTER,
             address=join_address(self._ports.host, self._ports.grpc.bind(config.host, config.grpc_port)),
             http_address=join_address(self._ports.host, self._ports.http.port),
-            metrics_address=join_address(self._ports.host, self._ports.metrics.port),
+            metrics_address=join_address(scraped_host(config, self._ports.host), self._ports.metrics.port),
             model=config.model_name,
         )
 

@@ -46,7 +46,7 @@ def bind_ports(
     limits = StuckLimits(config.loop_timeout_s, config.stuck_exit_s)  # of the event loop
     on_lag = partial(telemetry.observe, "tandem_event_loop_lag_seconds")
     health = HealthPort(grpc.status, host=config.host, port=config.health_port, limits=limits, on_lag=on_lag)
-    metrics = MetricsPort(telemetry, host=config.host, port=config.metrics_port)
+    metrics = MetricsPort(telemetry, accounts.gate, host=config.metrics_host, port=config.metrics_port)
     return Ports(http, grpc, health, metrics, host)
 
 

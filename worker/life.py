@@ -14,12 +14,14 @@ from functools import partial
 from importlib import import_module
 from typing import Any, TypeAlias, TypeVar
 
+from cluster.accounts.gate import Gate
+from cluster.accounts.key_store import configured_key
 from cluster.auth.gate import MemberGate
 from cluster.auth.key_file import cluster_keys
 from cluster.auth.member_channel import open_member_channel
 from cluster.clock import MonotonicClock
 from cluster.errors import DrainIncomplete, Draining, InternalError, Unavailable, Unhealthy
-from cluster.identity import advertised_host, new_member_id
+from cluster.identity import advertised_host, new_member_id, scraped_host
 from cluster.member import Capacity, DrainOutcome, Member, MemberState
 from cluster.messages import LayoutFingerprint, Role
 from cluster.observe.health import HealthPort
@@ -123,7 +125,12 @@ class WorkerLife:
             limits=loop_limits,
             on_lag=partial(self.telemetry.observe, "tandem_event_loop_lag_seconds"),
         )
-        self._metrics = MetricsPort(self.telemetry, host=config.host, port=config.metrics_port)
+        self._metrics = MetricsPort(
+            self.telemetry,
+            Gate(metrics_key=configured_key("", config.metrics_key_file, "--metrics-key")),
+            host=config.metrics_host,
+            port=config.metrics_port,
+        )
         self._registry = Registry(
             url=config.redis,
             cluster_name=config.cluster_name,
@@ -137,6 +144,9 @@ class WorkerLife:
         self._registration: Registration | None = None  # None until the worker has joined its cluster
         self._drained: asyncio.Future[DrainOutcome] = self._loop.create_future()
         self.phases.end("process")
+        self.telemetry.gauge("tandem_insecure_ports", float(config.is_insecure))
+        if config.is_insecure:
+            _LOG.warning("--insecure: every host that reaches the port of metrics reads them without a key")
         _LOG.info("starting", extra={"member": str(self.member), "settings": echo(config)})
 
     async def check_registry(self) -> None:
@@ -264,7 +274,7 @@ class WorkerLife:
             id=self.member,
             role=self.role,
             address=self.address,
-            metrics_address=join_address(self.host, self._metrics.port),
+            metrics_address=join_address(scraped_host(self.config, self.host), self._metrics.port),
             model=self.config.model_name,
             fingerprint=profile.fingerprint,
             transports=tuple(profile.transports),

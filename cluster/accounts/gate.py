@@ -8,16 +8,20 @@ from cluster.accounts.keys import ALL_ACCESS, Access, Caller, KeySet, key_digest
 from cluster.errors import PermissionDenied, Unauthenticated
 
 _BEARER = "Bearer "
-OPERATOR_KEY, CLIENT_KEY = "admin-key", "api-key"  # ids of the keys of --admin-key and --api-key
+OPERATOR_KEY, CLIENT_KEY, SCRAPE_KEY = "admin-key", "api-key", "metrics-key"  # ids of the keys of flags
 _OPEN = Caller(access=ALL_ACCESS)
 _CLIENTS_OPEN = Caller(access=frozenset({Access.INFERENCE, Access.METRICS}))
 _CLOSED = Caller()
 
 
 class Gate:
-    def __init__(self, *, api_key: str = "", admin_key: str = "", has_records: bool = False) -> None:
-        """`api_key`: allows inference. `admin_key`: allows everything. `has_records`: keys are also recorded in a
-        store, whose set is given to `replace`; until then no recorded key is valid."""
+    def __init__(
+        self, *, api_key: str = "", admin_key: str = "", metrics_key: str = "", has_records: bool = False
+    ) -> None:
+        """`api_key`: allows inference. `admin_key`: allows everything. `metrics_key`: allows metrics, which then need
+        a key. `has_records`: keys are also recorded in a store, whose set is given to `replace`; until then no recorded
+        key is valid."""
+        self._metrics_need_key = bool(metrics_key)
         self.asks_for_keys = bool(api_key) or has_records
         self._anonymous = _CLOSED if self.asks_for_keys else _CLIENTS_OPEN if admin_key else _OPEN
         self._configured = {
@@ -25,6 +29,7 @@ class Gate:
             for key, name, access in (
                 (api_key, CLIENT_KEY, frozenset({Access.INFERENCE})),
                 (admin_key, OPERATOR_KEY, ALL_ACCESS),
+                (metrics_key, SCRAPE_KEY, frozenset({Access.METRICS})),
             )
             if key
         }
@@ -52,12 +57,13 @@ class Gate:
         Raises Unauthenticated, PermissionDenied.
         """
         caller = self.caller(authorization)
-        if caller.access and (access is None or caller.may(access)):
+        is_missing = access is Access.METRICS and self._metrics_need_key and not caller.key_id
+        if caller.access and not is_missing and (access is None or caller.may(access)):
             return caller
         if not caller.key_id:
-            which = (
-                "an API key of this router that allows admin" if access is Access.ADMIN else "an API key of this router"
-            )
+            which = "an API key of this router"
+            if access in (Access.ADMIN, Access.METRICS):
+                which = f"an API key that allows {access}"
             raise Unauthenticated(f"send {which} as `authorization: Bearer KEY`")
         raise PermissionDenied(
             f"the API key {caller.key_id} does not allow {access}; it allows {', '.join(sorted(caller.access))}"

@@ -59,6 +59,7 @@ EVERY_PROCESS: dict[str, Metric] = {
     "tandem_refused_members_total": _counter(
         "callers and registrations that were refused because they did not prove to be members of this cluster", "reason"
     ),
+    "tandem_insecure_ports": _gauge("1: --insecure lets other hosts reach ports of this process without a key"),
     "tandem_rpc_errors_total": _counter("gRPC calls that this process ended with an error", "reason"),
     "tandem_event_loop_lag_seconds": _seconds("how late a timer of this process's event loop ran, about once a second"),
 }

@@ -1,7 +1,7 @@
 """The HTTP port at which Prometheus reads the metrics of a process: `GET /metrics`.
 
 Threads of its own answer, so neither a busy event loop nor a long step delays a scrape. Like the health port it has no
-TLS and asks for no key: metrics contain no prompt, token or key.
+TLS. It asks for the keys that its process asks for; metrics contain no prompt, token or key.
 """
 
 import socket
@@ -9,7 +9,9 @@ import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from cluster.errors import ConfigError
+from cluster.accounts.gate import Gate
+from cluster.accounts.keys import Access
+from cluster.errors import ConfigError, PermissionDenied, Unauthenticated, http_status
 from cluster.observe.telemetry import CONTENT_TYPE, Telemetry
 
 _MAX_CONNECTIONS = 16  # further ones are closed at once
@@ -19,11 +21,11 @@ _TIMEOUT_S = 5.0  # of each read and write
 class MetricsPort:
     """Bound when created; answers from `start` to `stop`."""
 
-    def __init__(self, telemetry: Telemetry, *, host: str, port: int) -> None:
-        """`port` 0: a free port. Adds the process's metrics to `telemetry`. Raises ConfigError if the port cannot be
-        bound."""
+    def __init__(self, telemetry: Telemetry, gate: Gate, *, host: str, port: int) -> None:
+        """`gate`: admits callers that may read metrics. `port` 0: a free port. Adds the process's metrics to
+        `telemetry`. Raises ConfigError if the port cannot be bound."""
         telemetry.add_process_metrics()
-        handler = type("MetricsHandler", (_Handler,), {"telemetry": telemetry})
+        handler = type("MetricsHandler", (_Handler,), {"telemetry": telemetry, "gate": gate})
         try:
             self._server = _Server((host, port), handler)
         except OSError as error:
@@ -47,11 +49,17 @@ class MetricsPort:
 
 class _Handler(BaseHTTPRequestHandler):
     telemetry: Telemetry
+    gate: Gate
     timeout = _TIMEOUT_S
 
     def do_GET(self) -> None:
         if self.path.partition("?")[0] != "/metrics":
             self.send_error(HTTPStatus.NOT_FOUND, "only /metrics is served here")
+            return
+        try:
+            self.gate.admit(self.headers.get("Authorization", ""), Access.METRICS)
+        except (Unauthenticated, PermissionDenied) as refusal:
+            self.send_error(http_status(refusal), refusal.message)
             return
         metrics = self.telemetry.render()
         self.send_response(HTTPStatus.OK)

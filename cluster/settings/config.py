@@ -4,6 +4,7 @@ cluster/settings/config_sources.py reads them from flags, environment and file. 
 """
 
 import dataclasses
+import ipaddress
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from cluster.settings.engine_settings import EngineSettings, flag_of, require, r
 from cluster.settings.transfer_settings import TransferSettings, require_exact_wire, require_one_quantisation
 
 CLIENT_STALL_S = 60.0
+_LOOPBACK = "127.0.0.1"
 SECRETS = frozenset({"api_key", "admin_key"})  # names of settings that are shown nowhere
 
 
@@ -33,6 +35,10 @@ class ClusterSettings:
     drain_grace_s: float = setting(30.0, "seconds in which a draining process may finish its work")
     health_port: int = setting(0, "port of the health check that needs no event loop and no TLS; 0: a free port")
     metrics_port: int = setting(0, "HTTP port of /metrics, for Prometheus; 0: a free port")
+    metrics_key_file: str = setting(
+        "", "file with a bearer token that allows /metrics; without any key its port is bound to 127.0.0.1"
+    )
+    insecure: str = setting("off", "start also where other hosts reach a port without a key", choices=("on", "off"))
     loop_timeout_s: float = setting(30.0, "seconds until a process with a blocked event loop fails its health check")
     stuck_exit_s: float = setting(60.0, "seconds after that until a stuck process exits with status 6")
     tls_cert: str = setting(
@@ -56,6 +62,21 @@ class ClusterSettings:
             len({bool(self.tls_cert), bool(self.tls_key), bool(self.tls_ca)}) == 1,
             "--tls-cert, --tls-key and --tls-ca belong together: give all three or none",
         )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a port that is bound to `host` would serve metrics, or clients, of other hosts without a key."""
+        return not (is_loopback(self.host) or self.metrics_key_file)
+
+    @property
+    def is_insecure(self) -> bool:
+        """Whether other hosts reach a port without a key, as --insecure allows."""
+        return self.is_open and self.insecure == "on"
+
+    @property
+    def metrics_host(self) -> str:
+        """The address to which the metrics port is bound."""
+        return _LOOPBACK if self.is_open and not self.is_insecure else self.host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +104,12 @@ class WorkerConfig(ClusterSettings, EngineSettings, TransferSettings):
         require_exact_wire(self.deterministic, self.kv_wire_dtype)
         require(bool(self.model), "--model is needed: a local folder or a hub name")
         _require_port("port", self.port)
+        require(
+            not self.metrics_port or self.is_insecure or not self.is_open,
+            f"other hosts reach --metrics-port {self.metrics_port} of --host {self.host} without a key: give"
+            " --metrics-key-file, or leave out --metrics-port, and a free port of 127.0.0.1 serves metrics"
+            " (--insecure starts it all the same)",
+        )
         require(self.canary_interval_s >= 0, f"--canary-interval-s must not be negative, not {self.canary_interval_s}")
         require(self.stream_grace_s >= 0, f"--stream-grace-s must not be negative, not {self.stream_grace_s}")
         _require_no_negative(self, "slo_tpot_ms")
@@ -167,6 +194,11 @@ class RouterConfig(ClusterSettings):
         _require_port("grpc_port", self.grpc_port)
         for name in ("max_attempts", "max_live_requests", "max_buffered_tokens", "max_message_bytes"):
             require(getattr(self, name) >= 1, f"{flag_of(name)} must be at least 1, not {getattr(self, name)}")
+        require(
+            self.is_insecure or not self.is_open,
+            f"clients of other hosts reach --host {self.host} without a key: give --api-key-file or --keys, or bind to"
+            f" {_LOOPBACK} (--insecure starts it all the same)",
+        )
         require_lengths(self.max_model_len, self.max_input_length, self.max_output_length)
         _require_no_negative(self, "slo_ttft_ms", "slo_tpot_ms", "max_connection_age_s")
         require(0 <= self.explore <= 0.5, f"--explore must be from 0 to 0.5, not {self.explore:g}")
@@ -181,8 +213,21 @@ class RouterConfig(ClusterSettings):
         require(self.breaker_max_pause_s > 0, f"--breaker-max-pause-s must be positive, not {self.breaker_max_pause_s}")
 
     @property
+    def is_open(self) -> bool:
+        """Whether clients of other hosts would be served without a key."""
+        return not (is_loopback(self.host) or self.api_key or self.api_key_file or self.keys)
+
+    @property
     def model_name(self) -> str:
         return self.served_model_name or Path(self.model.rstrip("/")).name
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches ports that are bound to `host`. A name counts as reachable."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def echo(config: WorkerConfig | RouterConfig) -> str:

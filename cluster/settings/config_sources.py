@@ -45,8 +45,11 @@ def add_flags(
                 continue
             kind = _field_type(config_type, item.name)
             shown = f" (default: {item.default})" if item.default not in ("", 0) else ""
+            is_switch = item.metadata["choices"] == ("on", "off")
             group.add_argument(
                 flag_of(item.name),
+                nargs="?" if is_switch else None,
+                const="on" if is_switch else None,
                 default=argparse.SUPPRESS,
                 choices=item.metadata["choices"] or None,
                 metavar=None if item.metadata["choices"] else _METAVARS[kind],

@@ -1,7 +1,8 @@
 """Creates the secrets of a compose cluster in two folders; keeps those that exist. `make_secrets.py MEMBERS REDIS`.
 
-MEMBERS: `cluster.key`, `api.key`, `admin.key`, and `tandem.yaml` with the address of Redis. REDIS: `redis.conf` and
-`password`, and the password of Grafana's user admin. Only the containers' user can read the files.
+MEMBERS: `cluster.key`, `api.key`, `admin.key`, `metrics.key`, and `tandem.yaml` with the address of Redis. REDIS:
+`redis.conf` and `password`, the password of Grafana's user admin, and the key with which Prometheus reads metrics. Only
+the containers' user can read the files.
 """
 
 import os
@@ -14,6 +15,7 @@ def make(members: Path, redis: Path) -> None:
     password = _kept(redis / "password", secrets.token_urlsafe(32))
     _kept(redis / "redis.conf", f'requirepass {password}\nbind 0.0.0.0\nsave ""\nappendonly no\ndir /data\n')
     _kept(redis / "grafana", secrets.token_urlsafe(16))
+    _kept(members / "metrics.key", _kept(redis / "metrics", secrets.token_urlsafe(32)))
     _kept(members / "cluster.key", secrets.token_hex(32))
     for name in ("api.key", "admin.key"):
         _kept(members / name, secrets.token_urlsafe(32))

@@ -140,6 +140,7 @@ class ChaosCluster:
         if name.startswith("router"):
             grpc_port, http_port = self._ports.get(name) or (free_port(), free_port())
             flags = ("--grpc-port", str(grpc_port), "--port", str(http_port), "--placement", "least-loaded")
+            flags += ("--insecure", "on") if self.far is not None else ()
         else:
             flags = _FLAGS
         if name in self._disks:

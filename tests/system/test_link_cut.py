@@ -62,7 +62,7 @@ async def two_hosts(host: FarHost, redis_url: str, tmp_path_factory: pytest.Temp
                     *(cluster.start_member(f"{role}-far", m, (*_FLAGS, *far), wrapper=inside) for role, m in modules),
                     *(cluster.start_member(f"{role}-near", m, (*_FLAGS, *near)) for role, m in modules),
                 )
-                ports = ("--port", "0", "--grpc-port", "0", "--max-attempts", "6", *near)
+                ports = ("--port", "0", "--grpc-port", "0", "--max-attempts", "6", *near, "--insecure", "on")
                 await cluster.start_member("router0", "router", (*ports, "--breaker-failures", "0"))
                 yield TwoHosts(cluster, control, host)
             finally:

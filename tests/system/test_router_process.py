@@ -139,3 +139,15 @@ async def test_a_port_in_use_is_named(redis_url: str, flag: str) -> None:
         _, stderr = await asyncio.wait_for(process.communicate(), 30)
         assert process.returncode == ExitStatus.CONFIG
         assert str(port) in stderr.decode().strip().splitlines()[-1]
+
+
+async def test_an_insecure_router_starts_and_says_so_in_its_log_and_a_metric(redis_url: str, cluster_name: str) -> None:
+    open_flags = ("--host", "0.0.0.0", "--advertise-host", "127.0.0.1")
+    async with _router(redis_url, cluster_name, *open_flags, "--insecure") as (process, addresses):
+        async with httpx.AsyncClient(timeout=20) as http:
+            metrics = (await http.get(f"http://{addresses['metrics']}/metrics")).text
+        assert "tandem_insecure_ports 1.0" in metrics
+        process.terminate()
+        async with asyncio.timeout(30):
+            _, log = await process.communicate()
+        assert b"uses this router without a key" in log

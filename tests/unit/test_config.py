@@ -260,3 +260,35 @@ def test_lengths_given_to_tandem_up_reach_every_process() -> None:
     workers = [layout.worker(slot) for slot in pools.slots()]
     assert all("--max-input-length=100" in spec.arguments for spec in (router, *workers))
     assert ["--kv-cache-dtype=int8" in spec.arguments for spec in (router, *workers)] == [False, True, True]
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "router.example", ""])
+def test_a_router_that_other_hosts_reach_without_a_key_does_not_start(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"--api-key-file or --keys, or bind to 127.0.0.1"):
+        RouterConfig(model="m", host=host)
+    for way_out in ({"api_key_file": "f"}, {"keys": "redis"}, {"api_key": "k"}):
+        assert not RouterConfig(model="m", host=host, **way_out).is_open  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="without a key"):
+        RouterConfig(model="m", host=host, admin_key="k")  # every client may generate
+    assert RouterConfig(model="m", host=host, insecure="on").is_insecure
+    assert RouterConfig(model="m", host=host, api_key="k", metrics_port=9090).metrics_host == host
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5"])
+def test_a_worker_serves_metrics_to_other_hosts_only_with_a_key(host: str) -> None:
+    assert WorkerConfig(model="m", host=host).metrics_host == "127.0.0.1"
+    with pytest.raises(ConfigError, match=r"--metrics-key-file, or leave out --metrics-port"):
+        WorkerConfig(model="m", host=host, metrics_port=9090)
+    for way_out in ({"metrics_key_file": "f"}, {"insecure": "on"}):
+        assert WorkerConfig(model="m", host=host, metrics_port=9090, **way_out).metrics_host == host  # type: ignore[arg-type]
+    assert WorkerConfig(model="m", metrics_port=9090).metrics_host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(("flags", "value"), [((), "off"), (("--insecure",), "on"), (("--insecure", "off"), "off")])
+def test_a_switch_may_be_given_without_a_value(flags: tuple[str, ...], value: str) -> None:
+    assert parse_arguments(WorkerConfig, "prefill_worker", ["--model", "m", *flags]).insecure == value
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
+def test_a_router_that_only_its_own_host_reaches_needs_no_key(host: str) -> None:
+    assert not RouterConfig(model="m", host=host).is_open

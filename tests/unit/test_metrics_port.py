@@ -7,6 +7,7 @@ from http.client import HTTPConnection, HTTPResponse
 
 import pytest
 
+from cluster.accounts.gate import Gate
 from cluster.errors import ConfigError
 from cluster.observe.metrics_port import MetricsPort
 from cluster.observe.telemetry import CONTENT_TYPE, Telemetry
@@ -26,15 +27,15 @@ def telemetry() -> Telemetry:
 
 @pytest.fixture
 def port(telemetry: Telemetry) -> Iterator[MetricsPort]:
-    port = MetricsPort(telemetry, host=_HOST, port=0)
+    port = MetricsPort(telemetry, Gate(), host=_HOST, port=0)
     port.start()
     yield port
     port.stop()
 
 
-def get(port: MetricsPort, path: str = "/metrics") -> tuple[HTTPResponse, str]:
+def get(port: MetricsPort, path: str = "/metrics", **headers: str) -> tuple[HTTPResponse, str]:
     with closing(HTTPConnection(_HOST, port.port, timeout=_DEADLINE_S)) as connection:
-        connection.request("GET", path)
+        connection.request("GET", path, headers=headers)
         response = connection.getresponse()
         return response, response.read().decode()
 
@@ -45,6 +46,19 @@ def test_a_scrape_shows_what_was_counted_and_the_process(port: MetricsPort, tele
     assert (response.status, response.getheader("Content-Type")) == (200, CONTENT_TYPE)
     assert "tandem_decode_tokens_total 3.0" in text
     assert "process_cpu_seconds_total" in text and "process_resident_memory_bytes" in text
+
+
+@pytest.mark.parametrize("keys", [{"metrics_key": "m"}, {"metrics_key": "m", "api_key": "k", "admin_key": "a"}])
+def test_with_a_key_for_metrics_nobody_scrapes_without_one(telemetry: Telemetry, keys: dict[str, str]) -> None:
+    port = MetricsPort(telemetry, Gate(**keys), host=_HOST, port=0)  # type: ignore[arg-type]
+    port.start()
+    try:
+        answers = {key: get(port, **({"Authorization": f"Bearer {key}"} if key else {})) for key in ("", "x", "m", "k")}
+        statuses = {key: response.status for key, (response, _) in answers.items()}
+        assert statuses == {"": 401, "x": 401, "m": 200, "k": 403 if "api_key" in keys else 401}
+        assert all("tandem_" not in text for key, (_, text) in answers.items() if key != "m")
+    finally:
+        port.stop()
 
 
 def test_nothing_but_metrics_is_served(port: MetricsPort) -> None:
@@ -70,7 +84,7 @@ def test_connections_beyond_the_bound_are_closed_and_places_become_free_again(po
 
 def test_a_taken_port_is_reported_with_the_flag(port: MetricsPort) -> None:
     with pytest.raises(ConfigError, match=f"cannot listen on {_HOST}:{port.port}.*--metrics-port"):
-        MetricsPort(Telemetry(), host=_HOST, port=port.port)
+        MetricsPort(Telemetry(), Gate(), host=_HOST, port=port.port)
 
 
 def inspected(**figures: float) -> Inspected:
