@@ -104,6 +104,7 @@ class GrammarKind(StrEnum):
 
 
 MAX_GRAMMAR_BYTES = 1 << 17
+MAX_PREFILL_CHUNKS = 64  # that a prefill reports one by one
 
 
 @dataclass(frozen=True, slots=True)

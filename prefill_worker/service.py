@@ -111,6 +111,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
                 prefill_s=outcome.prefill_s,
                 num_cached=outcome.num_cached - num_pulled,
                 num_pulled=num_pulled,
+                chunks=outcome.chunks,
             )
             yield worker_pb2.PrefillEvent(first_tokens=first_tokens)
         finally:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from google.protobuf.message import Message
 
-from cluster.messages import MAX_GRAMMAR_BYTES
+from cluster.messages import MAX_GRAMMAR_BYTES, MAX_PREFILL_CHUNKS
 from cluster.protocol.field_rules import (
     LARGEST_INT,
     TEXT_CHARACTERS,
@@ -146,7 +146,9 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
         "prefill_s": _SECONDS,
         "num_cached": _COUNT,
         "num_pulled": _COUNT,
+        "chunks": Many(_REQUIRED, MAX_PREFILL_CHUNKS),
     },
+    worker_pb2.PrefillChunk: {"num_tokens": _COUNT, "ended_s": _SECONDS},
     worker_pb2.SequenceStart: {"handle": _UINT32, "seed": _UINT64, "committed_token_ids": _IDS},
     worker_pb2.StartRequest: {
         "request_id": _NAME,

@@ -209,14 +209,22 @@ def finish_reason_from_wire(number: int) -> FinishReason | None:
 
 
 def first_tokens_to_wire(
-    tokens: Iterable[SampledToken], *, queue_s: float, prefill_s: float, num_cached: int, num_pulled: int = 0
+    tokens: Iterable[SampledToken],
+    *,
+    queue_s: float,
+    prefill_s: float,
+    num_cached: int,
+    num_pulled: int = 0,
+    chunks: Iterable[tuple[int, float]] = (),
 ) -> worker_pb2.FirstTokens:
+    """`chunks`: of each step of the prefill its tokens, and when it ended."""
     return worker_pb2.FirstTokens(
         tokens=[sampled_token_to_wire(token) for token in tokens],
         queue_s=queue_s,
         prefill_s=prefill_s,
         num_cached=num_cached,
         num_pulled=num_pulled,
+        chunks=[worker_pb2.PrefillChunk(num_tokens=num_tokens, ended_s=ended_s) for num_tokens, ended_s in chunks],
     )
 
 

@@ -303,6 +303,7 @@ class ExportFinished:
     queue_s: float
     prefill_s: float
     ended_s: float  # when its last step ended
+    chunks: tuple[tuple[int, float], ...] = ()  # tokens of each step, and when it ended, since the first was planned
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from cluster.errors import (
     QueueFull,
     TandemError,
 )
-from cluster.messages import PrefillJob, SampledToken
+from cluster.messages import MAX_PREFILL_CHUNKS, PrefillJob, SampledToken
 from cluster.observe.service_rate import ServiceRate
 from cluster.protocol.hashing import NATIVE, NewChain
 from cluster.request_size import sealed_blocks, tail_length
@@ -214,6 +214,7 @@ class PromptExports:
     def advance(self, sequence: Sequence, drawn: tuple[DrawnToken, ...], now_s: float) -> tuple[Event, ...]:
         """Announce the blocks that a step has sealed. With the first tokens the export ends."""
         self._tables.cache_sealed(sequence)
+        _note_chunk(sequence, now_s)
         sealed = self._seal(sequence)
         return (*sealed, self._finish(sequence, drawn, now_s)) if drawn else sealed
 
@@ -272,6 +273,7 @@ class PromptExports:
             queue_s=export.started_s - group.admitted_s,
             prefill_s=now_s - export.started_s,
             ended_s=now_s,
+            chunks=tuple(export.chunks),
         )
 
     def _lease_tail(self, sequence: Sequence, export: Export) -> Tail | None:
@@ -296,6 +298,16 @@ class PromptExports:
             return False
         self._batch.remove(sequence)
         return True
+
+
+def _note_chunk(sequence: Sequence, now_s: float) -> None:
+    """Record what a step computed of a prompt. Beyond MAX_PREFILL_CHUNKS the last chunk grows."""
+    export = _export(sequence)
+    num_tokens = max(0, sequence.num_computed - max(export.num_noted, sequence.num_cached))
+    export.num_noted = sequence.num_computed
+    if len(export.chunks) == MAX_PREFILL_CHUNKS:
+        num_tokens += export.chunks.pop()[0]
+    export.chunks.append((num_tokens, now_s - export.started_s))
 
 
 def _export(sequence: Sequence) -> Export:

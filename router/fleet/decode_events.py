@@ -23,6 +23,7 @@ class SequencesStarted:
     kv_bytes: int
     transport: str
     num_cached: int  # tokens whose KV was there already
+    exposed_s: float = 0.0  # the part of the transfer that prefill did not hide
 
 
 class SequenceToken(NamedTuple):

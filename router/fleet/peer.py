@@ -220,6 +220,7 @@ class FirstTokens:
     queue_s: float  # by the worker's clock: from acceptance to the first chunk, and from there to these tokens
     prefill_s: float
     num_cached: int  # tokens of the prompt that were not computed
+    chunks: tuple[tuple[int, float], ...] = ()  # tokens of each step, and when it ended, since the first was planned
 
 
 _RpcCall: TypeAlias = "grpc.aio.UnaryStreamCall[worker_pb2.PrefillRequest, worker_pb2.PrefillEvent]"
@@ -253,6 +254,7 @@ class PrefillCall:
             queue_s=message.queue_s,
             prefill_s=message.prefill_s,
             num_cached=message.num_cached + message.num_pulled,
+            chunks=tuple((chunk.num_tokens, chunk.ended_s) for chunk in message.chunks),
         )
 
     async def _next(self, expected: str) -> worker_pb2.PrefillEvent:

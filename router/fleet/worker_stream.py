@@ -350,6 +350,7 @@ class WorkerStream:
             kv_bytes=started.kv_bytes,
             transport=started.transport,
             num_cached=started.num_cached,
+            exposed_s=started.transfer_s,
         )
         for owner in self._owners_of(started.handles):
             owner.put(event)

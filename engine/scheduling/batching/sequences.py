@@ -39,6 +39,8 @@ class Export:
     has_importer: bool  # False as soon as no importer will come: nothing more is leased or announced
     num_leased: int = 0  # leading blocks that are sealed, leased and announced
     started_s: float = 0.0  # when its first step was planned
+    chunks: list[tuple[int, float]] = field(default_factory=list)  # tokens of each step, and when it ended since then
+    num_noted: int = 0  # tokens of the prompt up to the last chunk
 
 
 @dataclass(slots=True, eq=False)

@@ -165,18 +165,28 @@ class SampledToken(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_inference_pb2.PositionLogprobs, _Mapping]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ...) -> None: ...
 
 class FirstTokens(_message.Message):
-    __slots__ = ("tokens", "queue_s", "prefill_s", "num_cached", "num_pulled")
+    __slots__ = ("tokens", "queue_s", "prefill_s", "num_cached", "num_pulled", "chunks")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_FIELD_NUMBER: _ClassVar[int]
     NUM_PULLED_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedCompositeFieldContainer[SampledToken]
     queue_s: float
     prefill_s: float
     num_cached: int
     num_pulled: int
-    def __init__(self, tokens: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., num_cached: _Optional[int] = ..., num_pulled: _Optional[int] = ...) -> None: ...
+    chunks: _containers.RepeatedCompositeFieldContainer[PrefillChunk]
+    def __init__(self, tokens: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., num_cached: _Optional[int] = ..., num_pulled: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[PrefillChunk, _Mapping]]] = ...) -> None: ...
+
+class PrefillChunk(_message.Message):
+    __slots__ = ("num_tokens", "ended_s")
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_S_FIELD_NUMBER: _ClassVar[int]
+    num_tokens: int
+    ended_s: float
+    def __init__(self, num_tokens: _Optional[int] = ..., ended_s: _Optional[float] = ...) -> None: ...
 
 class SequenceStart(_message.Message):
     __slots__ = ("handle", "seed", "committed_token_ids")
