@@ -249,6 +249,7 @@ class PrefillJob:
     num_expected_cached: int = 0  # tokens of the prompt that the router expects the worker to have cached
     router: MemberId | None = None  # None: the caller is none
     grammar: Grammar | None = None  # that the text of each choice must match
+    trace_parent: str = ""  # W3C trace context, which travels as metadata of the call; empty: none
 
     @property
     def is_interrupted(self) -> bool:
@@ -286,6 +287,7 @@ class DecodeJob:
     num_expected_cached: int = 0
     num_expected_output: float = 0.0  # tokens that a choice is expected to generate in all; 0: as many as it may
     grammar: Grammar | None = None
+    trace_parent: str = ""
 
     @property
     def is_interrupted(self) -> bool:

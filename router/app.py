@@ -53,6 +53,7 @@ from router.policies.slo_aware import policy
 from router.ports import bind_ports, max_calls
 from router.request.divided_answers import ChatSettings
 from router.request.live_requests import LiveRequests
+from router.request.traces import open_traces
 from router.request.validation import MessageLimits
 from router.running import running
 from router.text.tokenization import Tokenization
@@ -106,6 +107,7 @@ class Router:
             clock=MonotonicClock(),
             telemetry=self._telemetry,
             targets=targets,
+            traces=open_traces(config),
         )
         skew = partial(self._telemetry.gauge, "tandem_clock_skew_seconds")
         ttl_s = config.registration_ttl_s
@@ -164,6 +166,7 @@ class Router:
             self._ports.metrics.stop()
             await self._ports.grpc.stop(_STOP_GRACE_S)
             await self._grammars.close()
+            await self._live_requests.close()
             await registration.deregister()
             await self._registry.close()
 

@@ -112,6 +112,7 @@ class GenerateRequest:
     request_id: str = ""
     label: str = ""  # the client's name for it in logs and listings; need not be unique
     caller: Caller = ANY_CLIENT  # the tenant and the limits of the API key that it came with
+    trace_parent: str = ""  # the client's W3C trace context as it came; may be malformed
     client: bytes = b""  # identifies the API key that it came with; empty: this router asks for none
     num_bytes: int = 0  # of its message from the client, without `resume_from`; 0: it cannot be resumed
     model: str = ""

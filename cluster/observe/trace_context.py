@@ -13,12 +13,26 @@ _SAMPLED = 1
 
 @dataclass(frozen=True, slots=True)
 class TraceParent:
+    """A span, as other processes refer to it."""
+
     trace_id: int  # 128 bits, not 0
     span_id: int  # 64 bits, not 0
     is_sampled: bool
 
     def __str__(self) -> str:
         return f"00-{self.trace_id:032x}-{self.span_id:016x}-{int(self.is_sampled):02x}"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTrace:
+    """The place of one request in traces."""
+
+    root: TraceParent  # the span of the request itself
+    parent: TraceParent | None  # the client's span; None: it told none
+
+    @property
+    def trace_id(self) -> str:
+        return f"{self.root.trace_id:032x}"
 
 
 def parse_trace_parent(text: str) -> TraceParent | None:
@@ -28,3 +42,8 @@ def parse_trace_parent(text: str) -> TraceParent | None:
         return None
     trace_id, span_id, flags = (int(part, 16) for part in found.groups())
     return TraceParent(trace_id, span_id, bool(flags & _SAMPLED)) if trace_id and span_id else None
+
+
+def trace_metadata(trace_parent: str) -> tuple[tuple[str, str], ...]:
+    """Return the metadata with which a gRPC call carries a context; empty: there is none."""
+    return ((TRACE_PARENT_KEY, trace_parent),) if trace_parent else ()

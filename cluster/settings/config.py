@@ -165,6 +165,15 @@ class RouterConfig(ClusterSettings):
         "share of requests, at most 0.5, that --placement auto sends to the second-best candidate, to measure"
         " whether disaggregation is worth it; never where a latency target would be missed",
     )
+    otlp_endpoint: str = setting(
+        "", "URL of an OpenTelemetry receiver (OTLP over HTTP) for the spans of requests: http://host:4318; empty: none"
+    )
+    trace_sample_ratio: float = setting(
+        0.01, "share of ordinary requests whose spans are sent; failed, retried and slow ones always are"
+    )
+    trace_slow_s: float = setting(
+        10.0, "seconds to the first token from which a request is slow; so is a missed target"
+    )
     max_model_len: int = setting(0, "maximum tokens of prompt plus output; 0: the model's limit")
     max_input_length: int = setting(0, "maximum tokens of a prompt; 0: only --max-model-len applies")
     max_output_length: int = setting(0, "maximum output tokens; 0: only --max-model-len applies")
@@ -200,7 +209,14 @@ class RouterConfig(ClusterSettings):
             f" {_LOOPBACK} (--insecure starts it all the same)",
         )
         require_lengths(self.max_model_len, self.max_input_length, self.max_output_length)
-        _require_no_negative(self, "slo_ttft_ms", "slo_tpot_ms", "max_connection_age_s")
+        _require_no_negative(self, "slo_ttft_ms", "slo_tpot_ms", "max_connection_age_s", "trace_slow_s")
+        require(
+            0 <= self.trace_sample_ratio <= 1, f"--trace-sample-ratio must be from 0 to 1: {self.trace_sample_ratio:g}"
+        )
+        require(
+            not self.otlp_endpoint or self.otlp_endpoint.startswith(("http://", "https://")),
+            f"--otlp-endpoint must begin with http:// or https://, not {self.otlp_endpoint!r}",
+        )
         require(0 <= self.explore <= 0.5, f"--explore must be from 0 to 0.5, not {self.explore:g}")
         require(
             not self.explore or self.placement == "auto",

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from cluster.messages import MemberId, SampledToken, TokenLogprobs
 from cluster.protocol import wire
 from router.policies.sequence_progress import SequenceProgress
+from router.request.account import HandOff
 from tandem.internal.v1 import worker_pb2
 
 
@@ -24,6 +25,10 @@ class SequencesStarted:
     transport: str
     num_cached: int  # tokens whose KV was there already
     exposed_s: float = 0.0  # the part of the transfer that prefill did not hide
+
+    def hand_off(self, importer: str, now_s: float) -> HandOff:
+        """Return the hand-off that brought the KV; its transport is "local" where the worker computed it."""
+        return HandOff(importer, self.transport, self.kv_bytes, self.exposed_s, now_s - self.queue_s)
 
 
 class SequenceToken(NamedTuple):

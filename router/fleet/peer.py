@@ -18,6 +18,7 @@ import grpc
 from cluster.errors import DeadlineExceeded
 from cluster.member import Member
 from cluster.messages import DecodeJob, MemberId, PrefillJob, SampledToken
+from cluster.observe.trace_context import trace_metadata
 from cluster.outstanding_work import OthersWork, PromptWork
 from cluster.protocol import wire
 from cluster.protocol.received import checked, malformed
@@ -93,7 +94,9 @@ class Peer(WorkerHealth):
         """Start a prefill. Leaving the block early cancels it."""
         work = PromptWork.of(len(job.token_ids), job.num_expected_cached)
         with self._queued(work) as computed:
-            call = self._prefills.Prefill(wire.prefill_job_to_wire(job), timeout=job.timeout_s)
+            call = self._prefills.Prefill(
+                wire.prefill_job_to_wire(job), timeout=job.timeout_s, metadata=trace_metadata(job.trace_parent)
+            )
             self._num_exported += len(job.seeds)
             try:
                 yield PrefillCall(self, call, computed, len(job.seeds))
@@ -148,7 +151,8 @@ class Peer(WorkerHealth):
         limit_s = self._timeouts.call_timeout_s
         calls = self._decode_calls
         try:
-            await self._unless_lost(calls.Start(wire.decode_job_to_wire(job), timeout=min(job.timeout_s, limit_s)))
+            request, metadata = wire.decode_job_to_wire(job), trace_metadata(job.trace_parent)
+            await self._unless_lost(calls.Start(request, timeout=min(job.timeout_s, limit_s), metadata=metadata))
         except DeadlineExceeded as error:
             if job.timeout_s <= limit_s:
                 raise

@@ -18,6 +18,7 @@ from cluster.accounts.usage import KeyUsage
 from cluster.errors import InvalidRequest, Unavailable
 from cluster.messages import Role
 from cluster.observe.telemetry import Telemetry
+from cluster.observe.trace_context import TRACE_PARENT_KEY
 from cluster.registry.scale_target import POOLS
 from router.drain.operator_commands import MemberCommands, OperatorCall, ScaleTargetView, target_to_wire
 from router.fleet.fleet import Fleet
@@ -133,7 +134,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         shown = _authorization(context)
         client = client_of(shown) if self._gate.asks_for_keys else b""
         asked = generate_request_from_wire(request, timeout_s, keepalive_interval_s, client)
-        asked = replace(asked, caller=self._gate.caller(shown))
+        asked = replace(asked, caller=self._gate.caller(shown), trace_parent=_trace_parent(context))
         divide = partial(AnswerParts.asked_for, request.chat, chats=self._chats, tokenization=self._tokenization)
         # The text that the client of a resumed request has is divided again, which takes time.
         asked, parts = await self._threads.run(divide, asked) if asked.resume_from else divide(asked)
@@ -307,6 +308,10 @@ def _timeout_s(left_s: float | None) -> float | None:
         return left_s
     rounding_s = 10.0 ** (math.floor(math.log10(left_s)) - 2)
     return left_s - rounding_s - min(_EARLY_MAX_S, left_s * _EARLY_SHARE)
+
+
+def _trace_parent(context: _Context) -> str:
+    return str(dict(context.invocation_metadata() or ()).get(TRACE_PARENT_KEY, ""))
 
 
 def _keepalive_interval_s(context: _Context) -> float | None:

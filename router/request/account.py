@@ -7,12 +7,32 @@ arguments, in seconds of the router's monotonic clock. The account decides nothi
 import math
 from collections.abc import Sequence
 from enum import StrEnum
+from typing import NamedTuple
 
 from cluster.observe.telemetry import Telemetry
+from cluster.observe.trace_context import RequestTrace
 from router.policies.candidates import NO_TARGETS, SloTargets
 from router.policies.unmodelled import ModelledRequest
 from router.request.explanations import MAX_SPANS, Explanation, PlacementLog, Span
 from router.requests import ChoiceDelta, Ledger, Phase, WorkerTime
+
+
+class HandOff(NamedTuple):
+    """A hand-off of KV. `exposed_s`: the part that prefill did not hide. `ended_s`: by this router's clock."""
+
+    importer: str
+    transport: str
+    kv_bytes: int
+    exposed_s: float
+    ended_s: float
+
+
+class PrefillSteps(NamedTuple):
+    """The steps of a worker that computed a prompt: of each its tokens, and its end in seconds after `began_s`."""
+
+    member: str
+    began_s: float  # by this router's clock
+    chunks: tuple[tuple[int, float], ...]
 
 
 class PhaseName(StrEnum):
@@ -56,6 +76,10 @@ class RequestAccount:
         self._num_uncounted = 0  # tokens that the metrics do not have yet
         self._num_tokens: dict[int, int] = {}  # by choice: tokens that the client was given
         self.placements = PlacementLog()
+        self.has_missed_targets = False  # of latency; set when it is published
+        self.hand_offs: list[HandOff] = []
+        self.prefill_steps: list[PrefillSteps] = []
+        self.trace: RequestTrace | None = None  # None: this router makes no spans
         self.num_prompt_tokens = 0  # once it is admitted
         self.num_cached: int | None = None  # prompt tokens that the first prefill found in the prefix cache
         self.prefill_member = self.decode_member = ""  # of the present attempt
@@ -71,6 +95,11 @@ class RequestAccount:
     @property
     def reasons(self) -> tuple[str, ...]:
         return tuple(self._reasons)
+
+    @property
+    def trace_parent(self) -> str:
+        """The context that calls to workers carry; empty: this router makes no spans."""
+        return str(self.trace.root) if self.trace is not None else ""
 
     @property
     def num_tokens(self) -> int:
@@ -106,13 +135,26 @@ class RequestAccount:
     def add_reason(self, reason: str) -> None:
         self._reasons.append(reason)
 
-    def add_worker_time(self, member: str, now_s: float, *, queue_s: float, compute_s: float) -> None:
+    def add_worker_time(
+        self,
+        member: str,
+        now_s: float,
+        *,
+        queue_s: float,
+        compute_s: float,
+        chunks: tuple[tuple[int, float], ...] = (),
+    ) -> None:
         """Record what a worker needed for the next token of an attempt, by its own clock."""
+        self.add_member(member)
         self._worker_times.append(WorkerTime(member, now_s - self.began_s, queue_s, compute_s))
+        if chunks:
+            self.prefill_steps.append(PrefillSteps(member, now_s - compute_s, chunks))
 
-    def add_transfer(self, transport: str, kv_bytes: int) -> None:
-        self._transport = transport
-        self._kv_bytes += kv_bytes
+    def add_hand_off(self, hand_off: HandOff) -> None:
+        """Record a hand-off of KV to this request's decode worker."""
+        self.hand_offs.append(hand_off)
+        self._transport = hand_off.transport
+        self._kv_bytes += hand_off.kv_bytes
 
     def record_token(self, now_s: float) -> None:
         """Record that this router received a token of the request, whether its client reads quickly or not."""
@@ -156,8 +198,11 @@ class RequestAccount:
         return [(phase, at_s, until_s) for (phase, at_s), until_s in zip(self._marks, ends_s, strict=True)]
 
     def ledger(self, now_s: float) -> Ledger:
+        return self._ledger(self._intervals(now_s))
+
+    def _ledger(self, intervals: Sequence[tuple[PhaseName, float, float]]) -> Ledger:
         durations_s: dict[PhaseName, float] = {}
-        for phase, at_s, until_s in (intervals := self._intervals(now_s)):
+        for phase, at_s, until_s in intervals:
             durations_s[phase] = durations_s.get(phase, 0.0) + (until_s - at_s)
         end_s = intervals[-1][2]
         return Ledger(
@@ -172,15 +217,9 @@ class RequestAccount:
             label=self._label,
         )
 
-    def spans(self, now_s: float) -> tuple[Span, ...]:
-        """Return the phases in their order: at most MAX_SPANS, the first ones and the last ones."""
-        marks = self._intervals(now_s)
-        if len(marks) > MAX_SPANS:
-            marks[MAX_SPANS // 4 : -(MAX_SPANS - MAX_SPANS // 4)] = []
-        return tuple(Span(str(phase), at_s - self.began_s, until_s - at_s) for phase, at_s, until_s in marks)
-
     def explanation(self, request_id: str, now_s: float, outcome: str = "") -> Explanation:
-        """Explain the placements of the request. `outcome`: as in `publish`; empty: it is live."""
+        """Explain the placements of the request. `outcome`: ok, or the reason of an error; empty: it is live."""
+        intervals = self._intervals(now_s)
         return Explanation(
             request_id=request_id,
             label=self._label,
@@ -191,8 +230,8 @@ class RequestAccount:
             first_token_s=self._first_token_s if self._num_tokens else None,
             itl_s=self._mean_itl_s(),
             attempts=self.placements.attempts,
-            ledger=self.ledger(now_s),
-            spans=self.spans(now_s),
+            ledger=self._ledger(intervals),
+            spans=_spans(intervals),
         )
 
     def _mean_itl_s(self) -> float | None:
@@ -202,36 +241,39 @@ class RequestAccount:
         decoding_s = sum(self._last_delivery_s[choice] - (self._first_token_s or 0.0) for choice in longer)
         return decoding_s / num_later if num_later else None
 
-    def publish(self, outcome: str, now_s: float) -> None:
-        """Add the ended request to the metrics. `outcome`: ok, or the reason of an error."""
+    def publish(self, ended: Explanation) -> None:
+        """Add the ended request to the metrics. `ended`: its explanation."""
+        outcome, ledger = ended.outcome, ended.ledger
+        assert ledger is not None, "an explanation of an account has its ledger"
         self._telemetry.count("tandem_requests_total", outcome=outcome)
         self._count_tokens()
         if not self._is_admitted:
             self._telemetry.count("tandem_requests_refused_total", reason=outcome)
             return
-        ledger = self.ledger(now_s)
         for phase in ledger.phases:
             self._telemetry.observe("tandem_phase_seconds", phase.duration_s, phase=phase.name)
         self._telemetry.observe("tandem_request_seconds", ledger.wall_s)
         if self._num_tokens:
             self._telemetry.observe("tandem_ttft_seconds", ledger.ttft_s)
         self._telemetry.count("tandem_cached_prompt_tokens_total", self.num_cached or 0)
-        self._publish_misses(now_s)
+        self._publish_misses(ended.itl_s, self.began_s + ledger.wall_s)
         for num_tokens in self._num_tokens.values():
             self._telemetry.observe("tandem_output_length_tokens", num_tokens)
         if outcome == "ok" and not self._reasons:
             self._publish_errors()
             self._teach()
 
-    def _publish_misses(self, now_s: float) -> None:
+    def _publish_misses(self, itl_s: float | None, now_s: float) -> None:
         """Count the latency targets that the request missed, each with the phase that took longest."""
-        first_s, itl_s = self._first_token_s, self._mean_itl_s()
+        first_s = self._first_token_s
         if self._targets == NO_TARGETS or first_s is None:
             return
         if first_s - self.began_s > self._targets.ttft_s:
+            self.has_missed_targets = True
             phase = self._longest_phase(self.began_s, first_s, now_s)
             self._telemetry.count("tandem_slo_misses_total", latency="ttft", phase=phase)
         if itl_s is not None and itl_s > self._targets.itl_s:
+            self.has_missed_targets = True
             phase = self._longest_phase(first_s, math.inf, now_s)
             self._telemetry.count("tandem_slo_misses_total", latency="itl", phase=phase)
 
@@ -263,3 +305,11 @@ class RequestAccount:
         first_s, last_s = self._received_s
         if self._num_received >= _LEAST_TOKENS_COMPARED:
             self._modelled.record_end((last_s - first_s) / (self._num_received - 1), last_s)
+
+
+def _spans(intervals: Sequence[tuple[PhaseName, float, float]]) -> tuple[Span, ...]:
+    """Return the phases in their order: at most MAX_SPANS, the first ones and the last ones."""
+    began_s = intervals[0][1]
+    if len(intervals) > MAX_SPANS:
+        intervals = [*intervals[: MAX_SPANS // 4], *intervals[-(MAX_SPANS - MAX_SPANS // 4) :]]
+    return tuple(Span(str(phase), at_s - began_s, until_s - at_s) for phase, at_s, until_s in intervals)

@@ -275,6 +275,7 @@ class AdmittedRequest:
             age_s=self._clock.now_s() - self.account.began_s,
             is_unproven=self._is_unproven,
             grammar=self.request.grammar,
+            trace_parent=self.account.trace_parent,
         )
 
     def decode_job(
@@ -315,6 +316,7 @@ class AdmittedRequest:
             age_s=self._clock.now_s() - self.account.began_s,
             is_unproven=self._is_unproven,
             grammar=self.request.grammar,
+            trace_parent=self.account.trace_parent,
         )
 
     def dispatched(self, *, prefill: MemberId | None = None, decode: MemberId | None = None) -> None:
@@ -327,9 +329,8 @@ class AdmittedRequest:
         """Record that the first tokens arrived. From now on the client waits for the transfer, unless other choices
         continue."""
         self._found(first.num_cached)
-        self.account.add_member(str(prefill))
         self.account.add_worker_time(
-            str(prefill), self._clock.now_s(), queue_s=first.queue_s, compute_s=first.prefill_s
+            str(prefill), self._clock.now_s(), queue_s=first.queue_s, compute_s=first.prefill_s, chunks=first.chunks
         )
         if not self._has_tokens:
             self._enter(PhaseName.PREFILL, began_ago_s=first.prefill_s)
@@ -341,7 +342,7 @@ class AdmittedRequest:
         self._found(started.num_cached)
         self.account.add_member(str(decode))
         self.account.decode_member = str(decode)
-        self.account.add_transfer(started.transport, started.kv_bytes)
+        self.account.add_hand_off(started.hand_off(str(decode), self._clock.now_s()))
         if started.first_tokens:
             self.account.add_worker_time(str(decode), self._clock.now_s(), queue_s=started.queue_s, compute_s=0.0)
         else:

@@ -25,6 +25,7 @@ from router.request.explanations import Explanation, Explanations, is_named
 from router.request.live_table import ClientBuffers, LiveRow, LiveTable
 from router.request.outbox import Outbox, WholeAnswer
 from router.request.request_log import RequestLog
+from router.request.traces import Traces
 from router.requests import Accepted, GenerateRequest
 
 
@@ -51,8 +52,10 @@ class LiveRequests:
         clock: Clock,
         telemetry: Telemetry,
         targets: SloTargets = NO_TARGETS,
+        traces: Traces | None = None,
     ) -> None:
-        """`targets`: of requests that ask for none."""
+        """`targets`: of requests that ask for none. `traces`: None: no spans are made."""
+        self._traces = traces
         self._targets = targets
         self.admission = AdmissionControl(max_live_requests)
         self._table = LiveTable(self.admission)
@@ -96,6 +99,11 @@ class LiveRequests:
         now_s = self._clock.now_s()
         return [live.account.explanation(live.request_id, now_s) for live in requests]
 
+    async def close(self) -> None:
+        """Send the spans that are left."""
+        if self._traces is not None:
+            await self._traces.close()
+
     async def until_none_left(self) -> None:
         await self._none_left.wait()
 
@@ -108,6 +116,8 @@ class LiveRequests:
         request_id = request.request_id or f"req-{secrets.token_hex(12)}"
         targets = self._targets.preferring(SloTargets.of_request(request.slo_ttft_s, request.slo_tpot_s))
         account = RequestAccount(self._telemetry, self._clock.now_s(), label=request.label, targets=targets)
+        if self._traces is not None:
+            account.trace = self._traces.begin(request.trace_parent)
         outcome = "cancelled"
         try:
             with self._listed(request, request_id, account, takes_over=takes_over) as live:
@@ -125,9 +135,11 @@ class LiveRequests:
         finally:
             now_s = self._clock.now_s()
             ended = account.explanation(request_id, now_s, outcome)
-            account.publish(outcome, now_s)
+            account.publish(ended)
             self.explanations.add(ended)
-            self._log.write(ended, account.ledger(now_s), now_s)
+            if self._traces is not None:
+                self._traces.end(request, account, ended, now_s)
+            self._log.write(ended, now_s, account.trace.trace_id if account.trace is not None else "")
             self._on_change()
 
     @contextmanager

@@ -7,7 +7,6 @@ requests are always logged. No line has a prompt or an output.
 import logging
 
 from router.request.explanations import Explanation
-from router.requests import Ledger
 
 _LOG = logging.getLogger("tandem.router.pipeline")
 _MOST_PER_S = 50
@@ -19,8 +18,8 @@ class RequestLog:
         self._num_lines = 0  # of this second, of requests that ended well
         self._num_left_out = 0  # since the last line
 
-    def write(self, ended: Explanation, ledger: Ledger, now_s: float) -> None:
-        """Log a request that has ended. `now_s`: by any monotonic clock."""
+    def write(self, ended: Explanation, now_s: float, trace_id: str = "") -> None:
+        """Log a request that has ended. `now_s`: by any monotonic clock. `trace_id`: empty if it has none."""
         if not _LOG.isEnabledFor(logging.INFO):
             return
         if int(now_s) != self._second:
@@ -30,15 +29,19 @@ class RequestLog:
                 self._num_left_out += 1
                 return
             self._num_lines += 1
-        fields = ended_fields(ended, ledger)
+        fields = ended_fields(ended)
+        if trace_id:
+            fields["trace_id"] = trace_id
         if self._num_left_out:
             fields["lines_left_out"] = self._num_left_out
             self._num_left_out = 0
         _LOG.info("request ended", extra=fields)
 
 
-def ended_fields(ended: Explanation, ledger: Ledger) -> dict[str, object]:
+def ended_fields(ended: Explanation) -> dict[str, object]:
     """Return what a log line says of an ended request; values that it has not are left out. Times are milliseconds."""
+    ledger = ended.ledger
+    assert ledger is not None, "an explanation of an account has its ledger"
     fields: dict[str, object] = {
         "request_id": ended.request_id,
         "label": ended.label,

@@ -25,6 +25,7 @@ from router.policies.candidates import NO_TARGETS, SloTargets
 from router.policies.prefix_index import PrefixIndex
 from router.policies.slo_aware import policy
 from router.request.live_requests import LiveRequests
+from router.request.traces import Traces
 from router.request.validation import MessageLimits, resolve
 from router.requests import GenerateRequest, Output, SamplingParams, StopConditions, Summary, TokenPrompt
 from router.running import running
@@ -82,6 +83,7 @@ class RouterUnderTest:
         tokenization: Tokenization | None = None,
         wall_clock: Callable[[], float] = time.time,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        traces: Traces | None = None,
     ) -> None:
         self.store = Store()
         self.telemetry = Telemetry()
@@ -95,6 +97,7 @@ class RouterUnderTest:
             max_buffered_tokens=max_buffered_tokens,
             clock=outbox_clock or MonotonicClock(),
             telemetry=self.telemetry,
+            traces=traces,
         )
         index = PrefixIndex()
         self.fleet = Fleet(

@@ -23,6 +23,7 @@ from tests.system.scripted_workers import (
     Store,
     StreamService,
     sampled,
+    traced_job,
 )
 
 
@@ -146,7 +147,7 @@ class _Decode(StreamService):
         self._worker: ScriptedDecode = worker
 
     async def Start(self, request: worker_pb2.StartRequest, context: Context) -> worker_pb2.StartResponse:
-        worker, job = self._worker, wire.decode_job_from_wire(request)
+        worker, job = self._worker, traced_job(wire.decode_job_from_wire(request), context)
         worker.jobs.append(job)
         worker.started.set()
         worker.changed()

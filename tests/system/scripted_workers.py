@@ -9,7 +9,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import grpc
 
@@ -19,6 +19,7 @@ from cluster.auth.member_channel import MemberChannel, open_member_channel
 from cluster.errors import TandemError, Unavailable
 from cluster.member import Capacity, Member, MemberState
 from cluster.messages import (
+    DecodeJob,
     FinishReason,
     LayoutFingerprint,
     LinkSpeed,
@@ -30,6 +31,7 @@ from cluster.messages import (
     TokenStops,
 )
 from cluster.observe.telemetry import Telemetry
+from cluster.observe.trace_context import TRACE_PARENT_KEY
 from cluster.protocol import wire
 from cluster.protocol.report_wire import link_speeds_to_wire, service_times_to_wire
 from cluster.service_times import ServiceTimes
@@ -37,6 +39,7 @@ from cluster.serving.serving import GrpcServer
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 
 Context = Any
+Job = TypeVar("Job", PrefillJob, DecodeJob)
 
 
 FINGERPRINT = LayoutFingerprint("weights", "config", "float32", "table")
@@ -62,6 +65,11 @@ def sampled(prompt: Sequence[int], seed: int, index: int, stops: TokenStops, num
         finish_reason = FinishReason.LENGTH
     logprobs = None if num_logprobs is None else TokenLogprobs(token_id, -0.5, ((token_id, -0.5),) * num_logprobs)
     return SampledToken(token_id, logprobs, finish_reason)
+
+
+def traced_job(job: Job, context: Context) -> Job:
+    """Return the job with the trace context that came with its call."""
+    return replace(job, trace_parent=dict(context.invocation_metadata() or ()).get(TRACE_PARENT_KEY, ""))
 
 
 class Gate:
@@ -267,7 +275,7 @@ class _Prefill(worker_pb2_grpc.PrefillWorkerServicer):
         self._worker = worker
 
     async def Prefill(self, request: worker_pb2.PrefillRequest, context: Context) -> AsyncIterator[Any]:
-        worker, job = self._worker, wire.prefill_job_from_wire(request)
+        worker, job = self._worker, traced_job(wire.prefill_job_from_wire(request), context)
         worker.jobs.append(job)
         if worker.refusals:
             raise worker.refusals.pop(0)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from cluster.observe.telemetry import Telemetry
 from router.policies.candidates import SloTargets
 from router.policies.unmodelled import NOTHING_UNMODELLED, ModelledRequest, Unmodelled, UnmodelledTimes
-from router.request.account import PhaseName, RequestAccount
+from router.request.account import HandOff, PhaseName, RequestAccount
 from router.requests import ChoiceDelta, WorkerTime
 
 
@@ -73,7 +73,7 @@ def test_a_missed_target_is_counted_with_the_phase_that_took_longest(
     account.enter(PhaseName.DECODE, 7.0)
     account.record_delivery((ChoiceDelta(0, 1, (8, 9)),), 8.5)
     account.end(8.5)
-    account.publish("ok", 8.5)
+    account.publish(account.explanation("", 8.5, "ok"))
     counted = {
         (latency, phase)
         for latency in ("ttft", "itl")
@@ -87,8 +87,8 @@ def test_members_are_listed_once_in_the_order_of_their_first_use() -> None:
     account = RequestAccount(Telemetry(), 0.0)
     for member in ("p@1", "d@1", "p@1", "d@2"):
         account.add_member(member)
-    account.add_transfer("tcp", 100)
-    account.add_transfer("shm", 50)
+    account.add_hand_off(HandOff("d", "tcp", 100, 0.0, 14.0))
+    account.add_hand_off(HandOff("d", "shm", 50, 0.0, 14.5))
     ledger = account.ledger(1.0)
     assert ledger.members == ("p@1", "d@1", "d@2")
     assert (ledger.transport, ledger.kv_bytes) == ("shm", 150)
@@ -113,7 +113,7 @@ def test_predictions_are_compared_with_the_first_token_and_with_the_mean_time_be
     account.record_delivery([ChoiceDelta(choice=0, first_index=0, token_ids=(1,))], 12.0)
     account.record_delivery([ChoiceDelta(choice=0, first_index=1, token_ids=(2,) * 10)], 14.0)
     account.end(14.0)
-    account.publish("ok", 14.0)
+    account.publish(account.explanation("", 14.0, "ok"))
     text = telemetry.render().decode()
     assert "tandem_ttft_prediction_error_ratio_sum 0.5" in text  # 1.5 s predicted, 1 s real
     assert "tandem_itl_prediction_error_ratio_sum 0.5" in text  # 0.1 s predicted, 0.2 s real
@@ -135,7 +135,7 @@ def _learned(reasons: tuple[str, ...] = (), outcome: str = "ok") -> Unmodelled:
         # The client reads late, which teaches nothing.
         account.record_delivery([ChoiceDelta(choice=0, first_index=0, token_ids=(1,) * 11)], sent_s + 50.0)
         account.end(sent_s + 50.0)
-        account.publish(outcome, sent_s + 50.0)
+        account.publish(account.explanation("", sent_s + 50.0, outcome))
     return worker.at(70.0)
 
 
@@ -167,6 +167,6 @@ def test_few_tokens_and_retried_or_failed_requests_are_not_compared() -> None:
             account.add_reason(reason)
         account.record_delivery([ChoiceDelta(choice=0, first_index=0, token_ids=(1,))], 1.0)
         account.record_delivery([ChoiceDelta(choice=0, first_index=1, token_ids=(2,) * (num_tokens - 1))], 2.0)
-        account.publish(outcome, 2.0)
+        account.publish(account.explanation("", 2.0, outcome))
         assert telemetry.value("tandem_ttft_prediction_error_ratio") == num_compared
         assert telemetry.value("tandem_itl_prediction_error_ratio") == 0

@@ -9,17 +9,6 @@ from router.request.explanations import Explanation
 from router.request.request_log import RequestLog, ended_fields
 from router.requests import Ledger, Phase
 
-_ENDED = Explanation(
-    request_id="req-1",
-    label="",
-    outcome="ok",
-    began_s=1.0,
-    num_prompt_tokens=12,
-    num_tokens=4,
-    first_token_s=1.12,
-    itl_s=0.0104,
-    attempts=(),
-)
 _LEDGER = Ledger(
     phases=(Phase("prefill", 0.12), Phase("decode", 0.0312)),
     wall_s=0.1512,
@@ -31,10 +20,22 @@ _LEDGER = Ledger(
     worker_times=(),
     label="",
 )
+_ENDED = Explanation(
+    request_id="req-1",
+    label="",
+    outcome="ok",
+    began_s=1.0,
+    num_prompt_tokens=12,
+    num_tokens=4,
+    first_token_s=1.12,
+    itl_s=0.0104,
+    attempts=(),
+    ledger=_LEDGER,
+)
 
 
 def test_a_line_says_where_the_time_of_a_request_went() -> None:
-    assert ended_fields(_ENDED, _LEDGER) == {
+    assert ended_fields(_ENDED) == {
         "request_id": "req-1",
         "outcome": "ok",
         "prompt_tokens": 12,
@@ -51,7 +52,7 @@ def test_a_line_says_where_the_time_of_a_request_went() -> None:
 
 
 def test_a_request_without_a_token_has_no_time_to_the_first_one() -> None:
-    fields = ended_fields(replace(_ENDED, outcome="overloaded", first_token_s=None, itl_s=None), _LEDGER)
+    fields = ended_fields(replace(_ENDED, outcome="overloaded", first_token_s=None, itl_s=None))
     assert {"ttft_ms", "itl_ms"}.isdisjoint(fields)
 
 
@@ -59,9 +60,9 @@ def test_lines_are_limited_except_those_of_failures(caplog: pytest.LogCaptureFix
     caplog.set_level(logging.INFO, "tandem.router.pipeline")
     log, failed = RequestLog(), replace(_ENDED, outcome="timeout")
     for number in range(70):
-        log.write(_ENDED, _LEDGER, 5 + number / 100)
+        log.write(_ENDED, 5 + number / 100)
     assert len(caplog.records) == 50
-    log.write(failed, _LEDGER, 5.8)
-    log.write(failed, _LEDGER, 5.9)
-    log.write(_ENDED, _LEDGER, 6.0)
+    log.write(failed, 5.8)
+    log.write(failed, 5.9)
+    log.write(_ENDED, 6.0)
     assert [vars(record).get("lines_left_out") for record in caplog.records[50:]] == [20, None, None]

@@ -29,6 +29,8 @@ class RequestHeaders(BaseModel):
         None, description="1: the answer, or a last event of a stream, has ledger: where the time went"
     )
 
+    traceparent: str | None = Field(None, description="W3C trace context: the request's spans become its children")
+
     @property
     def wants_ledger(self) -> bool:
         return self.x_tandem_ledger == "1"
@@ -41,6 +43,13 @@ class RequestHeaders(BaseModel):
             for ms in (self.x_slo_ttft_ms, self.x_slo_tpot_ms, self.x_request_timeout_ms)
         )
         return [
-            replace(request, caller=caller, slo_ttft_s=ttft_s, slo_tpot_s=tpot_s, timeout_s=timeout_s)
+            replace(
+                request,
+                caller=caller,
+                slo_ttft_s=ttft_s,
+                slo_tpot_s=tpot_s,
+                timeout_s=timeout_s,
+                trace_parent=self.traceparent or "",
+            )
             for request in requests
         ]

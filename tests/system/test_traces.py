@@ -1,0 +1,167 @@
+"""The spans of requests, as a real OTLP receiver gets them from a router of a real cluster."""
+
+import asyncio
+import secrets
+import signal
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import openai
+import pytest
+import pytest_asyncio
+from google.protobuf.json_format import MessageToDict
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from cluster.errors import QueueFull
+from router.request.span_sender import SpanSender
+from router.request.traces import Traces
+from tests.system.local_cluster import LocalCluster
+from tests.system.router_harness import answer_to, ask, router_under_test
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+_PROMPT = "a secret prompt of more than one block, so that a hand-off has blocks to read " * 3
+_USAGE = ("input_tokens", "output_tokens", "cache_read.input_tokens")
+_PHASES = {"tokenize", "admit", "prefill_queue", "prefill", "transfer", "decode_queue", "decode", "retry"}
+
+
+@dataclass(slots=True)
+class Receiver:
+    """Takes OTLP over HTTP."""
+
+    port: int = 0
+    spans: list[Span] = field(default_factory=list)
+    received: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while not reader.at_eof():
+            with suppress(asyncio.IncompleteReadError):
+                await self._take(reader, writer)
+        writer.close()
+
+    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"POST /v1/traces")
+        length = next(line for line in head.lower().splitlines() if line.startswith(b"content-length:"))
+        request = ExportTraceServiceRequest.FromString(await reader.readexactly(int(length.split(b":")[1])))
+        async with self.received:
+            self.spans += [s for part in request.resource_spans for scope in part.scope_spans for s in scope.spans]
+            self.received.notify_all()
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/x-protobuf\r\ncontent-length: 0\r\n\r\n")
+        await writer.drain()
+
+    async def until_received(self, trace_id: str) -> None:
+        async with asyncio.timeout(60), self.received:
+            await self.received.wait_for(lambda: "root" in self.of(trace_id))
+
+    def of(self, trace_id: str) -> dict[str, list[Span]]:
+        """Return the spans of a trace by name; those of its root under "root"."""
+        found: dict[str, list[Span]] = {}
+        for span in self.spans:
+            if span.trace_id.hex() == trace_id:
+                found.setdefault("root" if span.kind == Span.SPAN_KIND_SERVER else span.name, []).append(span)
+        return found
+
+
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
+async def receiver() -> AsyncIterator[Receiver]:
+    receiver = Receiver()
+    server = await asyncio.start_server(receiver.handle, "127.0.0.1", 0)
+    receiver.port = server.sockets[0].getsockname()[1]
+    yield receiver
+    server.close()
+
+
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
+async def traced(shm_cluster: LocalCluster, receiver: Receiver) -> AsyncIterator[dict[str, str]]:
+    """The ready line of one more router, which sends spans."""
+    await shm_cluster.mend()
+    flags = ("--port", "0", "--grpc-port", "0", "--trace-sample-ratio", "0", "--placement", "least-loaded")
+    endpoint = ("--otlp-endpoint", f"http://127.0.0.1:{receiver.port}")
+    member = await shm_cluster.start_member("tracing-router", "router", (*flags, *endpoint))
+    yield member.ready
+    member.send_signal(signal.SIGTERM)
+    assert await member.exit_code() == 0
+    del shm_cluster.members[member.name]
+
+
+def _attributes(found: Span | Span.Event) -> dict[str, object]:
+    return {a.key: getattr(a.value, str(a.value.WhichOneof("value"))) for a in found.attributes}
+
+
+def _seconds(span: Span) -> float:
+    return (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9
+
+
+async def test_the_spans_of_a_sampled_request_add_up_to_its_ledger(traced: dict[str, str], receiver: Receiver) -> None:
+    trace_id, client_span = secrets.token_hex(16), secrets.token_hex(8)
+    async with openai.AsyncOpenAI(base_url=f"http://{traced['http']}/v1", api_key="none") as client:
+        answer = await client.completions.create(
+            model="",
+            prompt=_PROMPT,
+            max_tokens=8,
+            extra_headers={"traceparent": f"00-{trace_id}-{client_span}-01", "x-tandem-ledger": "1"},
+        )
+    await receiver.until_received(trace_id)
+    extra = answer.model_extra
+    assert extra is not None
+    spans, [ledger] = receiver.of(trace_id), extra["ledger"]
+    [root] = spans["root"]
+    assert root.parent_span_id.hex() == client_span
+    assert all(s.parent_span_id == root.span_id for name, several in spans.items() if name != "root" for s in several)
+    assert _seconds(root) == pytest.approx(ledger["wall_s"], rel=0.02, abs=1e-4)
+    phases = {name: sum(map(_seconds, spans[name])) for name in _PHASES & set(spans)}
+    assert sum(phases.values()) == pytest.approx(ledger["wall_s"], rel=0.02, abs=1e-4)
+    assert {"prefill", "decode"} <= set(phases)
+    for hand_off in map(_attributes, spans["hand-off"]):
+        assert hand_off["tandem.transport"] == "shm" and int(str(hand_off["tandem.kv_bytes"])) > 0
+        assert float(str(hand_off["tandem.exposed_s"])) >= 0
+    num_computed = sum(int(str(_attributes(chunk)["tandem.num_tokens"])) for chunk in spans["prefill chunk"])
+    usage = {name: int(str(_attributes(root)[f"gen_ai.usage.{name}"])) for name in _USAGE}
+    assert usage["output_tokens"] == 8
+    num_needed = usage["input_tokens"] - usage["cache_read.input_tokens"]
+    assert num_computed >= num_needed if ledger["reasons"] else num_computed == num_needed
+    decision, candidate, *_ = map(_attributes, root.events)
+    assert [event.name for event in root.events[:2]] == ["placement", "placement candidate"]
+    chosen = [each for each in map(_attributes, root.events) if each.get("tandem.candidate.is_chosen")]
+    assert {name: decision[f"tandem.placement.{name}"] for name in ("prefill", "decode")} in [
+        {name: each[f"tandem.candidate.{name}"] for name in ("prefill", "decode")} for each in chosen
+    ]
+    assert int(str(candidate["tandem.candidate.depth"])) >= 0
+    text = str([MessageToDict(span) for several in spans.values() for span in several])
+    assert "secret" not in text and answer.choices[0].text not in text
+
+
+async def test_a_failed_request_is_sent_though_nothing_samples_it(traced: dict[str, str], receiver: Receiver) -> None:
+    trace_id = secrets.token_hex(16)
+    async with openai.AsyncOpenAI(base_url=f"http://{traced['http']}/v1", api_key="none", max_retries=0) as client:
+        failing = {"traceparent": f"00-{trace_id}-{secrets.token_hex(8)}-00"}
+        with pytest.raises(openai.BadRequestError):
+            await client.completions.create(model="", prompt=_PROMPT * 1000, max_tokens=1, extra_headers=failing)
+    await receiver.until_received(trace_id)
+    [root] = receiver.of(trace_id)["root"]
+    assert root.status.code == root.status.STATUS_CODE_ERROR
+    assert _attributes(root)["error.type"] == root.status.message
+
+
+async def test_of_unsampled_requests_a_retried_one_is_sent_and_calls_to_workers_carry_the_context(
+    receiver: Receiver,
+) -> None:
+    sender = SpanSender(f"http://127.0.0.1:{receiver.port}", model="demo_model", member="r1")
+    async with router_under_test(traces=Traces(sender, sample_ratio=0.0, slow_s=60.0)) as router:
+        prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
+        await router.connected()
+        trace_id, other = secrets.token_hex(16), secrets.token_hex(16)
+        await answer_to(router, replace(ask(), trace_parent=f"00-{other}-{secrets.token_hex(8)}-00"))
+        prefill.refusals = [QueueFull("256 wait here")]
+        await answer_to(router, replace(ask(), trace_parent=f"00-{trace_id}-{secrets.token_hex(8)}-00"))
+    await router.live_requests.close()
+    await receiver.until_received(trace_id)
+    [root] = receiver.of(trace_id)["root"]
+    assert "queue_full" in str(_attributes(root)["tandem.reasons"])
+    assert not receiver.of(other)  # it ended well, and before
+    carried = [job.trace_parent for worker in (prefill, decode) for job in worker.jobs]
+    assert carried.count(f"00-{trace_id}-{root.span_id.hex()}-00") == len(carried) - 2
+    assert sum(each.startswith(f"00-{other}-") for each in carried) == 2
