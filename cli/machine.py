@@ -6,6 +6,7 @@ A finding is a problem only if Tandem cannot work with it. A transport that is n
 import os
 import platform
 import resource
+import secrets
 import shutil
 import sys
 import tempfile
@@ -15,8 +16,10 @@ from importlib import metadata
 from pathlib import Path
 
 from cli.table import bytes_text
+from cluster.auth.keys import SECRET_BYTES, ClusterKeys
 from cluster.errors import ConfigError
 from cluster.messages import MemberId
+from cluster.observe.telemetry import Telemetry
 from cluster.registry.redis_server import redis_program
 from cluster.settings.config import ClusterSettings
 from cluster.settings.transfer_settings import TRANSPORTS, TransferSettings
@@ -141,11 +144,15 @@ def _transports() -> Iterator[Finding]:
         from engine.kv.pool import KvPool
         from kvtransfer.transports.available import available_transports
         from kvtransfer.transports.base import TransportSetup
+        from kvtransfer.transports.proven_connections import ConnectionProofs
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         pool = KvPool(lay_out([LayerShape(1, 8, 8)], 1, "float32"), 1, device)
         host = ClusterSettings().host
-        means = TransportSetup(MemberId("doctor", "0"), pool, host, host, TransferSettings().read_timeout_s)
+        member = MemberId("doctor", "0")
+        unused = ClusterKeys(secrets.token_bytes(SECRET_BYTES))  # nothing connects
+        proofs = ConnectionProofs(unused, member, Telemetry())
+        means = TransportSetup(member, proofs, pool, host, host, TransferSettings().read_timeout_s)
         available = available_transports(TransferSettings(), means)
     except Exception as error:  # noqa: BLE001 -- the other findings are still reported
         yield Finding("transports", f"cannot be checked: {error}", True)

@@ -20,6 +20,7 @@ from kvtransfer.importer.links import LinkTable
 from kvtransfer.memory import PoolMemory
 from kvtransfer.transports.available import available_transports
 from kvtransfer.transports.base import TransportSetup
+from kvtransfer.transports.proven_connections import ConnectionProofs
 from kvtransfer.wire.quantised import BlockTable
 from kvtransfer.wire.wire_format import WireDtype, WireFormat
 from tandem.internal.v1 import kv_pb2_grpc
@@ -163,6 +164,7 @@ def _wire_format(config: WorkerConfig, pool: PoolMemory, table: BlockTable) -> W
 def _transport_setup(life: WorkerLife, memory: PoolMemory) -> TransportSetup:
     return TransportSetup(
         member=life.member,
+        proofs=ConnectionProofs(life.keys, life.member, life.telemetry),
         memory=memory,
         host=life.config.host,
         advertise_host=life.host,

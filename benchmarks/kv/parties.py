@@ -6,11 +6,13 @@ from types import ModuleType
 
 from cluster.auth.keys import ClusterKeys
 from cluster.messages import Epoch, LayoutFingerprint, MemberId
+from cluster.observe.telemetry import Telemetry
 from cluster.serving.tls import ClusterTls
 from cluster.serving.tls import load_tls as load_cluster_tls
 from cluster.settings.config import RouterConfig
 from kvtransfer.memory import PoolMemory
 from kvtransfer.transports.base import TransportSetup
+from kvtransfer.transports.proven_connections import ConnectionProofs
 
 HOST = "127.0.0.1"
 KEY = ClusterKeys(b"k" * 32)
@@ -30,6 +32,7 @@ def module_of(transport: str) -> ModuleType:
 def means_of(member: MemberId, memory: PoolMemory, tls: ClusterTls | None) -> TransportSetup:
     return TransportSetup(
         member=member,
+        proofs=ConnectionProofs(KEY, member, Telemetry()),
         memory=memory,
         host=HOST,
         advertise_host=HOST,

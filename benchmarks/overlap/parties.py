@@ -36,6 +36,7 @@ from kvtransfer.counters import TransferCounters
 from kvtransfer.importer.importer import ExpectedPrompt, ImportedBlocks, Importer
 from kvtransfer.memory import Reservation
 from kvtransfer.transports.base import Channel, ImporterTransport, TransportSetup
+from kvtransfer.transports.proven_connections import ConnectionProofs
 from kvtransfer.transports.shm import transport as shm
 from kvtransfer.transports.tcp import transport as tcp
 from kvtransfer.wire.handoff_wire import IMPORTER_METADATA
@@ -126,7 +127,8 @@ class Pair:
         self.engine = engine
         self._keys = keys
         self._member = MemberId("benchmark", secrets.token_hex(4))
-        means = TransportSetup(self._member, engine.pool, "127.0.0.1", "127.0.0.1", timeout_s=_TIMEOUT_S)
+        proofs = ConnectionProofs(keys, self._member, Telemetry())
+        means = TransportSetup(self._member, proofs, engine.pool, "127.0.0.1", "127.0.0.1", timeout_s=_TIMEOUT_S)
         self.tcp = _Linked(tcp.importer(means))
         transports: dict[str, ImporterTransport] = {"shm": shm.importer(means), "tcp": self.tcp}
         self._importers = {name: self._importer([transport]) for name, transport in transports.items()}

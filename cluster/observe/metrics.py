@@ -208,6 +208,9 @@ WORKER: dict[str, Metric] = {
     "tandem_transport_fallbacks_total": _counter(
         "hand-offs that fell back from one transport to another", "broken", "taken", "reason"
     ),
+    "tandem_refused_kv_connections_total": _counter(
+        "KV connections whose peer did not prove to be the right member of this cluster", "transport", "reason"
+    ),
     "tandem_lease_lapses_total": _counter("leases that expired before they were settled"),
     "tandem_quarantined_blocks": _gauge("blocks to which a timed-out read may still write"),
 }

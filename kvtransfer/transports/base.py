@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias, TypeVar
 from cluster.messages import Epoch, MemberId
 from cluster.settings.transfer_settings import READ_STALL_TIMEOUT_S
 from kvtransfer.memory import PoolMemory
+from kvtransfer.transports.proven_connections import ConnectionProofs
 
 # Returns the context of the next handshake: certificates change while a process runs.
 TlsContext: TypeAlias = Callable[[], ssl.SSLContext]
@@ -27,6 +28,7 @@ class TransportSetup:
     """The parts and settings of a process that its transports use."""
 
     member: MemberId
+    proofs: ConnectionProofs  # of this member
     memory: PoolMemory  # the memory that is served and filled: the pool, or the wire's copy of it
     host: str  # to bind to
     advertise_host: str  # the address that importers receive

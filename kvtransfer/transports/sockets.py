@@ -2,7 +2,9 @@
 
 `ConnectionThreads` listens and serves each connection on its own thread. Its accepting thread survives every failure to
 serve one connection: if no thread can be started or memory is short, it closes that connection, so that the importer
-retries at once. (An importer whose connection stays open without a thread would wait for its read timeout.)
+retries at once. (An importer whose connection stays open without a thread would wait for its read timeout.) It also
+ends the connections that have not proved in time that their peer is a member; these are few, and take no place of a
+member's.
 """
 
 import asyncio
@@ -15,36 +17,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 _MAX_VIEWS = 1024  # per system call: the kernel's limit
-_CONNECT_TIMEOUT_S = 5.0
 # Between two processes of one host, data in flight should stay in a cache: with the buffers that the kernel would
 # choose a read is half as fast. A real link needs the kernel's. Set once: changes between reads make them slower.
 _LOCAL_BUFFER_BYTES = 256 << 10
 _LOG = logging.getLogger(__name__)
 _BACKLOG = 128
 _PAUSE_S = 0.1  # without descriptors or memory: accepting again at once would only spin
-
-
-async def connect(address: tuple[str, int], tls: ssl.SSLContext | None = None) -> socket.socket:
-    """Return a connected, blocking TCP socket, with TLS if a context is given. Raises OSError (ssl.SSLError is one)."""
-    loop = asyncio.get_running_loop()
-    family, kind, protocol, _, resolved = (await loop.getaddrinfo(*address, type=socket.SOCK_STREAM))[0]
-    connection = socket.socket(family, kind, protocol)
-    try:
-        connection.setblocking(False)
-        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-            await loop.sock_connect(connection, resolved)
-        tune(connection)
-        connection.settimeout(_CONNECT_TIMEOUT_S)
-        if tls is not None:
-            connection = await asyncio.to_thread(tls.wrap_socket, connection, server_hostname=address[0])
-        connection.settimeout(None)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
 
 
 def tune(connection: socket.socket) -> None:
@@ -135,6 +117,18 @@ def advanced(views: list[memoryview], num_bytes: int) -> list[memoryview]:
     return []
 
 
+async def receive_on_loop(connection: socket.socket, num_bytes: int) -> bytes:
+    """Return exactly `num_bytes` from a socket that does not block. Raises OSError."""
+    loop = asyncio.get_running_loop()
+    data = b""
+    while len(data) < num_bytes:
+        piece = await loop.sock_recv(connection, num_bytes - len(data))
+        if not piece:
+            raise ConnectionResetError("the peer ended the connection")
+        data += piece
+    return data
+
+
 async def joined(future: "Future[Any]") -> None:
     """Wait until the work has ended, successfully or not. Its error was raised to the caller that started it."""
     waiter = asyncio.wrap_future(future)
@@ -143,25 +137,33 @@ async def joined(future: "Future[Any]") -> None:
         waiter.exception()
 
 
-class ConnectionThreads:
-    """Serves each connection on a thread.
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    max_connections: int  # of proved peers
+    max_unproven: int  # one more ends the oldest of them, so that strangers keep no member out
+    prove_s: float  # from accepting a connection to the end of its proofs
 
-    `serve` runs on the connection's thread and may raise OSError; the connection is closed when it returns."""
+
+class ConnectionThreads:
+    """Proves, then serves each connection on a thread.
+
+    `prove` and `serve` run on the connection's thread and may raise OSError; the connection is closed when they end."""
 
     def __init__(
         self,
         name: str,
         *,
+        prove: Callable[[socket.socket], None],
         serve: Callable[[socket.socket], None],
-        max_connections: int,
+        limits: ConnectionLimits,
         wrap: Callable[[socket.socket], socket.socket] = lambda connection: connection,
     ) -> None:
-        """`name` is the name of the threads. Connections beyond `max_connections` are closed at once.
-
-        `wrap` converts an accepted socket into the one that is served; it must not wait."""
-        self._name, self._serve, self._max_connections, self._wrap = name, serve, max_connections, wrap
-        self._lock = threading.Lock()  # guards _connections, and makes _closed final
+        """`name` is the name of the threads. `wrap` converts an accepted socket into the one that is served; it must
+        not wait."""
+        self._name, self._prove, self._serve, self._limits, self._wrap = name, prove, serve, limits, wrap
+        self._lock = threading.Lock()  # guards the next two, and makes _closed final
         self._connections: dict[socket.socket, threading.Thread] = {}
+        self._unproven: dict[socket.socket, float] = {}  # among them: until when it may be unproven; the oldest first
         self._closed = threading.Event()
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
@@ -203,9 +205,12 @@ class ConnectionThreads:
         while True:
             connection = None
             try:
+                listener.settimeout(self._end_overdue())
                 connection, _ = listener.accept()
                 connection = self._wrap(connection)
                 self._begin(connection)
+            except TimeoutError:
+                continue  # a proof is overdue
             except (OSError, RuntimeError, MemoryError) as error:  # RuntimeError: no thread can be started
                 if connection is not None:
                     connection.close()
@@ -213,28 +218,55 @@ class ConnectionThreads:
                     return
                 _warn(self._name, error)
 
-    def _begin(self, connection: socket.socket) -> None:
+    def _end_overdue(self) -> float | None:
+        """End the connections whose proof is overdue. Return the seconds until the next one is."""
         with self._lock:
-            if self._closed.is_set() or len(self._connections) >= self._max_connections:
-                connection.close()
+            for connection, until_s in tuple(self._unproven.items()):
+                left_s = until_s - time.monotonic()
+                if left_s > 0:
+                    return left_s
+                self._end_unproven(connection)
+        return None
+
+    def _end_unproven(self, connection: socket.socket) -> None:
+        del self._unproven[connection]
+        shut_down(connection)
+
+    def _begin(self, connection: socket.socket) -> None:
+        limits = self._limits
+        with self._lock:
+            if len(self._unproven) >= limits.max_unproven:
+                self._end_unproven(next(iter(self._unproven)))
+            if self._closed.is_set() or len(self._connections) >= limits.max_connections + 2 * limits.max_unproven:
+                connection.close()  # beyond the two bounds are the threads of connections that were just ended
                 return
             thread = threading.Thread(target=self._run, args=(connection,), name=f"{self._name}-serve", daemon=True)
             self._connections[connection] = thread
+            self._unproven[connection] = time.monotonic() + limits.prove_s
             try:
                 thread.start()
             except BaseException:
-                del self._connections[connection]
+                del self._connections[connection], self._unproven[connection]
                 raise
 
     def _run(self, connection: socket.socket) -> None:
         try:
-            self._serve(connection)
+            self._prove(connection)
+            if self._is_let_in(connection):
+                self._serve(connection)
         except (OSError, MemoryError) as error:  # the importer is gone or does not read, or memory is short
             _LOG.debug("%s: a connection ended: %s", self._name, error)
         finally:
             with self._lock:
+                self._unproven.pop(connection, None)
                 del self._connections[connection]
             connection.close()
+
+    def _is_let_in(self, connection: socket.socket) -> bool:
+        """Count the connection as proved, unless its proof came too late or there are too many."""
+        with self._lock:
+            is_in_time = self._unproven.pop(connection, None) is not None
+            return is_in_time and len(self._connections) - len(self._unproven) <= self._limits.max_connections
 
 
 def _warn(name: str, error: Exception) -> None:

@@ -12,6 +12,7 @@ from cluster.messages import Epoch, MemberId
 from engine.kv.layout import LayerShape, lay_out
 from engine.kv.pool import KvPool
 from kvtransfer.transports.cuda.transport import CudaAccess, CudaIpcExporter
+from tests.contract.proofs import PROOFS
 
 NUM_BLOCKS = 512
 LAYOUT = lay_out([LayerShape(num_kv_heads=8, key_dim=128, value_dim=128)] * 32, 16, "bfloat16")  # 2 MiB a block
@@ -30,7 +31,7 @@ def patterned_pool(seed: int) -> KvPool:
 
 async def main() -> None:
     pool = KvPool(LAYOUT, int(sys.argv[1]), "cuda") if sys.argv[1:] else patterned_pool(seed=1)
-    exporter = CudaIpcExporter(memory=pool, access=CudaAccess(pool))
+    exporter = CudaIpcExporter(memory=pool, proofs=PROOFS, access=CudaAccess(pool))
     await exporter.start()
     print(exporter.grant(EPOCH).hex(), flush=True)
     await asyncio.to_thread(sys.stdin.read)

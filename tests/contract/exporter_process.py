@@ -16,6 +16,7 @@ from kvtransfer.wire.wire_format import NativeFormat
 from tandem.internal.v1 import kv_pb2_grpc
 from tests.contract.handoff_parts import EXPORTER, IMPORTER, KEY, LAYOUT, Counters
 from tests.contract.kv_pools import BLOCK_SIZE, random_pool
+from tests.contract.proofs import PROOFS
 
 NUM_BLOCKS = 8
 PROMPT_HASH = b"h" * 16
@@ -34,8 +35,8 @@ async def main() -> None:
         keys=KEY,
         settings=TransferSettings(),
         transports=[
-            ShmExporter(memory=pool),
-            TcpExporter(memory=pool, host="127.0.0.1", advertise_host="127.0.0.1", send_timeout_s=5.0),
+            ShmExporter(memory=pool, proofs=PROOFS),
+            TcpExporter(memory=pool, proofs=PROOFS, host="127.0.0.1", advertise_host="127.0.0.1", send_timeout_s=5.0),
         ],
         release=lambda ticket_id: None,
         clock=MonotonicClock(),

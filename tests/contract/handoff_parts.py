@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from cluster.auth.keys import ClusterKeys
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import Epoch, LayoutFingerprint, MemberId
 from cluster.observe.telemetry import Telemetry
@@ -29,10 +28,11 @@ from kvtransfer.transports.nixl.transport import NixlImporter
 from kvtransfer.transports.shm.transport import ShmExporter, ShmImporter
 from kvtransfer.transports.tcp.transport import TcpExporter, TcpImporter
 from tests.contract.host_access import ExportedPool, HostAccess
+from tests.contract.proofs import KEY as KEY
+from tests.contract.proofs import PROOFS
 from tests.contract.socket_nccl import SocketNccl
 from tests.loopback import FaultSchedule, LoopbackExporter, LoopbackImporter, LoopbackNetwork
 
-KEY = ClusterKeys(b"k" * 32)
 EXPORTER = MemberId("p0", "a1")
 IMPORTER = MemberId("d0", "b2")
 LAYOUT = LayoutFingerprint("weights", "config", "float32", "table")
@@ -210,21 +210,25 @@ def transports(
     name: str, source: PoolMemory, target: PoolMemory, schedule: FaultSchedule
 ) -> tuple[ExporterTransport, ImporterTransport]:
     if name == "shm":
-        return ShmExporter(memory=source), ShmImporter(memory=target)
+        return ShmExporter(memory=source, proofs=PROOFS), ShmImporter(memory=target, proofs=PROOFS)
     if name == "tcp":
-        exporter = TcpExporter(memory=source, host="127.0.0.1", advertise_host="127.0.0.1", send_timeout_s=5.0)
-        return exporter, TcpImporter(memory=target)
+        exporter = TcpExporter(
+            memory=source, proofs=PROOFS, host="127.0.0.1", advertise_host="127.0.0.1", send_timeout_s=5.0
+        )
+        return exporter, TcpImporter(memory=target, proofs=PROOFS)
     if name == "nixl":
         if reason := why_not_loadable():
             pytest.skip(reason)
-        return NixlExporter(memory=source, linger_s=5.0), NixlImporter(memory=target, timeout_s=DEADLINE_S)
+        return NixlExporter(memory=source, proofs=PROOFS, linger_s=5.0), NixlImporter(
+            memory=target, proofs=PROOFS, timeout_s=DEADLINE_S
+        )
     if name in ("nccl", "broken nccl"):
         library = SocketNccl(fail="connect" if name == "broken nccl" else "")
         return nccl_sides(library, source, target)
     if name == "cuda_ipc":
         pages = ExportedPool(source)
-        return CudaIpcExporter(memory=pages, access=HostAccess(source)), CudaIpcImporter(
-            memory=target, access=HostAccess(target)
+        return CudaIpcExporter(memory=pages, proofs=PROOFS, access=HostAccess(source)), CudaIpcImporter(
+            memory=target, proofs=PROOFS, access=HostAccess(target)
         )
     network = LoopbackNetwork()
     return LoopbackExporter(memory=source, network=network), LoopbackImporter(
@@ -236,5 +240,7 @@ def nccl_sides(
     library: NcclLibrary, source: PoolMemory, target: PoolMemory, limits: CommunicatorLimits | None = None
 ) -> tuple[NcclExporter, NcclImporter]:
     limits, here = limits or CommunicatorLimits(transfer_s=30.0), "127.0.0.1"
-    exporter = NcclExporter(memory=source, library=library, host=here, advertise_host=here, limits=limits)
-    return exporter, NcclImporter(memory=target, library=library, limits=limits)
+    exporter = NcclExporter(
+        memory=source, proofs=PROOFS, library=library, host=here, advertise_host=here, limits=limits
+    )
+    return exporter, NcclImporter(memory=target, proofs=PROOFS, library=library, limits=limits)

@@ -14,7 +14,9 @@ from cluster import shared_memory
 from cluster.messages import Epoch, MemberId
 from engine.kv import cuda_memory
 from kvtransfer.transports.cuda import transport as cuda_ipc
+from kvtransfer.transports.proven_connections import Opening
 from kvtransfer.transports.shm.pool_file import GEOMETRY, PoolFileExporter, parse_endpoint, receive_descriptor
+from tests.contract.proofs import PROOFS
 
 NUM_BYTES = 3 << 20
 BYTE = 0x5A
@@ -25,7 +27,7 @@ async def export() -> None:
     file, size, address = cuda_memory._allocate(NUM_BYTES, 0)
     assert size == 4 << 20
     ctypes.memset(address, BYTE, size)
-    server = PoolFileExporter(file, 1, size, size)
+    server = PoolFileExporter(PROOFS, file, 1, size, size)
     await server.start()
     _say(server.grant(EPOCH).hex())
     await asyncio.to_thread(sys.stdin.read)
@@ -35,7 +37,9 @@ async def import_() -> None:
     from cuda.bindings import driver
 
     path, token = parse_endpoint(bytes.fromhex(await asyncio.to_thread(sys.stdin.readline)))
-    _, geometry, file = await receive_descriptor(path, EPOCH, token)
+    _, geometry, file = await receive_descriptor(
+        path, EPOCH, token, Opening(PROOFS, PoolFileExporter.name, EPOCH.exporter)
+    )
     _, _, size = GEOMETRY.unpack(geometry)
     address = cuda_ipc._import_for_reading(driver, file, size, 0)
     for _ in range(2):

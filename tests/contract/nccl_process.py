@@ -13,6 +13,7 @@ from kvtransfer.transports.nccl.communicator_life import CommunicatorLimits
 from kvtransfer.transports.nccl.exporting import NcclExporter
 from kvtransfer.transports.nccl.library import cupy_nccl
 from tests.contract.kv_pools import LAYOUT, random_pool
+from tests.contract.proofs import PROOFS
 from tests.contract.test_nccl import NUM_BLOCKS, epoch
 
 NUM_EPOCHS = 8
@@ -32,7 +33,12 @@ def device_pool(seed: int) -> KvPool:
 
 async def main() -> None:
     exporter = NcclExporter(
-        memory=device_pool(seed=1), library=cupy_nccl(0), host="127.0.0.1", advertise_host="127.0.0.1", limits=LIMITS
+        memory=device_pool(seed=1),
+        proofs=PROOFS,
+        library=cupy_nccl(0),
+        host="127.0.0.1",
+        advertise_host="127.0.0.1",
+        limits=LIMITS,
     )
     await exporter.start()
     for number in range(NUM_EPOCHS):

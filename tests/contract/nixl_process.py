@@ -21,6 +21,7 @@ from cluster.messages import Epoch, MemberId
 from kvtransfer.transports.base import Channel, TransportError
 from kvtransfer.transports.nixl.exporting import NixlExporter
 from kvtransfer.transports.nixl.transport import NixlImporter
+from tests.contract.proofs import PROOFS
 
 NUM_BLOCKS = 2048
 BLOCK_BYTES = 65536
@@ -147,7 +148,7 @@ def _enter(namespace: str) -> None:
 
 
 async def _export(connection: "Connection[object, object]", pool: BytePool) -> None:
-    exporter = NixlExporter(memory=pool, linger_s=5.0)
+    exporter = NixlExporter(memory=pool, proofs=PROOFS, linger_s=5.0)
     await exporter.start()
     connection.send(exporter.grant(EPOCH))
     await asyncio.Event().wait()
@@ -166,7 +167,7 @@ async def _import(connection: "Connection[object, object]", timeout_s: float) ->
 class _Importer:
     def __init__(self, timeout_s: float) -> None:
         self._pool = BytePool(0)
-        self._transport = NixlImporter(memory=self._pool, timeout_s=timeout_s)
+        self._transport = NixlImporter(memory=self._pool, proofs=PROOFS, timeout_s=timeout_s)
         self._channel: Channel | None = None
         self._read: asyncio.Task[None] | None = None
 

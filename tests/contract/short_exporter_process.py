@@ -12,6 +12,7 @@ from pathlib import Path
 from cluster.messages import Epoch, MemberId
 from kvtransfer.transports.tcp.transport import TcpExporter
 from tests.contract.kv_pools import random_pool
+from tests.contract.proofs import PROOFS
 
 NUM_BLOCKS = 8
 EPOCH = Epoch(MemberId("p0", "a1"), b"t" * 16, 1)
@@ -21,7 +22,7 @@ _SPARE_BYTES = 1 << 20  # less than the stack of a thread
 async def main() -> None:
     pool = random_pool(NUM_BLOCKS, seed=1)
     host = sys.argv[1]
-    exporter = TcpExporter(memory=pool, host=host, advertise_host=host, send_timeout_s=5.0)
+    exporter = TcpExporter(memory=pool, proofs=PROOFS, host=host, advertise_host=host, send_timeout_s=5.0)
     await exporter.start()
     print(exporter.grant(EPOCH).hex(), flush=True)
     _, most_bytes = resource.getrlimit(resource.RLIMIT_AS)

@@ -23,6 +23,7 @@ from kvtransfer.transports.cuda.transport import CudaAccess, CudaIpcExporter, Cu
 from tests.contract.cuda_ipc_process import EPOCH, LAYOUT, NUM_BLOCKS, patterned_pool
 from tests.contract.host_access import ExportedPool, HostAccess
 from tests.contract.kv_pools import random_pool
+from tests.contract.proofs import PROOFS
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60.0
@@ -33,9 +34,9 @@ with_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU
 async def two_sides(
     source: KvPool, target: KvPool
 ) -> AsyncIterator[tuple[CudaIpcExporter, CudaIpcImporter, HostAccess]]:
-    exporter = CudaIpcExporter(memory=ExportedPool(source), access=HostAccess(source))
+    exporter = CudaIpcExporter(memory=ExportedPool(source), proofs=PROOFS, access=HostAccess(source))
     access = HostAccess(target)
-    importer = CudaIpcImporter(memory=target, access=access)
+    importer = CudaIpcImporter(memory=target, proofs=PROOFS, access=access)
     await exporter.start()
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -132,9 +133,11 @@ async def test_a_pool_of_other_blocks_is_refused() -> None:
 
 async def test_cuda_ipc_is_offered_on_one_host_to_gpus_with_peer_access() -> None:
     source = random_pool(2, seed=1)
-    exporter = CudaIpcExporter(memory=ExportedPool(source), access=HostAccess(source, reaches=["gpu-0", "gpu-1"]))
+    exporter = CudaIpcExporter(
+        memory=ExportedPool(source), proofs=PROOFS, access=HostAccess(source, reaches=["gpu-0", "gpu-1"])
+    )
     for device, expected in (("gpu-0", True), ("gpu-1", True), ("gpu-2", False)):
-        importer = CudaIpcImporter(memory=source, access=HostAccess(source, device=device))
+        importer = CudaIpcImporter(memory=source, proofs=PROOFS, access=HostAccess(source, device=device))
         assert exporter.reachable(importer.endpoint()) is expected
         assert not exporter.reachable(b"elsewhere" + importer.endpoint())
         await importer.close()
@@ -147,6 +150,7 @@ def test_a_pool_that_is_not_exported_is_not_offered() -> None:
     def means(memory: object) -> TransportSetup:
         return TransportSetup(
             member=EPOCH.exporter,
+            proofs=PROOFS,
             memory=memory,  # type: ignore[arg-type]
             host="::",
             advertise_host="::1",
@@ -184,7 +188,7 @@ async def exporter_process(*arguments: str) -> AsyncIterator[tuple[asyncio.subpr
 async def test_blocks_move_between_two_processes_on_the_device() -> None:
     target, expected = KvPool(LAYOUT, NUM_BLOCKS, "cuda"), patterned_pool(seed=1)
     assert target.why_no_cuda_file == ""
-    importer = CudaIpcImporter(memory=target, access=CudaAccess(target))
+    importer = CudaIpcImporter(memory=target, proofs=PROOFS, access=CudaAccess(target))
     async with exporter_process() as (_, endpoint):
         channel = await importer.open_channel(EPOCH, endpoint)
         remote, local = list(range(0, 400, 3)), list(range(133, -1, -1))
@@ -200,7 +204,7 @@ async def test_blocks_move_between_two_processes_on_the_device() -> None:
 @with_gpu
 async def test_pages_of_an_exporter_killed_during_a_copy_stay_readable() -> None:
     target, expected = KvPool(LAYOUT, NUM_BLOCKS, "cuda"), patterned_pool(seed=1)
-    importer = CudaIpcImporter(memory=target, access=CudaAccess(target))
+    importer = CudaIpcImporter(memory=target, proofs=PROOFS, access=CudaAccess(target))
     async with exporter_process() as (process, endpoint):
         channel = await importer.open_channel(EPOCH, endpoint)
         everything = list(range(NUM_BLOCKS))
@@ -239,7 +243,7 @@ async def test_the_pages_of_a_dead_exporter_are_freed_when_the_importer_unmaps_t
     """The free memory of the device includes changes by other processes, so the pool is large enough that they do not
     matter."""
     target = KvPool(LAYOUT, NUM_BLOCKS, "cuda")
-    importer = CudaIpcImporter(memory=target, access=CudaAccess(target))
+    importer = CudaIpcImporter(memory=target, proofs=PROOFS, access=CudaAccess(target))
     free_before, total = torch.cuda.mem_get_info()
     pool_bytes = int(0.4 * total)
     if free_before < 1.5 * pool_bytes:

@@ -23,6 +23,7 @@ from kvtransfer.wire.wire_format import NativeFormat
 from tests.contract.exporter_process import NUM_BLOCKS, NUM_TOKENS, PROMPT_HASH
 from tests.contract.handoff_parts import DEADLINE_S, IMPORTER, KEY, LAYOUT, Counters, DecodeBlocks, WatchedTransport
 from tests.contract.kv_pools import BLOCK_SIZE, random_pool
+from tests.contract.proofs import PROOFS
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,7 +33,7 @@ class Side:
 
     def __init__(self, make: type[TcpImporter] | type[ShmImporter], read_timeout_s: float) -> None:
         self.pool: KvPool = random_pool(NUM_BLOCKS, seed=2)
-        self.watched = WatchedTransport(make(memory=self.pool))
+        self.watched = WatchedTransport(make(memory=self.pool, proofs=PROOFS))
         self.watched.is_holding_back = True
         self.blocks, self.counters = DecodeBlocks(NUM_BLOCKS), Counters()
         self.importer = Importer(

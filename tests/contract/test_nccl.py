@@ -23,6 +23,7 @@ from kvtransfer.transports.nccl.exporting import NcclExporter
 from kvtransfer.transports.nccl.transport import NcclChannel, NcclImporter
 from tests.contract.handoff_rig import handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE, random_pool
+from tests.contract.proofs import PROOFS
 from tests.contract.socket_nccl import SocketNccl
 
 NUM_BLOCKS = 16
@@ -67,8 +68,10 @@ async def sides(
 ) -> AsyncIterator[Side]:
     exports, imports = exports or SocketNccl(), imports or SocketNccl()
     source, target = random_pool(num_blocks, seed=1), random_pool(num_blocks, seed=2)
-    exporter = NcclExporter(memory=source, library=exports, host="127.0.0.1", advertise_host="127.0.0.1", limits=limits)
-    importer = NcclImporter(memory=target, library=imports, limits=limits)
+    exporter = NcclExporter(
+        memory=source, proofs=PROOFS, library=exports, host="127.0.0.1", advertise_host="127.0.0.1", limits=limits
+    )
+    importer = NcclImporter(memory=target, proofs=PROOFS, library=imports, limits=limits)
     await exporter.start()
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -310,13 +313,13 @@ async def test_a_hanging_link_does_not_stop_another_link() -> None:
     limits = replace(LIMITS, initialise_s=5.0)
     imports = SocketNccl()
     target = random_pool(NUM_BLOCKS, seed=2)
-    importer = NcclImporter(memory=target, library=imports, limits=limits)
+    importer = NcclImporter(memory=target, proofs=PROOFS, library=imports, limits=limits)
     stuck = SocketNccl(hang="connect")
     exporters = []
     for library in (stuck, SocketNccl()):
         source = random_pool(NUM_BLOCKS, seed=1)
         exporter = NcclExporter(
-            memory=source, library=library, host="127.0.0.1", advertise_host="127.0.0.1", limits=limits
+            memory=source, proofs=PROOFS, library=library, host="127.0.0.1", advertise_host="127.0.0.1", limits=limits
         )
         await exporter.start()
         exporters.append(exporter)
@@ -339,7 +342,7 @@ async def test_nccl_is_not_offered_to_another_nccl_version_or_the_same_gpu() -> 
         assert side.exporter.reachable(side.importer.endpoint())
         assert not side.exporter.reachable(b"")
         for other in (SocketNccl(device=b"gpu-0"), SocketNccl(device=b"gpu-1", version=21_805)):
-            importer = NcclImporter(memory=side.target, library=other, limits=LIMITS)
+            importer = NcclImporter(memory=side.target, proofs=PROOFS, library=other, limits=LIMITS)
             assert not side.exporter.reachable(importer.endpoint())
 
 

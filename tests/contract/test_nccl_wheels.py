@@ -28,6 +28,7 @@ from kvtransfer.transports.nccl.messages import UNIQUE_ID_BYTES
 from kvtransfer.transports.nccl.transport import NcclImporter
 from tests.contract.kv_pools import random_pool
 from tests.contract.nccl_process import LIMITS, NUM_EPOCHS, device_pool
+from tests.contract.proofs import PROOFS
 from tests.contract.test_nccl import NUM_BLOCKS, epoch, until
 
 ROOT = Path(__file__).parents[2]
@@ -79,7 +80,12 @@ def test_the_library_names_its_version_and_makes_unique_ids() -> None:
 
 def test_a_pool_in_host_memory_is_not_offered() -> None:
     means = TransportSetup(
-        member=epoch(1).exporter, memory=random_pool(2, seed=1), host="::", advertise_host="::1", timeout_s=1.0
+        member=epoch(1).exporter,
+        proofs=PROOFS,
+        memory=random_pool(2, seed=1),
+        host="::",
+        advertise_host="::1",
+        timeout_s=1.0,
     )
     assert nccl.unavailable(means) == "the pool is not on a GPU"
 
@@ -127,7 +133,7 @@ def test_a_constructor_without_a_gpu_fails_by_name() -> None:
 @without_gpu
 async def test_both_processes_return_in_time_when_a_communicator_cannot_be_created() -> None:
     """Rendezvous, agreement, unique id and the attempt are real; the attempt fails for want of a device."""
-    importer = NcclImporter(memory=random_pool(NUM_BLOCKS, seed=2), library=CupyNccl(0), limits=LIMITS)
+    importer = NcclImporter(memory=random_pool(NUM_BLOCKS, seed=2), proofs=PROOFS, library=CupyNccl(0), limits=LIMITS)
     assert importer.endpoint() == b""  # and so no exporter would have chosen it
     async with exporter_process() as (process, endpoints):
         begun_s = time.monotonic()
@@ -136,7 +142,9 @@ async def test_both_processes_return_in_time_when_a_communicator_cannot_be_creat
         with pytest.raises(TransportError, match="not used until its backoff ends"):
             await importer.open_channel(epoch(2), endpoints[2])
         assert time.monotonic() - begun_s < LIMITS.agree_s + LIMITS.initialise_s
-        another = NcclImporter(memory=random_pool(NUM_BLOCKS, seed=2), library=CupyNccl(0), limits=LIMITS)
+        another = NcclImporter(
+            memory=random_pool(NUM_BLOCKS, seed=2), proofs=PROOFS, library=CupyNccl(0), limits=LIMITS
+        )
         with pytest.raises(TransportError, match="NCCL"):  # the exporter's threads are free for the next one
             await another.open_channel(epoch(3), endpoints[3])
         assert process.stdin is not None
@@ -184,7 +192,7 @@ def test_a_communicator_sends_runs_to_itself_by_address() -> None:
 async def test_blocks_move_between_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     target = device_pool(seed=2)
-    importer = NcclImporter(memory=target, library=CupyNccl(0), limits=LIMITS)
+    importer = NcclImporter(memory=target, proofs=PROOFS, library=CupyNccl(0), limits=LIMITS)
     async with exporter_process() as (_, endpoints):
         expected = random_pool(NUM_BLOCKS, seed=1).raw
         for number in (1, 2):
@@ -200,7 +208,7 @@ async def test_blocks_move_between_two_processes(monkeypatch: pytest.MonkeyPatch
 async def test_a_killed_exporter_ends_the_read_and_the_next_link_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     target = device_pool(seed=2)
-    importer = NcclImporter(memory=target, library=CupyNccl(0), limits=LIMITS)
+    importer = NcclImporter(memory=target, proofs=PROOFS, library=CupyNccl(0), limits=LIMITS)
     async with exporter_process() as (process, endpoints):
         channel = await importer.open_channel(epoch(1), endpoints[1])
         await channel.read([1], [1])
@@ -222,7 +230,7 @@ async def test_a_killed_exporter_ends_the_read_and_the_next_link_works(monkeypat
 async def test_a_receive_without_a_sender_is_aborted_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that waits on the device for its peer: the abort must reach it."""
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    importer = NcclImporter(memory=device_pool(seed=2), library=CupyNccl(0), limits=LIMITS)
+    importer = NcclImporter(memory=device_pool(seed=2), proofs=PROOFS, library=CupyNccl(0), limits=LIMITS)
     async with exporter_process() as (process, endpoints):
         channel = await importer.open_channel(epoch(1), endpoints[1])
         process.send_signal(19)  # SIGSTOP: it will not send

@@ -21,6 +21,7 @@ from kvtransfer.transports.nixl import transport as nixl
 from kvtransfer.transports.nixl.agent import Pace, why_not_loadable
 from kvtransfer.transports.nixl.exporting import NixlEndpoint, NixlExporter
 from kvtransfer.transports.nixl.transport import NixlImporter
+from kvtransfer.transports.proven_connections import ConnectionProofs
 from tests.contract.kv_pools import random_pool
 from tests.contract.namespaces import INTERFACE, joined_namespaces
 from tests.contract.nixl_process import (
@@ -34,6 +35,7 @@ from tests.contract.nixl_process import (
     importing,
     process,
 )
+from tests.contract.proofs import KEY, PROOFS, TELEMETRY
 
 pytestmark = pytest.mark.skipif(bool(why_not_loadable()), reason=why_not_loadable())
 
@@ -52,7 +54,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def importer(pool: BytePool, timeout_s: float = DEADLINE_S) -> AsyncIterator[NixlImporter]:
-    transport = NixlImporter(memory=pool, timeout_s=timeout_s)
+    transport = NixlImporter(memory=pool, proofs=PROOFS, timeout_s=timeout_s)
     try:
         yield transport
     finally:
@@ -62,8 +64,9 @@ async def importer(pool: BytePool, timeout_s: float = DEADLINE_S) -> AsyncIterat
 
 
 @asynccontextmanager
-async def exporter(byte: int) -> AsyncIterator[NixlExporter]:
-    transport = NixlExporter(memory=BytePool(byte), linger_s=5.0)
+async def exporter(byte: int, member: MemberId = EPOCH.exporter) -> AsyncIterator[NixlExporter]:
+    proofs = ConnectionProofs(KEY, member, TELEMETRY)
+    transport = NixlExporter(memory=BytePool(byte), proofs=proofs, linger_s=5.0)
     await transport.start()
     try:
         yield transport
@@ -249,8 +252,8 @@ async def test_ended_links_leave_no_resources() -> None:
             await (await here.open_channel(EPOCH, there.grant(EPOCH))).finish()
         before = resources()
         for start in range(3):
-            async with exporter(2) as there:
-                epoch = replace(EPOCH, exporter=MemberId("p0", f"start {start}"))
+            epoch = replace(EPOCH, exporter=MemberId("p0", f"start {start}"))
+            async with exporter(2, epoch.exporter) as there:
                 channel = await here.open_channel(epoch, there.grant(epoch))
                 await channel.read([start], [start])
                 await channel.finish()
@@ -283,13 +286,16 @@ async def test_an_endpoint_that_was_damaged_never_reaches_the_library() -> None:
         endpoint = there.grant(EPOCH)
         flipped = [bytes([*endpoint[:at], endpoint[at] ^ 1, *endpoint[at + 1 :]]) for at in range(0, len(endpoint), 7)]
         for damaged in [b"", endpoint[:-1], endpoint + b"\0", *flipped]:
-            with pytest.raises(TransportError, match="not an endpoint"):
+            with pytest.raises(TransportError, match=r"not an endpoint|has not signed"):
                 await here.open_channel(EPOCH, damaged)
         assert here.num_links == 0
-        parsed = NixlEndpoint.parse(endpoint)
+        for other in (replace(EPOCH, exporter=MemberId("p0", "a2")), replace(EPOCH, attempt=2)):
+            with pytest.raises(TransportError, match="has not signed"):
+                await here.open_channel(other, endpoint)
+        parsed = NixlEndpoint.parse(endpoint, PROOFS, EPOCH)
         for wrong in (replace(parsed, slot=10**6), replace(parsed, token=bytes(16))):
             with pytest.raises(TransportError, match="contradicts itself"):
-                await here.open_channel(EPOCH, wrong.pack())
+                await here.open_channel(EPOCH, wrong.pack(PROOFS, EPOCH))
 
 
 async def test_more_epochs_than_the_table_holds_are_refused_not_confused() -> None:
@@ -311,7 +317,7 @@ def test_nixl_is_omitted_without_rdma_or_under_tls_unless_named(
 ) -> None:
     pool = random_pool(2, seed=1)
     means = TransportSetup(
-        member=EPOCH.exporter, memory=pool, host="127.0.0.1", advertise_host="127.0.0.1", timeout_s=5.0
+        member=EPOCH.exporter, proofs=PROOFS, memory=pool, host="127.0.0.1", advertise_host="127.0.0.1", timeout_s=5.0
     )
     monkeypatch.setattr(nixl, "_RDMA_DEVICES", tmp_path / "infiniband")
     assert "no RDMA device" in available_transports(TransferSettings(), means).missing["nixl"]

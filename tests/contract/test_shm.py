@@ -14,12 +14,13 @@ from kvtransfer.transports.base import DigestingChannel, TransportError
 from kvtransfer.transports.shm import transport as shm
 from kvtransfer.transports.shm.transport import ShmExporter, ShmImporter
 from tests.contract.kv_pools import random_pool
+from tests.contract.proofs import PROOFS
 from tests.contract.transport_rig import EPOCH, available
 
 
 async def test_the_importer_maps_the_pool_for_reading_only() -> None:
     source, target = random_pool(4, seed=1), random_pool(4, seed=2)
-    exporter, importer = ShmExporter(memory=source), ShmImporter(memory=target)
+    exporter, importer = ShmExporter(memory=source, proofs=PROOFS), ShmImporter(memory=target, proofs=PROOFS)
     await exporter.start()
     channel = await importer.open_channel(EPOCH, exporter.grant(EPOCH))
     assert channel._pool is not None
@@ -37,7 +38,7 @@ async def test_a_digested_read_returns_the_digests_of_what_arrived(
         pytest.skip("this machine has no compiler or no AVX-512 VNNI")
     monkeypatch.setattr(shm, "SHORT_BYTES", short_bytes)
     source, target = random_pool(6, seed=1), random_pool(6, seed=2)
-    exporter, importer = ShmExporter(memory=source), ShmImporter(memory=target)
+    exporter, importer = ShmExporter(memory=source, proofs=PROOFS), ShmImporter(memory=target, proofs=PROOFS)
     await exporter.start()
     channel = await importer.open_channel(EPOCH, exporter.grant(EPOCH))
     assert isinstance(channel, DigestingChannel)
@@ -55,7 +56,7 @@ async def test_a_digested_read_returns_the_digests_of_what_arrived(
 async def test_without_compiled_digests_the_channel_only_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shm, "compiled_digests", lambda: None)
     source, target = random_pool(2, seed=1), random_pool(2, seed=2)
-    exporter, importer = ShmExporter(memory=source), ShmImporter(memory=target)
+    exporter, importer = ShmExporter(memory=source, proofs=PROOFS), ShmImporter(memory=target, proofs=PROOFS)
     await exporter.start()
     channel = await importer.open_channel(EPOCH, exporter.grant(EPOCH))
     assert not isinstance(channel, DigestingChannel)
@@ -65,7 +66,7 @@ async def test_without_compiled_digests_the_channel_only_copies(monkeypatch: pyt
 
 async def test_the_end_of_the_exporter_ends_the_mapping_of_its_pool() -> None:
     source, target = random_pool(4, seed=1), random_pool(4, seed=2)
-    exporter, importer = ShmExporter(memory=source), ShmImporter(memory=target)
+    exporter, importer = ShmExporter(memory=source, proofs=PROOFS), ShmImporter(memory=target, proofs=PROOFS)
     await exporter.start()
     channel = await importer.open_channel(EPOCH, exporter.grant(EPOCH))
     assert channel._pool is not None
@@ -82,7 +83,7 @@ async def test_the_end_of_the_exporter_ends_the_mapping_of_its_pool() -> None:
 
 def test_shm_is_offered_only_if_both_workers_see_the_same_files() -> None:
     source = random_pool(2, seed=1)
-    exporter = ShmExporter(memory=source)
+    exporter = ShmExporter(memory=source, proofs=PROOFS)
     assert exporter.reachable(shm.host_identity())
     assert not exporter.reachable(b"another host")
     assert not exporter.reachable(b"")
@@ -103,8 +104,8 @@ async def test_a_pool_that_its_exporter_could_truncate_is_not_mapped() -> None:
     source, target = random_pool(2, seed=1), random_pool(2, seed=2)
     unsealed = os.memfd_create("unsealed")
     os.ftruncate(unsealed, source.num_blocks * source.block_bytes)
-    exporter = ShmExporter(memory=WithFile(source.num_blocks, source.block_bytes, source.raw, unsealed))
-    importer = ShmImporter(memory=target)
+    exporter = ShmExporter(memory=WithFile(source.num_blocks, source.block_bytes, source.raw, unsealed), proofs=PROOFS)
+    importer = ShmImporter(memory=target, proofs=PROOFS)
     await exporter.start()
     try:
         with pytest.raises(TransportError, match="not sealed"):

@@ -20,6 +20,7 @@ from kvtransfer.transports.tcp.transport import TcpExporter, TcpImporter
 from tests.certificates import Certificates, make_certificates
 from tests.contract.kv_pools import random_pool
 from tests.contract.namespaces import FarHost, far_host
+from tests.contract.proofs import PROOFS
 from tests.contract.short_exporter_process import EPOCH, NUM_BLOCKS
 
 ROOT = Path(__file__).parents[2]
@@ -107,12 +108,15 @@ async def relayed(reader: str, source: KvPool, target: KvPool) -> AsyncIterator[
     host = "127.0.0.1"
     exporter = TcpExporter(
         memory=source,
+        proofs=PROOFS,
         host=host,
         advertise_host=host,
         send_timeout_s=1.0,
         tls=tls.server_context if tls is not None else None,
     )
-    importer = TcpImporter(memory=target, stall_timeout_s=_STALL_S, tls=tls.client_context if tls is not None else None)
+    importer = TcpImporter(
+        memory=target, proofs=PROOFS, stall_timeout_s=_STALL_S, tls=tls.client_context if tls is not None else None
+    )
     await exporter.start()
     relay = Relay()
     try:
@@ -161,7 +165,7 @@ async def _silent_from(reader: str, way: str, num_bytes: int) -> None:
 async def test_a_read_ends_soon_when_the_link_is_cut_under_it() -> None:
     """The link is cut for half a second or permanently, while the read is requested or while its bytes are sent."""
     target = random_pool(NUM_BLOCKS, seed=2)
-    importer = TcpImporter(memory=target, stall_timeout_s=1.0)
+    importer = TcpImporter(memory=target, proofs=PROOFS, stall_timeout_s=1.0)
     source = random_pool(NUM_BLOCKS, seed=1)
     with far_host() as far:
         async with exporter_process(*far.side.command(), host=far.side.address) as exporter:
@@ -177,13 +181,12 @@ async def test_a_read_ends_soon_when_the_link_is_cut_under_it() -> None:
 
 async def test_an_exporter_that_could_not_start_a_thread_accepts_again_when_it_can() -> None:
     target, source = random_pool(NUM_BLOCKS, seed=2), random_pool(NUM_BLOCKS, seed=1)
-    importer = TcpImporter(memory=target)
+    importer = TcpImporter(memory=target, proofs=PROOFS)
     try:
         async with exporter_process() as exporter, asyncio.timeout(_SOON_S):
             await exporter.become("short")
-            refused = await importer.open_channel(EPOCH, exporter.endpoint)
             with pytest.raises(TransportError):
-                await refused.read([1], [1])
+                await importer.open_channel(EPOCH, exporter.endpoint)
             await exporter.become("whole")
             channel = await importer.open_channel(EPOCH, exporter.endpoint)
             await channel.read([0, 3], [5, 2])

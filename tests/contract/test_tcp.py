@@ -14,6 +14,7 @@ from kvtransfer.transports.tcp.exporting import ANNOUNCEMENT, ANSWER, MAGIC, pac
 from kvtransfer.transports.tcp.transport import TcpExporter, TcpImporter
 from tests.certificates import load
 from tests.contract.kv_pools import random_pool
+from tests.contract.proofs import PROOFS
 from tests.contract.transport_rig import EPOCH, certificates_of_the_run, over_shm, over_tcp, over_tls, read_by_thread
 
 
@@ -25,12 +26,13 @@ async def test_destroying_the_channel_ends_a_read_of_a_stopped_tcp_exporter(
     if not is_short:
         read_by_thread(monkeypatch)
     target = random_pool(4, seed=3)
-    importer = TcpImporter(memory=target)
+    importer = TcpImporter(memory=target, proofs=PROOFS)
     with socket.create_server(("127.0.0.1", 0)) as silent:
+        proving = asyncio.create_task(asyncio.to_thread(_accepted, silent))
         endpoint = pack_endpoint(b"k" * 16, "127.0.0.1", silent.getsockname()[1])
         channel = await importer.open_channel(EPOCH, endpoint)
         read = asyncio.create_task(channel.read([0], [0]))
-        peer, _ = await asyncio.to_thread(silent.accept)
+        peer = await proving
         with peer:
             assert await asyncio.to_thread(peer.recv, 4) == b"TKV1"
             assert not read.done()
@@ -47,11 +49,12 @@ async def test_a_tcp_exporter_that_stops_in_mid_answer_writes_nothing_once_the_c
     if not is_short:
         read_by_thread(monkeypatch)
     target = random_pool(4, seed=3, layers=600)
-    importer = TcpImporter(memory=target)
+    importer = TcpImporter(memory=target, proofs=PROOFS)
     with socket.create_server(("127.0.0.1", 0)) as half:
+        proving = asyncio.create_task(asyncio.to_thread(_accepted, half))
         channel = await importer.open_channel(EPOCH, pack_endpoint(b"k" * 16, "127.0.0.1", half.getsockname()[1]))
         read = asyncio.create_task(channel.read([0], [1]))
-        peer, _ = await asyncio.to_thread(half.accept)
+        peer = await proving
         with peer:
             await asyncio.to_thread(peer.recv, ANNOUNCEMENT.size)
             answer = ANSWER.pack(MAGIC, EPOCH.ticket_id, EPOCH.attempt, 1, False, target.block_bytes)
@@ -67,6 +70,13 @@ async def test_a_tcp_exporter_that_stops_in_mid_answer_writes_nothing_once_the_c
                 await read
     assert torch.equal(target.raw, before)
     await importer.close()
+
+
+def _accepted(listener: socket.socket) -> socket.socket:
+    """Return a connection whose importer has been convinced that it is the exporter."""
+    connection, _ = listener.accept()
+    PROOFS.accept(connection, "tcp")
+    return connection
 
 
 async def test_a_long_read_is_in_order_whatever_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +106,7 @@ async def test_a_peer_without_a_certificate_of_the_cluster_cannot_read_over_tcp(
         "of another authority": load(certificates.stranger, certificates.other_authority).client_context,
         "without certificate": partial(ssl.create_default_context, cafile=str(certificates.authority.cert)),
     }
-    importer = TcpImporter(memory=target, tls=contexts[who])
+    importer = TcpImporter(memory=target, proofs=PROOFS, tls=contexts[who])
     before = target.raw.clone()
     with pytest.raises(TransportError):
         await _open_and_read(importer, exporter.grant(EPOCH))
@@ -115,7 +125,7 @@ async def test_an_importer_with_tls_reads_only_from_exporters_with_tls() -> None
     source, target = random_pool(4, seed=1), random_pool(4, seed=2)
     exporter, _ = over_tcp(source, target)
     await exporter.start()
-    importer = TcpImporter(memory=target, tls=certificates_of_the_run().loaded().client_context)
+    importer = TcpImporter(memory=target, proofs=PROOFS, tls=certificates_of_the_run().loaded().client_context)
     with pytest.raises(TransportError):
         await importer.open_channel(EPOCH, exporter.grant(EPOCH))
     await importer.close()
@@ -125,9 +135,11 @@ async def test_an_importer_with_tls_reads_only_from_exporters_with_tls() -> None
 async def test_an_idle_tcp_connection_that_ended_is_neither_used_again_nor_kept() -> None:
     """A restarted exporter has a new connection, and kept old ones would accumulate."""
     source, target = random_pool(4, seed=1), random_pool(4, seed=2)
-    importer = TcpImporter(memory=target)
+    importer = TcpImporter(memory=target, proofs=PROOFS)
     for _ in range(3):
-        exporter = TcpExporter(memory=source, host="127.0.0.1", advertise_host="127.0.0.1", send_timeout_s=5.0)
+        exporter = TcpExporter(
+            memory=source, proofs=PROOFS, host="127.0.0.1", advertise_host="127.0.0.1", send_timeout_s=5.0
+        )
         await exporter.start()
         channel = await importer.open_channel(EPOCH, exporter.grant(EPOCH))
         await channel.read([1], [2])

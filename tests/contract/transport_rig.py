@@ -25,6 +25,7 @@ from kvtransfer.transports.tcp import transport as tcp
 from kvtransfer.transports.tcp.transport import TcpExporter, TcpImporter
 from tests.certificates import Certificates, make_certificates
 from tests.contract.host_access import ExportedPool, HostAccess
+from tests.contract.proofs import PROOFS
 from tests.contract.socket_nccl import SocketNccl
 from tests.loopback import LoopbackExporter, LoopbackImporter, LoopbackNetwork
 
@@ -59,8 +60,10 @@ def over_loopback(source: KvPool, target: KvPool) -> tuple[ExporterTransport, Im
 
 
 def over_tcp(source: KvPool, target: KvPool) -> tuple[ExporterTransport, ImporterTransport]:
-    exporter = TcpExporter(memory=source, host="127.0.0.1", advertise_host="127.0.0.1", send_timeout_s=5.0)
-    return exporter, TcpImporter(memory=target)
+    exporter = TcpExporter(
+        memory=source, proofs=PROOFS, host="127.0.0.1", advertise_host="127.0.0.1", send_timeout_s=5.0
+    )
+    return exporter, TcpImporter(memory=target, proofs=PROOFS)
 
 
 def over_tcp_by_thread(source: KvPool, target: KvPool) -> tuple[ExporterTransport, ImporterTransport]:
@@ -71,12 +74,13 @@ def over_tls(source: KvPool, target: KvPool) -> tuple[ExporterTransport, Importe
     certificates = certificates_of_the_run().loaded()
     exporter = TcpExporter(
         memory=source,
+        proofs=PROOFS,
         host="127.0.0.1",
         advertise_host="127.0.0.1",
         send_timeout_s=5.0,
         tls=certificates.server_context,
     )
-    return exporter, TcpImporter(memory=target, tls=certificates.client_context)
+    return exporter, TcpImporter(memory=target, proofs=PROOFS, tls=certificates.client_context)
 
 
 @lru_cache
@@ -85,7 +89,7 @@ def certificates_of_the_run() -> Certificates:
 
 
 def over_shm(source: KvPool, target: KvPool) -> tuple[ExporterTransport, ImporterTransport]:
-    return ShmExporter(memory=source), ShmImporter(memory=target)
+    return ShmExporter(memory=source, proofs=PROOFS), ShmImporter(memory=target, proofs=PROOFS)
 
 
 def over_shm_by_thread(source: KvPool, target: KvPool) -> tuple[ExporterTransport, ImporterTransport]:
@@ -101,19 +105,26 @@ def over_nixl(source: KvPool, target: KvPool) -> tuple[ExporterTransport, Import
 def over_nccl(source: KvPool, target: KvPool) -> tuple[ExporterTransport, ImporterTransport]:
     """Return the NCCL transport over sockets. Tests that need a GPU are in test_nccl.py."""
     limits, library = CommunicatorLimits(transfer_s=30.0), SocketNccl()
-    exporter = NcclExporter(memory=source, library=library, host="127.0.0.1", advertise_host="127.0.0.1", limits=limits)
-    return exporter, NcclImporter(memory=target, library=library, limits=limits)
+    exporter = NcclExporter(
+        memory=source, proofs=PROOFS, library=library, host="127.0.0.1", advertise_host="127.0.0.1", limits=limits
+    )
+    return exporter, NcclImporter(memory=target, proofs=PROOFS, library=library, limits=limits)
 
 
 def over_cuda_ipc(source: KvPool, target: KvPool) -> tuple[ExporterTransport, ImporterTransport]:
     """Return the cuda_ipc transport over a file in host memory. Tests that need a GPU are in test_cuda_ipc.py."""
-    exporter = CudaIpcExporter(memory=ExportedPool(source), access=HostAccess(source))
-    return exporter, CudaIpcImporter(memory=target, access=HostAccess(target))
+    exporter = CudaIpcExporter(memory=ExportedPool(source), proofs=PROOFS, access=HostAccess(source))
+    return exporter, CudaIpcImporter(memory=target, proofs=PROOFS, access=HostAccess(target))
 
 
 def setup_of(memory: PoolMemory) -> TransportSetup:
     return TransportSetup(
-        member=EPOCH.exporter, memory=memory, host="127.0.0.1", advertise_host="127.0.0.1", timeout_s=30.0
+        member=EPOCH.exporter,
+        proofs=PROOFS,
+        memory=memory,
+        host="127.0.0.1",
+        advertise_host="127.0.0.1",
+        timeout_s=30.0,
     )
 
 

@@ -7,8 +7,11 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from copy import copy
 from functools import cache
 
+from cluster.auth.connections import AcceptingConnection, OpeningConnection
+from cluster.errors import MemberRefused
 from engine.kv.pool import KvPool
 from kvtransfer.transports.base import TransportError
 from kvtransfer.transports.nccl import messages as nccl
@@ -17,6 +20,7 @@ from kvtransfer.transports.shm.transport import ShmExporter, ShmImporter
 from kvtransfer.transports.tcp.exporting import ANNOUNCEMENT, ANSWER, MAGIC, pack_endpoint, parse_endpoint
 from kvtransfer.transports.tcp.transport import TcpExporter, TcpImporter
 from tests.contract.kv_pools import random_pool
+from tests.contract.proofs import KEY, PROOFS
 from tests.contract.transport_rig import EPOCH
 from tests.fuzz.target import Refused, Target, refusals
 
@@ -34,6 +38,49 @@ def targets() -> Iterator[Target]:
     yield Target("nccl control messages", [_packed(message) for message in _NCCL], _read_nccl, _made_nccl)
     yield Target("shm requests", _shm_requests, _ask_shm)
     yield Target("shm geometry", _geometries, _answer_shm)
+    yield Target("kv connection hello", [_opening().hello], _challenge, words=(b"TMP1",))
+    yield Target("kv connection challenge", [_answered(_opening().hello)], _prove, words=(b"TMP1",))
+    yield Target("kv connection proof", [_opening().prove(_answered(_opening().hello))], _verify, words=(b"TMP1",))
+    yield Target("tcp strangers", [_opening().hello, _opening().hello * 2, b"", *_announcements()], _come_unproved)
+
+
+@cache
+def _opening() -> OpeningConnection:
+    return OpeningConnection(KEY, transport="tcp", importer="d0@1", exporter=str(EPOCH.exporter))
+
+
+@cache
+def _accepting() -> AcceptingConnection:
+    return AcceptingConnection(KEY, transport="tcp", exporter=str(EPOCH.exporter))
+
+
+@cache
+def _answered(hello: bytes) -> bytes:
+    return _accepting().challenge(hello)
+
+
+def _challenge(data: bytes) -> str:
+    with refusals(MemberRefused):
+        AcceptingConnection(KEY, transport="tcp", exporter=str(EPOCH.exporter)).challenge(data)
+        return "challenge"
+
+
+def _prove(data: bytes) -> str:
+    with refusals(MemberRefused):
+        return f"{len(_opening().prove(data))} bytes"
+
+
+def _verify(data: bytes) -> str:
+    accepting = copy(_accepting())  # a challenge accepts one proof
+    with refusals(MemberRefused):
+        accepting.verify(data)
+        return "member"
+
+
+def _come_unproved(data: bytes) -> str:
+    answer = _announce(data, is_proved=False)
+    assert answer.startswith("0 blocks"), "a stranger has read a block"
+    return answer
 
 
 def _announcements() -> list[bytes]:
@@ -84,11 +131,13 @@ def _send(connection: socket.socket, data: bytes) -> None:
         return
 
 
-def _announce(data: bytes) -> str:
-    """Send the bytes to an exporter and read all that it answers."""
+def _announce(data: bytes, *, is_proved: bool = True) -> str:
+    """Send the bytes to an exporter, after proofs or in their place, and read all that it answers."""
     num_bytes = 0
     with socket.create_connection(("127.0.0.1", _exporter()._threads.port), 10) as client:
         try:
+            if is_proved:
+                PROOFS.open(client, "tcp", EPOCH.exporter)
             client.sendall(data)
             client.shutdown(socket.SHUT_WR)
             while piece := client.recv(1 << 16):
@@ -104,7 +153,7 @@ def _answer_read(data: bytes) -> str:
     before = bytes(_target().raw.numpy())
 
     async def read() -> str:
-        importer = TcpImporter(memory=_target(), stall_timeout_s=5.0)
+        importer = TcpImporter(memory=_target(), proofs=PROOFS, stall_timeout_s=5.0)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             answering = threading.Thread(target=_answer_one, args=(listener, data), daemon=True)
             answering.start()
@@ -130,6 +179,7 @@ def _answer_one(listener: socket.socket, data: bytes) -> None:
     with connection:
         connection.settimeout(5)
         try:
+            PROOFS.accept(connection, "tcp")
             connection.recv(ANNOUNCEMENT.size + 4)
         except OSError:
             return
@@ -140,7 +190,11 @@ def _ask_shm(data: bytes) -> str:
     async def ask() -> str:
         directory = _shm_exporter()._directory
         assert directory is not None
-        reader, writer = await asyncio.open_unix_connection(str(directory.path / "pool"))
+        connection = socket.socket(socket.AF_UNIX)
+        connection.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(connection, str(directory.path / "pool"))
+        await PROOFS.open_on_loop(connection, "shm", EPOCH.exporter)
+        reader, writer = await asyncio.open_unix_connection(sock=connection)
         try:
             writer.write(data)
             writer.write_eof()
@@ -161,7 +215,7 @@ def _answer_shm(data: bytes) -> str:
         assert directory is not None
         path = directory.path / "lies"
         path.unlink(missing_ok=True)
-        importer = ShmImporter(memory=_target())
+        importer = ShmImporter(memory=_target(), proofs=PROOFS)
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(path))
             listener.listen()
@@ -185,6 +239,7 @@ def _pass_file(listener: socket.socket, data: bytes) -> None:
     connection, _ = listener.accept()
     with connection:
         connection.settimeout(5)
+        PROOFS.accept(connection, "shm")
         connection.recv(64)
         socket.send_fds(connection, [data or b"\0"], [_shm_exporter()._read_only])
         connection.recv(1)
@@ -207,7 +262,9 @@ def _target() -> KvPool:
 
 @cache
 def _exporter() -> TcpExporter:
-    exporter = TcpExporter(memory=_pool(), host="127.0.0.1", advertise_host="127.0.0.1", send_timeout_s=5.0)
+    exporter = TcpExporter(
+        memory=_pool(), proofs=PROOFS, host="127.0.0.1", advertise_host="127.0.0.1", send_timeout_s=5.0
+    )
     _runner().run(exporter.start())
     return exporter
 
@@ -222,6 +279,6 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 @cache
 def _shm_exporter() -> ShmExporter:
-    exporter = ShmExporter(memory=_pool())
+    exporter = ShmExporter(memory=_pool(), proofs=PROOFS)
     asyncio.run_coroutine_threadsafe(exporter.start(), _loop()).result(20)
     return exporter

@@ -16,7 +16,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from cluster.accounts.gate import Gate
-from cluster.auth.keys import Purpose
+from cluster.auth.keys import SIGNATURE_BYTES, Purpose
 from cluster.errors import HandOffFailed, MalformedMessage, ResumeRefused
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol import tickets
@@ -25,7 +25,7 @@ from cluster.serving.serving import GrpcServer
 from kvtransfer.transports.base import TransportError
 from kvtransfer.transports.nccl.transport import _parse_endpoint as parse_nccl
 from kvtransfer.transports.nixl.agent import Region
-from kvtransfer.transports.nixl.exporting import MAGIC, NixlEndpoint, _checksum
+from kvtransfer.transports.nixl.exporting import MAGIC, NixlEndpoint, _for_epoch
 from kvtransfer.transports.tcp.exporting import pack_endpoint, parse_endpoint
 from router.grpc_api.service import InferenceService, WriteTimeout
 from router.request.request_acceptance import Acceptance, AcceptanceSigner, _client_digest
@@ -34,6 +34,8 @@ from tandem.errors import InternalError
 from tandem.internal.v1 import kv_pb2
 from tandem.progress import Progress
 from tandem.v1 import inference_pb2, inference_pb2_grpc
+from tests.contract.proofs import PROOFS
+from tests.contract.transport_rig import EPOCH
 from tests.fuzz.http_targets import ShortAnswers, tokenization
 from tests.fuzz.mutations import any_message, changed_message
 from tests.fuzz.target import Refused, Target, refusals
@@ -81,8 +83,12 @@ def _inside_messages() -> Iterator[Target]:
     for name, parse in (("tcp", parse_endpoint), ("nccl", parse_nccl)):
         yield Target(f"{name} endpoint", [endpoint], partial(_parse, parse))
     region = Region(4096, 8, 64)
-    nixl = NixlEndpoint(1, b"t" * 16, region, Region(1 << 20, 64, 16), b"metadata").pack()
-    yield Target("nixl descriptor", [nixl], partial(_parse, NixlEndpoint.parse), partial(_made_nixl, nixl))
+    nixl = NixlEndpoint(1, b"t" * 16, region, Region(1 << 20, 64, 16), b"metadata").pack(PROOFS, EPOCH)
+    yield Target("nixl descriptor", [nixl], partial(_parse, _parse_nixl), partial(_made_nixl, nixl))
+
+
+def _parse_nixl(data: bytes) -> NixlEndpoint:
+    return NixlEndpoint.parse(data, PROOFS, EPOCH)
 
 
 def _kind(name: str) -> type[Message]:
@@ -132,10 +138,10 @@ def _parse(parse: Callable[[bytes], object], data: bytes) -> str:
 
 def _made_nixl(seed: bytes, draw: random.Random) -> bytes:
     """Fields of any content under a right checksum."""
-    body = bytearray(seed[len(MAGIC) + len(_checksum(b"")) :])
+    body = bytearray(seed[len(MAGIC) + SIGNATURE_BYTES :])
     for _ in range(draw.choice((1, 2, 8))):
         body[draw.randrange(len(body))] = draw.randrange(256)
-    return MAGIC + _checksum(bytes(body)) + bytes(body)
+    return MAGIC + PROOFS.seal("nixl", _for_epoch(EPOCH, bytes(body))) + bytes(body)
 
 
 def _progress(data: bytes) -> str:

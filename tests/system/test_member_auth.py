@@ -1,8 +1,10 @@
 """Attacks on the ports of running workers: no call of theirs is served to a caller that is not a member."""
 
 import asyncio
+import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -10,6 +12,7 @@ import pytest
 from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cluster.auth.connections import OpeningConnection
 from cluster.auth.gate import PROOF
 from cluster.auth.key_file import load_keys
 from cluster.auth.keys import ClusterKeys
@@ -17,13 +20,14 @@ from cluster.auth.sessions import OpeningSession, Refusal, Session
 from cluster.errors import MemberRefused
 from cluster.serving.rpc_errors import REASON
 from tandem.internal.v1 import kv_pb2, worker_pb2, worker_pb2_grpc
-from tests.system.local_cluster import LocalCluster
+from tests.system.local_cluster import LocalCluster, Member
 
 _DEADLINE_S = 30.0
 _ADMITTED_S = 0.2  # a refusal arrives at once
 _STREAMS = ("/Connect", "/HandOff", "/ServerReflectionInfo")  # of requests
 _REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 _GARBAGE = b"\xff"  # no message: a call that is admitted ends with INVALID_ARGUMENT and has no effect
+_Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -107,9 +111,74 @@ async def test_a_member_of_another_cluster_opens_no_session_and_is_counted(clust
         with pytest.raises(grpc.aio.AioRpcError, match=Refusal.UNKNOWN_KEY) as refused:
             await _session(channel, ClusterKeys(secrets.token_bytes(32)))
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    scraped = await _scraped(member)
+    assert f'tandem_refused_members_total{{reason="{Refusal.UNKNOWN_KEY}"}}' in scraped
+
+
+async def test_a_stranger_that_connects_to_a_workers_kv_sockets_receives_nothing_and_is_counted(
+    redis_url: str, tmp_path: Path
+) -> None:
+    """It runs as the same user, and knows the address, the member's name and the protocol, but not the secret."""
+    cluster = LocalCluster(redis_url, tmp_path, flags=("--kv-transports", "shm,tcp"))
+    try:
+        worker = await cluster.start_member("prefill0", "prefill_worker", cluster.joining_flags()[-2:])
+        async with asyncio.timeout(_DEADLINE_S):
+            for transport, connect in (("tcp", _connected_by_tcp), ("shm", _connected_by_shm)):
+                await _attack(transport, connect, worker)
+    finally:
+        await cluster.stop()
+
+
+async def _attack(transport: str, connect: "Callable[[Member], Awaitable[_Streams]]", worker: Member) -> None:
+    stranger = OpeningConnection(
+        ClusterKeys(secrets.token_bytes(32)), transport=transport, importer="x@0", exporter=worker.ready["member"]
+    )
+    for sent in (stranger.hello, b"GET / HTTP/1.1\r\n\r\n"):
+        reader, writer = await connect(worker)
+        writer.write(sent)
+        assert await _rest(reader) == b"", transport
+        writer.close()
+    for reason in (Refusal.UNKNOWN_KEY, Refusal.NO_PROOF):
+        counted = f'tandem_refused_kv_connections_total{{reason="{reason}",transport="{transport}"}}'
+        while counted not in await _scraped(worker):  # noqa: ASYNC110 - it counts after it has closed the connection
+            await asyncio.sleep(0.05)
+
+
+async def _scraped(member: Member) -> str:
     host, port = member.ready["metrics"].rsplit(":", 1)
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(b"GET /metrics HTTP/1.0\r\n\r\n")
     scraped = (await reader.read()).decode()
     writer.close()
-    assert f'tandem_refused_members_total{{reason="{Refusal.UNKNOWN_KEY}"}}' in scraped
+    return scraped
+
+
+async def _rest(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await reader.read()
+    except ConnectionResetError:  # it had not read all that was sent
+        return b""
+
+
+async def _connected_by_tcp(member: Member) -> _Streams:
+    """Connect to the one port on which the worker listens without announcing it."""
+    announced = {
+        int(member.ready[name].rsplit(":", 1)[1]) for name in ("grpc", "metrics", "health") if name in member.ready
+    }
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    own = _socket_inodes(member)
+    ports = {int(line[1].rpartition(":")[2], 16) for line in lines if line[3] == "0A" and line[9] in own}
+    (port,) = ports - announced
+    return await asyncio.open_connection("127.0.0.1", port)
+
+
+async def _connected_by_shm(member: Member) -> _Streams:
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    own = _socket_inodes(member)
+    (path,) = {line[7] for line in lines if len(line) == 8 and line[6] in own and line[7].endswith("/pool")}
+    return await asyncio.open_unix_connection(path)
+
+
+def _socket_inodes(member: Member) -> set[str]:
+    links = (os.readlink(link) for link in Path(f"/proc/{member.process.pid}/fd").iterdir() if link.is_symlink())
+    return {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}

@@ -31,6 +31,7 @@ from kvtransfer.exporter.exporter import Exporter
 from kvtransfer.exporter.service import KvTransferServicer
 from kvtransfer.importer.importer import ExpectedPrompt, Importer
 from kvtransfer.transports.base import Channel, ImporterTransport
+from kvtransfer.transports.proven_connections import ConnectionProofs
 from kvtransfer.transports.shm.transport import ShmExporter, ShmImporter
 from kvtransfer.wire.wire_format import NativeFormat
 from prefill_worker.prefixes.cache_event_publisher import CacheEventPublisher
@@ -45,6 +46,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 _DEADLINE_S = 60.0
 _KEY = ClusterKeys(b"k" * 32)
 _IMPORTER = MemberId("d0", "1")
+_PROOFS = ConnectionProofs(_KEY, MemberId("p0", "1"), Telemetry())
 _CHUNK = 32
 _HELD_CHUNK = 5
 _PROMPT = tuple(range(10, 10 + 7 * _CHUNK + 9))  # seven chunks and a tail
@@ -241,7 +243,7 @@ def _exporter(
         layout=engine.fingerprint,
         keys=_KEY,
         settings=TransferSettings(),
-        transports=[ShmExporter(memory=engine.pool)],
+        transports=[ShmExporter(memory=engine.pool, proofs=_PROOFS)],
         release=lambda ticket_id: steps.post(Release(ticket_id)),
         clock=clock,
         counters=Counters(),
@@ -258,7 +260,7 @@ async def _importing(worker: _PrefillWorker) -> AsyncIterator[tuple[Importer, _R
         block_size=pool.layout.block_size,
         keys=_KEY,
         settings=TransferSettings(),
-        transports=[_ShownTransport(ShmImporter(memory=pool), reads)],
+        transports=[_ShownTransport(ShmImporter(memory=pool, proofs=_PROOFS), reads)],
         clock=MonotonicClock(),
         counters=Counters(),
     )

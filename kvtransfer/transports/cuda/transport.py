@@ -22,6 +22,7 @@ from cluster.shared_memory import DriverRefused, driver_result, map_pages, unmap
 from kvtransfer.device import use_device
 from kvtransfer.memory import ExportedMemory, PoolMemory
 from kvtransfer.transports.base import TransportError, TransportSetup
+from kvtransfer.transports.proven_connections import ConnectionProofs
 from kvtransfer.transports.shm.pool_file import PoolFileExporter, PoolFileImporter
 from kvtransfer.transports.shm.transport import host_identity
 
@@ -37,11 +38,11 @@ def unavailable(setup: TransportSetup) -> str:
 
 def exporter(setup: TransportSetup) -> "CudaIpcExporter":
     assert isinstance(setup.memory, ExportedMemory)
-    return CudaIpcExporter(memory=setup.memory, access=CudaAccess(setup.memory))
+    return CudaIpcExporter(memory=setup.memory, proofs=setup.proofs, access=CudaAccess(setup.memory))
 
 
 def importer(setup: TransportSetup) -> "CudaIpcImporter":
-    return CudaIpcImporter(memory=setup.memory, access=CudaAccess(setup.memory))
+    return CudaIpcImporter(memory=setup.memory, proofs=setup.proofs, access=CudaAccess(setup.memory))
 
 
 class Mapping(Protocol):
@@ -76,9 +77,9 @@ class CudaIpcExporter(PoolFileExporter):
 
     name = NAME
 
-    def __init__(self, *, memory: ExportedMemory, access: PoolAccess) -> None:
+    def __init__(self, *, memory: ExportedMemory, access: PoolAccess, proofs: ConnectionProofs) -> None:
         assert memory.cuda_file is not None, memory.why_no_cuda_file
-        super().__init__(memory.cuda_file, memory.num_blocks, memory.block_bytes, memory.cuda_file_bytes)
+        super().__init__(proofs, memory.cuda_file, memory.num_blocks, memory.block_bytes, memory.cuda_file_bytes)
         self._access = access
 
     def reachable(self, importer_endpoint: bytes) -> bool:
@@ -89,8 +90,8 @@ class CudaIpcExporter(PoolFileExporter):
 class CudaIpcImporter(PoolFileImporter[Mapping]):
     name = NAME
 
-    def __init__(self, *, memory: PoolMemory, access: PoolAccess) -> None:
-        super().__init__(memory, NAME)
+    def __init__(self, *, memory: PoolMemory, access: PoolAccess, proofs: ConnectionProofs) -> None:
+        super().__init__(memory, NAME, proofs)
         self._access = access
         self._endpoint = host_identity() + b" " + access.device().encode()
 

@@ -22,7 +22,8 @@ from kvtransfer.transports.nccl import messages
 from kvtransfer.transports.nccl.communicator_life import CommunicatorLife, CommunicatorLimits
 from kvtransfer.transports.nccl.library import EXPORTER_RANK, NcclFailed, NcclLibrary, Piece
 from kvtransfer.transports.nccl.link import NcclLink
-from kvtransfer.transports.sockets import ConnectionThreads, tune
+from kvtransfer.transports.proven_connections import MAX_UNPROVEN, PROVE_S, ConnectionProofs
+from kvtransfer.transports.sockets import ConnectionLimits, ConnectionThreads, tune
 
 NAME = "nccl"
 
@@ -32,7 +33,7 @@ ENDPOINT = struct.Struct(f"<{messages.TOKEN_BYTES}sH")  # token, port; then the 
 # Id of one start of one importer, NCCL's version; then the GPU.
 IMPORTER = struct.Struct(f"<{messages.IDENTITY_BYTES}sI")
 
-_MAX_CONNECTIONS = 128
+_CONNECTIONS = ConnectionLimits(max_connections=128, max_unproven=MAX_UNPROVEN, prove_s=PROVE_S)
 _MAX_LIVES = 1024  # links whose history is kept
 
 
@@ -48,8 +49,16 @@ class NcclExporter:
     """Sends the runs of blocks that importers of admitted epochs request, in the order of their requests."""
 
     def __init__(
-        self, *, memory: PoolMemory, library: NcclLibrary, host: str, advertise_host: str, limits: CommunicatorLimits
+        self,
+        *,
+        memory: PoolMemory,
+        proofs: ConnectionProofs,
+        library: NcclLibrary,
+        host: str,
+        advertise_host: str,
+        limits: CommunicatorLimits,
     ) -> None:
+        self._proofs = proofs
         self._raw = memory.raw  # keeps the memory alive as long as a thread may read it
         self._num_blocks, self._block_bytes = memory.num_blocks, memory.block_bytes
         self._library, self._limits = library, limits
@@ -58,7 +67,7 @@ class NcclExporter:
         self._slot = threading.Lock()
         self._lock = threading.Lock()  # over _peers
         self._peers: OrderedDict[bytes, _PeerLink] = OrderedDict()  # by importer, the longest unused first
-        self._threads = ConnectionThreads("kv-nccl", serve=self._serve, max_connections=_MAX_CONNECTIONS)
+        self._threads = ConnectionThreads("kv-nccl", prove=self._prove, serve=self._serve, limits=_CONNECTIONS)
 
     @property
     def name(self) -> str:
@@ -101,8 +110,11 @@ class NcclExporter:
                 peer.link.poison("the exporter is closing")
         await self._threads.end_connections(self._limits.abort_s)
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _prove(self, connection: socket.socket) -> None:
         tune(connection)
+        self._proofs.accept(connection, NAME)
+
+    def _serve(self, connection: socket.socket) -> None:
         connection.settimeout(self._limits.agree_s)
         try:
             hello = messages.expect(connection, messages.Hello)

@@ -40,7 +40,7 @@ from kvtransfer.transports.nccl.library import (
     why_not_loadable,
 )
 from kvtransfer.transports.nccl.link import LoneThread, NcclLink
-from kvtransfer.transports.sockets import connect
+from kvtransfer.transports.proven_connections import ConnectionProofs, Opening, connect
 
 _Address = tuple[str, int]
 
@@ -51,7 +51,10 @@ _MAX_STUCK = 4  # threads lost in the library; then this process makes no more c
 class NcclImporter:
     """Owns the links, by exporter process."""
 
-    def __init__(self, *, memory: PoolMemory, library: NcclLibrary, limits: CommunicatorLimits) -> None:
+    def __init__(
+        self, *, memory: PoolMemory, proofs: ConnectionProofs, library: NcclLibrary, limits: CommunicatorLimits
+    ) -> None:
+        self._proofs = proofs
         self._memory, self._library, self._limits = memory, library, limits
         self._identity = secrets.token_bytes(messages.IDENTITY_BYTES)
         self._slot = threading.Lock()
@@ -84,7 +87,7 @@ class NcclImporter:
             hello = messages.Hello(self._identity, self._library.version(), entry)
         except NcclFailed as error:
             raise TransportError(f"NCCL: {error}") from error
-        link, thread = await peer.usable_link(hello)
+        link, thread = await peer.usable_link(hello, Opening(self._proofs, NAME, epoch.exporter))
         channel = NcclChannel(link, thread, entry, self._memory, self._limits, self._channels.discard)
         self._channels.add(channel)
         self._close_idle_peers()
@@ -128,13 +131,13 @@ class _PeerLink:
         """Return whether a call of this link hangs in the library."""
         return self.link is not None and not self.link.quiet.is_set() and not self._life.is_promising(now_s)
 
-    async def usable_link(self, hello: messages.Hello) -> tuple[NcclLink, LoneThread]:
+    async def usable_link(self, hello: messages.Hello, opening: Opening) -> tuple[NcclLink, LoneThread]:
         """Return the link and its thread, and make them first if necessary. Raises TransportError.
 
         Several callers may wait for one communicator; a cancelled one does not stop the others."""
         if self.link is None or not self.link.is_usable:
             if self._making is None:
-                self._making = asyncio.create_task(self._make(hello))
+                self._making = asyncio.create_task(self._make(hello, opening))
                 self._making.add_done_callback(self._made)
             try:
                 await asyncio.shield(self._making)
@@ -166,14 +169,14 @@ class _PeerLink:
         if not making.cancelled():
             making.exception()  # raised to the waiting callers
 
-    async def _make(self, hello: messages.Hello) -> None:
+    async def _make(self, hello: messages.Hello, opening: Opening) -> None:
         limits = self._limits
         if self.link is not None and not await asyncio.to_thread(self.link.quiet.wait, limits.grace_s):
             raise TransportError(f"the last communicator with {self._address} has not ended")
         if not self._life.is_promising(time.monotonic()):
             raise TransportError(f"NCCL with {self._address} is not used until its backoff ends: {self._life.why}")
         try:
-            connection = await connect(self._address)
+            connection = await connect(self._address, opening)
         except OSError as error:
             raise TransportError(f"connecting to {self._address}: {error}") from error
         if self._thread is not None:
@@ -328,6 +331,7 @@ def not_worth_it(setup: TransportSetup) -> str:
 def exporter(setup: TransportSetup) -> NcclExporter:
     return NcclExporter(
         memory=setup.memory,
+        proofs=setup.proofs,
         library=cupy_nccl(_device_index(setup)),
         host=setup.host,
         advertise_host=setup.advertise_host,
@@ -338,6 +342,7 @@ def exporter(setup: TransportSetup) -> NcclExporter:
 def importer(setup: TransportSetup) -> NcclImporter:
     return NcclImporter(
         memory=setup.memory,
+        proofs=setup.proofs,
         library=cupy_nccl(_device_index(setup)),
         limits=CommunicatorLimits(transfer_s=setup.timeout_s),
     )

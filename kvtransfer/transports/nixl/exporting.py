@@ -2,16 +2,15 @@
 
 The network reads the pool without this process, which therefore cannot refuse a single read: a process that has the
 metadata can read until the agent is destroyed. Three rules protect the pool instead: the metadata is sent only in the
-answer to a signed ticket; an importer compares its token with the table, which it reads in the same one-sided way,
-before its first block; a block that was reused while it was read is found by the lease and by the digest.
+answer to a signed ticket, in a call in which both members have proved themselves; an importer compares its token with
+the table, which it reads in the same one-sided way, before its first block; a block that was reused while it was read
+is found by the lease and by the digest.
 
-`NixlEndpoint` is what an importer receives: fixed fields and the agent's own binary metadata, under a checksum, so that
-damaged bytes never reach the library.
+`NixlEndpoint` is what an importer receives: fixed fields and the agent's own binary metadata, signed by the exporter
+for one epoch, so that neither damaged nor invented bytes reach the library.
 """
 
 import asyncio
-import hashlib
-import hmac
 import logging
 import secrets
 import struct
@@ -22,14 +21,17 @@ from dataclasses import dataclass
 
 import torch
 
+from cluster.auth.keys import SIGNATURE_BYTES
 from cluster.messages import Epoch
 from kvtransfer.memory import PoolMemory
 from kvtransfer.transports.base import TransportError
 from kvtransfer.transports.nixl.agent import NixlAgent, NixlError, Pace, Region
+from kvtransfer.transports.proven_connections import ConnectionProofs
 
+NAME = "nixl"
 MAGIC = b"NKV1"
+_SIGNED_AT = len(MAGIC) + SIGNATURE_BYTES
 TOKEN_BYTES = 16
-_CHECKSUM_BYTES = 16
 # slot, token; pool: address, blocks, bytes per block, device or -1; admissions: address, slots; bytes of metadata.
 _FIELDS = struct.Struct(f"<I{TOKEN_BYTES}sQQQiQII")
 _MAX_METADATA_BYTES = 1 << 20
@@ -47,7 +49,8 @@ class NixlEndpoint:
     admissions: Region
     metadata: bytes
 
-    def pack(self) -> bytes:
+    def pack(self, proofs: ConnectionProofs, epoch: Epoch) -> bytes:
+        """Return the endpoint with a signature of this exporter for the epoch."""
         pool, admissions = self.pool, self.admissions
         device = -1 if pool.device is None else pool.device
         fields = _FIELDS.pack(
@@ -62,14 +65,16 @@ class NixlEndpoint:
             len(self.metadata),
         )
         body = fields + self.metadata
-        return MAGIC + _checksum(body) + body
+        return MAGIC + proofs.seal(NAME, _for_epoch(epoch, body)) + body
 
     @classmethod
-    def parse(cls, packed: bytes) -> "NixlEndpoint":
-        """Parse an endpoint. Raises TransportError."""
-        checksum, body = packed[len(MAGIC) : len(MAGIC) + _CHECKSUM_BYTES], packed[len(MAGIC) + _CHECKSUM_BYTES :]
-        if not packed.startswith(MAGIC) or not hmac.compare_digest(checksum, _checksum(body)):
+    def parse(cls, packed: bytes, proofs: ConnectionProofs, epoch: Epoch) -> "NixlEndpoint":
+        """Parse an endpoint that the epoch's exporter signed. Raises TransportError."""
+        signature, body = packed[len(MAGIC) : _SIGNED_AT], packed[_SIGNED_AT:]
+        if not packed.startswith(MAGIC):
             raise TransportError("not an endpoint of this transport")
+        if not proofs.is_sealed(signature, NAME, epoch.exporter, _for_epoch(epoch, body)):
+            raise TransportError(f"an endpoint that {epoch.exporter} has not signed for this epoch")
         if not _FIELDS.size < len(body) <= _FIELDS.size + _MAX_METADATA_BYTES:
             raise TransportError(f"an endpoint of {len(body)} bytes")
         slot, token, address, num_blocks, block_bytes, device, table, num_slots, size = _FIELDS.unpack_from(body)
@@ -80,16 +85,16 @@ class NixlEndpoint:
         return cls(slot, token, pool, Region(table, num_slots, TOKEN_BYTES), metadata)
 
 
-def _checksum(body: bytes) -> bytes:
-    return hashlib.blake2b(body, digest_size=_CHECKSUM_BYTES).digest()
+def _for_epoch(epoch: Epoch, body: bytes) -> bytes:
+    return epoch.ticket_id + struct.pack("<I", epoch.attempt) + body
 
 
 class NixlExporter:
     """Owns the table and the agent, which only its thread calls. The thread sleeps while no epoch is admitted."""
 
-    def __init__(self, *, memory: PoolMemory, linger_s: float) -> None:
+    def __init__(self, *, memory: PoolMemory, proofs: ConnectionProofs, linger_s: float) -> None:
         """`linger_s` is how long reads in flight are still served after their epoch ended."""
-        self._raw = memory.raw
+        self._raw, self._proofs = memory.raw, proofs
         self._linger_s = linger_s
         self._table = torch.zeros((_NUM_SLOTS, TOKEN_BYTES), dtype=torch.uint8)
         self._pool, self._admissions = Region.of(memory.raw), Region.of(self._table)
@@ -103,7 +108,7 @@ class NixlExporter:
 
     @property
     def name(self) -> str:
-        return "nixl"
+        return NAME
 
     @property
     def num_free_slots(self) -> int:
@@ -130,7 +135,7 @@ class NixlExporter:
         slot, token = self._admitted(epoch)
         self._serve_until_s = float("inf")
         self._wanted.set()
-        return NixlEndpoint(slot, token, self._pool, self._admissions, self._metadata).pack()
+        return NixlEndpoint(slot, token, self._pool, self._admissions, self._metadata).pack(self._proofs, epoch)
 
     def revoke(self, epoch: Epoch) -> None:
         """Let no importer open a channel for this epoch any more.

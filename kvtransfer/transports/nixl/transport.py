@@ -17,9 +17,9 @@ from kvtransfer.memory import PoolMemory
 from kvtransfer.transports.base import TransportError, TransportSetup
 from kvtransfer.transports.nixl.agent import Region, why_not_loadable
 from kvtransfer.transports.nixl.exporting import MAGIC, NixlEndpoint, NixlExporter
+from kvtransfer.transports.nixl.exporting import NAME as NAME
 from kvtransfer.transports.nixl.link import NixlLink
-
-NAME = "nixl"
+from kvtransfer.transports.proven_connections import ConnectionProofs
 
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 _MAX_IDLE_LINKS = 16
@@ -40,11 +40,11 @@ def not_worth_it(setup: TransportSetup) -> str:
 
 
 def exporter(setup: TransportSetup) -> NixlExporter:
-    return NixlExporter(memory=setup.memory, linger_s=setup.timeout_s)
+    return NixlExporter(memory=setup.memory, proofs=setup.proofs, linger_s=setup.timeout_s)
 
 
 def importer(setup: TransportSetup) -> "NixlImporter":
-    return NixlImporter(memory=setup.memory, timeout_s=setup.timeout_s)
+    return NixlImporter(memory=setup.memory, proofs=setup.proofs, timeout_s=setup.timeout_s)
 
 
 class _Peer:
@@ -61,7 +61,8 @@ class NixlImporter:
     An unused link is kept for the next hand-off. Past a bound the one unused for longest ends, and the link to a member
     that has restarted ends too."""
 
-    def __init__(self, *, memory: PoolMemory, timeout_s: float) -> None:
+    def __init__(self, *, memory: PoolMemory, proofs: ConnectionProofs, timeout_s: float) -> None:
+        self._proofs = proofs
         self._pool, self._timeout_s = Region.of(memory.raw), timeout_s
         self._peers: OrderedDict[bytes, _Peer] = OrderedDict()  # by the exporter's metadata; longest unused first
         self._ending: set[asyncio.Task[None]] = set()
@@ -80,7 +81,7 @@ class NixlImporter:
         return MAGIC
 
     async def open_channel(self, epoch: Epoch, exporter_endpoint: bytes) -> "NixlChannel":
-        there = NixlEndpoint.parse(exporter_endpoint)
+        there = NixlEndpoint.parse(exporter_endpoint, self._proofs, epoch)
         if there.pool.row_bytes != self._pool.row_bytes:
             raise TransportError(f"blocks of {there.pool.row_bytes} bytes there, of {self._pool.row_bytes} here")
         peer = self._peer(epoch.exporter.id, there)

@@ -1,5 +1,4 @@
-"""A pool that lies in a file: passed over a Unix socket to processes of the host that present a token, and mapped by
-them.
+"""A pool that lies in a file: passed over a Unix socket to members of the host that present a token, and mapped there.
 
 The connection stays open on both sides; its end shows that the other process has ended. The socket is in a private
 directory. A killed process cannot remove its directory, so each directory contains a lock file, whose lock the kernel
@@ -29,7 +28,8 @@ from typing import Any, Generic, TypeVar
 from cluster.messages import Epoch
 from kvtransfer.memory import PoolMemory
 from kvtransfer.transports.base import TransportError
-from kvtransfer.transports.sockets import joined
+from kvtransfer.transports.proven_connections import MAX_UNPROVEN, PROVE_S, ConnectionProofs, Opening
+from kvtransfer.transports.sockets import joined, receive_on_loop, shut_down
 
 _PREFIX = "tandem-kv-"
 _LOCK = "lock"
@@ -91,13 +91,17 @@ class PoolFileExporter:
     """Passes the pool's file to importers of admitted epochs. Owns the directory, the socket and its connections,
     but not the file."""
 
-    def __init__(self, file: int, num_blocks: int, block_bytes: int, num_bytes: int) -> None:
+    name = "pool file"
+
+    def __init__(self, proofs: ConnectionProofs, file: int, num_blocks: int, block_bytes: int, num_bytes: int) -> None:
         """`num_bytes` is the length of the file."""
+        self._proofs = proofs
         self._descriptor, self._geometry = file, GEOMETRY.pack(num_blocks, block_bytes, num_bytes)
         self._tokens: dict[tuple[bytes, int], bytes] = {}  # by (ticket id, attempt)
         self._directory: PrivateDirectory | None = None
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._unproven: dict[socket.socket, None] = {}  # the oldest first
 
     async def start(self) -> None:
         """Start to listen. Raises OSError."""
@@ -135,6 +139,11 @@ class PoolFileExporter:
         while True:
             try:
                 connection, _ = await loop.sock_accept(listener)
+                if len(self._unproven) >= MAX_UNPROVEN:  # the oldest makes room: strangers keep no member out
+                    oldest = next(iter(self._unproven))
+                    del self._unproven[oldest]
+                    shut_down(oldest)
+                self._unproven[connection] = None
                 self._keep(self._serve(connection))
             except (OSError, MemoryError):  # accept again after any failure: an importer must not wait in the queue
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
@@ -144,14 +153,19 @@ class PoolFileExporter:
         with connection:
             connection.setblocking(False)
             try:
+                async with asyncio.timeout(PROVE_S):
+                    await self._proofs.accept_on_loop(connection, self.name)
+                self._unproven.pop(connection, None)
                 async with asyncio.timeout(_TIMEOUT_S):
-                    hello = await _receive(connection, _HELLO.size)
+                    hello = await receive_on_loop(connection, _HELLO.size)
                 ticket_id, attempt, token = _HELLO.unpack(hello)
                 if hmac.compare_digest(self._tokens.get((ticket_id, attempt), b""), token):
                     socket.send_fds(connection, [self._geometry], [self._descriptor])
                     await loop.sock_recv(connection, 1)
             except (OSError, MemoryError):
-                return  # the importer is gone, or memory is short; the end of the connection tells the importer
+                return  # the importer is gone or a stranger, or memory is short; the end of the connection tells it
+            finally:
+                self._unproven.pop(connection, None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,7 +180,8 @@ class RemotePool(Generic[Mapped]):
 class PoolFileImporter(ABC, Generic[Mapped]):
     """Owns the mappings, by exporter process, and the threads that copy."""
 
-    def __init__(self, memory: PoolMemory, name: str) -> None:
+    def __init__(self, memory: PoolMemory, name: str, proofs: ConnectionProofs) -> None:
+        self._name, self._proofs = name, proofs
         self._block_bytes = memory.block_bytes
         self._threads = ThreadPoolExecutor(2, f"kv-{name}")
         self._pools: dict[str, RemotePool[Mapped]] = {}  # by socket path, which names one start of one exporter
@@ -207,7 +222,9 @@ class PoolFileImporter(ABC, Generic[Mapped]):
         """Copy blocks into the local pool, on a thread or, where it returns None, before it returns."""
 
     async def _receive(self, path: str, epoch: Epoch, token: bytes) -> RemotePool[Mapped]:
-        connection, geometry, file = await receive_descriptor(path, epoch, token)
+        connection, geometry, file = await receive_descriptor(
+            path, epoch, token, Opening(self._proofs, self._name, epoch.exporter)
+        )
         try:
             num_blocks, num_bytes = self._checked(geometry, file)
             memory = await self.map(file, num_blocks, num_bytes)
@@ -287,7 +304,9 @@ def parse_endpoint(endpoint: bytes) -> tuple[str, bytes]:
     return endpoint[_TOKEN_BYTES:].decode(errors="replace"), endpoint[:_TOKEN_BYTES]
 
 
-async def receive_descriptor(path: str, epoch: Epoch, token: bytes) -> tuple[socket.socket, bytes, int]:
+async def receive_descriptor(
+    path: str, epoch: Epoch, token: bytes, opening: Opening
+) -> tuple[socket.socket, bytes, int]:
     """Return (connection, geometry, descriptor), which the caller then owns. Raises TransportError."""
     if len(token) != _TOKEN_BYTES:
         raise TransportError("not an endpoint of this transport")
@@ -298,6 +317,7 @@ async def receive_descriptor(path: str, epoch: Epoch, token: bytes) -> tuple[soc
         async with asyncio.timeout(_TIMEOUT_S):
             loop = asyncio.get_running_loop()
             await loop.sock_connect(connection, path)
+            await opening.proofs.open_on_loop(connection, opening.transport, opening.exporter)
             await loop.sock_sendall(connection, hello)
             await _readable(connection)
         geometry, descriptors, _, _ = socket.recv_fds(connection, _MAX_GEOMETRY_BYTES, 1)
@@ -332,14 +352,3 @@ async def _readable(connection: socket.socket) -> None:
         await ready.wait()
     finally:
         loop.remove_reader(connection)
-
-
-async def _receive(connection: socket.socket, num_bytes: int) -> bytes:
-    loop = asyncio.get_running_loop()
-    data = b""
-    while len(data) < num_bytes:
-        piece = await loop.sock_recv(connection, num_bytes - len(data))
-        if not piece:
-            raise ConnectionResetError("the importer ended the connection")
-        data += piece
-    return data

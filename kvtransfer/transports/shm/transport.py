@@ -17,6 +17,7 @@ from cluster.shared_memory import has_fixed_size
 from kvtransfer.digests import compiled_digests
 from kvtransfer.memory import SHORT_BYTES, HostMemory, PoolMemory, runs
 from kvtransfer.transports.base import DigestingChannel, TransportError, TransportSetup
+from kvtransfer.transports.proven_connections import ConnectionProofs
 from kvtransfer.transports.shm.pool_file import PoolFileChannel, PoolFileExporter, PoolFileImporter, RemotePool
 
 NAME = "shm"
@@ -29,11 +30,11 @@ def unavailable(setup: TransportSetup) -> str:
 
 
 def exporter(setup: TransportSetup) -> "ShmExporter":
-    return ShmExporter(memory=setup.memory)
+    return ShmExporter(memory=setup.memory, proofs=setup.proofs)
 
 
 def importer(setup: TransportSetup) -> "ShmImporter":
-    return ShmImporter(memory=setup.memory)
+    return ShmImporter(memory=setup.memory, proofs=setup.proofs)
 
 
 def host_identity() -> bytes:
@@ -47,13 +48,13 @@ class ShmExporter(PoolFileExporter):
 
     name = NAME
 
-    def __init__(self, *, memory: PoolMemory) -> None:
+    def __init__(self, *, memory: PoolMemory, proofs: ConnectionProofs) -> None:
         assert memory.memfd is not None, "shm needs a pool in a memfd"
         # Opened again for reading only. An importer that opens it once more for writing is stopped by the pool's seals.
         self._read_only = os.open(f"/proc/self/fd/{memory.memfd}", os.O_RDONLY | os.O_CLOEXEC)
         self._identity = host_identity()
         num_blocks, block_bytes = memory.num_blocks, memory.block_bytes
-        super().__init__(self._read_only, num_blocks, block_bytes, num_blocks * block_bytes)
+        super().__init__(proofs, self._read_only, num_blocks, block_bytes, num_blocks * block_bytes)
 
     def reachable(self, importer_endpoint: bytes) -> bool:
         return importer_endpoint == self._identity
@@ -87,8 +88,8 @@ class ShmImporter(PoolFileImporter[_Pool]):
 
     name = NAME
 
-    def __init__(self, *, memory: PoolMemory) -> None:
-        super().__init__(memory, NAME)
+    def __init__(self, *, memory: PoolMemory, proofs: ConnectionProofs) -> None:
+        super().__init__(memory, NAME, proofs)
         self._memory = HostMemory(memory)
         self._identity = host_identity()
 

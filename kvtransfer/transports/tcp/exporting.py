@@ -12,7 +12,8 @@ import struct
 from cluster.messages import Epoch
 from kvtransfer.memory import HostMemory, PoolMemory
 from kvtransfer.transports.base import TlsContext, TransportError
-from kvtransfer.transports.sockets import ConnectionThreads, receive, send, tune
+from kvtransfer.transports.proven_connections import MAX_UNPROVEN, PROVE_S, ConnectionProofs
+from kvtransfer.transports.sockets import ConnectionLimits, ConnectionThreads, receive, send, tune
 
 TOKEN_BYTES = 16
 
@@ -22,8 +23,7 @@ ANNOUNCEMENT = struct.Struct(f"<4s16sII{TOKEN_BYTES}sI")
 ANSWER = struct.Struct("<4s16sII?Q")
 MAGIC = b"TKV1"
 _ENDPOINT = struct.Struct(f"<{TOKEN_BYTES}sH")  # token, port; then the host's name
-_MAX_CONNECTIONS = 512
-_HELLO_TIMEOUT_S = 5.0
+_LIMITS = ConnectionLimits(max_connections=512, max_unproven=MAX_UNPROVEN, prove_s=PROVE_S)
 
 
 def pack_endpoint(token: bytes, host: str, port: int) -> bytes:
@@ -46,6 +46,7 @@ class TcpExporter:
         self,
         *,
         memory: PoolMemory,
+        proofs: ConnectionProofs,
         host: str,
         advertise_host: str,
         send_timeout_s: float,
@@ -54,10 +55,10 @@ class TcpExporter:
         self._memory = HostMemory(memory)
         self._num_blocks, self._block_bytes = memory.num_blocks, memory.block_bytes
         self._host, self._advertise_host, self._send_timeout_s = host, advertise_host, send_timeout_s
-        self._tls = tls
+        self._proofs, self._tls = proofs, tls
         self._tokens: dict[tuple[bytes, int], bytes] = {}  # by (ticket id, attempt)
         self._threads = ConnectionThreads(
-            "kv-tcp", serve=self._serve, wrap=self._wrapped, max_connections=_MAX_CONNECTIONS
+            "kv-tcp", prove=self._prove, serve=self._serve, wrap=self._wrapped, limits=_LIMITS
         )
 
     @property
@@ -88,16 +89,18 @@ class TcpExporter:
             return connection
         return self._tls().wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
 
+    def _prove(self, connection: socket.socket) -> None:
+        """Prove both ends to each other. `prove_s` bounds it. Raises OSError."""
+        tune(connection)
+        if isinstance(connection, ssl.SSLSocket):
+            connection.do_handshake()
+        self._proofs.accept(connection, self.name)
+
     def _serve(self, connection: socket.socket) -> None:
         """Answer reads until the importer ends the connection.
 
         Raises OSError if the importer is gone or does not read; the importer's own timeout ends its read."""
-        tune(connection)
-        connection.settimeout(_HELLO_TIMEOUT_S)
-        if isinstance(connection, ssl.SSLSocket):
-            connection.do_handshake()
-        announcement = receive(connection, ANNOUNCEMENT.size)
-        connection.settimeout(None)  # an idle importer may send again at any time; keepalive finds dead hosts
+        announcement = receive(connection, ANNOUNCEMENT.size)  # at any time; keepalive finds dead hosts
         while announcement is not None and self._answer(connection, announcement):
             announcement = receive(connection, ANNOUNCEMENT.size)
 

@@ -24,7 +24,8 @@ from cluster.messages import Epoch
 from cluster.settings.transfer_settings import READ_STALL_TIMEOUT_S
 from kvtransfer.memory import SHORT_BYTES, HostMemory, PoolMemory
 from kvtransfer.transports.base import TlsContext, TransportError, TransportSetup
-from kvtransfer.transports.sockets import advanced, connect, joined, limit_stalls, receive, receive_into, shut_down
+from kvtransfer.transports.proven_connections import ConnectionProofs, Opening, connect
+from kvtransfer.transports.sockets import advanced, joined, limit_stalls, receive, receive_into, shut_down
 from kvtransfer.transports.tcp.exporting import ANNOUNCEMENT, ANSWER, MAGIC, parse_endpoint
 from kvtransfer.transports.tcp.exporting import TcpExporter as TcpExporter
 
@@ -133,6 +134,7 @@ def unavailable(setup: TransportSetup) -> str:
 def exporter(setup: TransportSetup) -> "TcpExporter":
     return TcpExporter(
         memory=setup.memory,
+        proofs=setup.proofs,
         host=setup.host,
         advertise_host=setup.advertise_host,
         send_timeout_s=setup.timeout_s,
@@ -141,7 +143,9 @@ def exporter(setup: TransportSetup) -> "TcpExporter":
 
 
 def importer(setup: TransportSetup) -> "TcpImporter":
-    return TcpImporter(memory=setup.memory, stall_timeout_s=setup.stall_timeout_s, tls=setup.client_tls)
+    return TcpImporter(
+        memory=setup.memory, proofs=setup.proofs, stall_timeout_s=setup.stall_timeout_s, tls=setup.client_tls
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,13 +176,14 @@ class TcpImporter:
         self,
         *,
         memory: PoolMemory,
+        proofs: ConnectionProofs,
         stall_timeout_s: float = READ_STALL_TIMEOUT_S,
         tls: TlsContext | None = None,
     ) -> None:
         self._memory = HostMemory(memory)
         self._stall_timeout_s = stall_timeout_s
         self._block_bytes = memory.block_bytes
-        self._tls = tls
+        self._proofs, self._tls = proofs, tls
         self._idle: dict[tuple[str, int], list[_Connection]] = {}
         self._channels: set[TcpChannel] = set()
         self._closed = False
@@ -194,8 +199,9 @@ class TcpImporter:
         address, token = parse_endpoint(exporter_endpoint)
         connection = self._take_idle(address)
         if connection is None:
+            opening = Opening(self._proofs, NAME, epoch.exporter)
             connection = await _connected(
-                address, self._tls() if self._tls is not None else None, self._stall_timeout_s
+                address, opening, self._tls() if self._tls is not None else None, self._stall_timeout_s
             )
         channel = TcpChannel(connection, epoch, token, self._memory, self._block_bytes, self._ended)
         self._channels.add(channel)
@@ -345,9 +351,11 @@ class TcpChannel:
             raise TransportError(f"{num_bytes} bytes for {num_blocks} blocks of {self._block_bytes}")
 
 
-async def _connected(address: tuple[str, int], tls: ssl.SSLContext | None, stall_timeout_s: float) -> _Connection:
+async def _connected(
+    address: tuple[str, int], opening: Opening, tls: ssl.SSLContext | None, stall_timeout_s: float
+) -> _Connection:
     try:
-        connection = await connect(address, tls)
+        connection = await connect(address, opening, tls)
         limit_stalls(connection, stall_timeout_s)
         return _Connection(address, connection, ThreadPoolExecutor(1, "kv-tcp-read"), stall_timeout_s)
     except OSError as error:
