@@ -4,9 +4,9 @@
 apply, in router/request/validation.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from cluster.accounts.keys import Caller
 from cluster.messages import FinishReason, Grammar, TokenLogprobs
@@ -135,6 +135,7 @@ class GenerateRequest:
     truncate_prompt_tokens: int | None = None  # keep only its last ones; -1: as many as max_tokens leaves room for
     skip_special_tokens: bool = True  # in the text
     keepalive_interval_s: float | None = None  # after this long without an output, an empty one is sent
+    reader: "DirectReader | None" = None  # gets deltas past the stream of outputs, where it can
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,18 @@ class ChoiceDelta:
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token when asked for
     finish_reason: FinishReason | None = None  # once, on the choice's last delta
     stop_cause: str | int | None = None  # the stop string, or the request's stop token
+
+
+class DirectReader(Protocol):
+    """A client to which deltas are written as they come, without a switch to the task that serves it."""
+
+    def can_write(self) -> bool:
+        """Return whether the client takes deltas now. Others wait in its outbox for the stream of outputs."""
+        ...
+
+    def write(self, deltas: Sequence[ChoiceDelta]) -> None:
+        """Write deltas. An error ends the stream of outputs."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

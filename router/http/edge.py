@@ -166,6 +166,14 @@ class DirectChunks:
     def __init__(self, body: StreamedBody, stall_s: float) -> None:
         self._body, self._stall_s = body, stall_s
 
+    def can_write(self) -> bool:
+        """Return whether the client has taken most of what was written."""
+        return not self._body.is_paused
+
+    def write_now(self, chunk: bytes) -> None:
+        """Write without a wait, where `can_write`."""
+        self._body.write(chunk)
+
     async def write(self, chunk: bytes) -> None:
         """Wait until the client has taken most of what was written, and write. Raises ClientStalled."""
         if self._body.is_paused:

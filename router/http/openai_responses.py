@@ -5,11 +5,11 @@ which choices have begun.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from cluster.messages import TokenLogprobs
-from router.requests import ChoiceDelta, Ledger, Output, Prompt, TextPrompt, TokenPrompt, Usage
+from router.requests import Accepted, ChoiceDelta, Ledger, Prompt, TextPrompt, TokenPrompt, Usage
 from router.text.text_stream import TextStream
 from router.text.tokenization import Tokenization
 
@@ -73,10 +73,12 @@ class UsageSoFar:
     def __init__(self) -> None:
         self.usage = Usage(0, 0)
 
-    def add(self, output: Output) -> None:
-        more_prompt = output.accepted.num_prompt_tokens if output.accepted is not None else 0
-        more_output = sum(len(delta.token_ids) for delta in output.deltas)
-        self.usage = Usage(self.usage.prompt_tokens + more_prompt, self.usage.completion_tokens + more_output)
+    def add_prompt(self, accepted: Accepted) -> None:
+        self.usage = replace(self.usage, prompt_tokens=self.usage.prompt_tokens + accepted.num_prompt_tokens)
+
+    def add(self, deltas: Sequence[ChoiceDelta]) -> None:
+        num_tokens = sum(len(delta.token_ids) for delta in deltas)
+        self.usage = replace(self.usage, completion_tokens=self.usage.completion_tokens + num_tokens)
 
 
 def ledger_body(ledger: Ledger) -> Json:

@@ -15,12 +15,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.errors import TandemError
-from router.http.edge import ClientGone, ClientStalled, chunks_of, while_connected
+from router.http.edge import ClientGone, ClientStalled, DirectChunks, chunks_of, while_connected
 from router.http.openai_errors import error_body, internal_error, json_bytes
 from router.http.openai_responses import Envelope, Shape, UsageSoFar
 from router.request.live_requests import LiveRequests
 from router.request.outbox import WholeAnswer
-from router.requests import ChoiceDelta, GenerateRequest, Ledger, Output, Usage
+from router.requests import Accepted, ChoiceDelta, GenerateRequest, Ledger, Output, Usage
 from router.running import running
 
 KEEPALIVE_INTERVAL_S = 15.0  # without an output
@@ -34,6 +34,18 @@ class Generates(Protocol):
     """The part of Pipeline that this module uses."""
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Output, None]: ...
+
+
+class DeltaEvents(Protocol):
+    """The events of one stream's deltas."""
+
+    def begin(self, accepted: Accepted) -> None:
+        """The request was accepted. It comes before the first deltas."""
+        ...
+
+    def of(self, deltas: Sequence[ChoiceDelta]) -> bytes:
+        """Return the events of deltas; nothing where they give none."""
+        ...
 
 
 def opened(
@@ -156,12 +168,19 @@ class EventStream(Response):
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
         started, chunks = False, chunks_of(scope, send)
+        events_of = self._new_events()
+        reader, requests = None, self._requests
+        if isinstance(chunks, DirectChunks) and len(requests) == 1:  # of several, choices are numbered again
+            reader = _Reader(chunks, events_of)
+            requests = [replace(requests[0], reader=reader)]
         try:
-            async with opened(self._pipeline, self._requests) as outputs:
-                async for events in self._events(outputs):
+            async with opened(self._pipeline, requests) as outputs:
+                async for events in self._events(outputs, events_of):
                     if not started:
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                         started = True
+                        if reader is not None:
+                            reader.has_begun = True
                     await chunks.write(events)
         except ClientGone:
             raise
@@ -175,15 +194,16 @@ class EventStream(Response):
         """Return the event of an error that ends the stream."""
         return _error_event(error, self._requests[0].label)
 
-    async def _events(self, outputs: AsyncIterator[Output]) -> AsyncIterator[bytes]:
-        """Yield the bytes to send; never an empty portion."""
-        usage, ledgers, events_of = Usage(0, 0), list[Ledger](), _Events(self._shape, self._envelope)
-        so_far = UsageSoFar() if self._envelope.continuous_usage else None
+    def _new_events(self) -> DeltaEvents:
+        return _Events(self._shape, self._envelope)
+
+    async def _events(self, outputs: AsyncIterator[Output], events_of: DeltaEvents) -> AsyncIterator[bytes]:
+        """Yield the bytes to send; never an empty portion. Deltas that went to the reader are not among them."""
+        usage, ledgers = Usage(0, 0), list[Ledger]()
         async for output in outputs:
-            if so_far is not None:
-                so_far.add(output)
-            counted = so_far.usage if so_far is not None else None
-            events = b"".join([events_of.delta(delta, counted) for delta in output.deltas])
+            if output.accepted is not None:
+                events_of.begin(output.accepted)
+            events = events_of.of(output.deltas)
             if output.summary is not None:
                 usage = _plus(usage, output)
                 ledgers.append(output.summary.ledger)
@@ -198,6 +218,21 @@ class EventStream(Response):
         yield b"data: [DONE]\n\n"
 
 
+class _Reader:
+    """Writes the events of deltas to the connection of a client, once its response has begun."""
+
+    def __init__(self, chunks: DirectChunks, events_of: DeltaEvents) -> None:
+        self._chunks, self._events_of = chunks, events_of
+        self.has_begun = False
+
+    def can_write(self) -> bool:
+        return self.has_begun and self._chunks.can_write()
+
+    def write(self, deltas: Sequence[ChoiceDelta]) -> None:
+        if events := self._events_of.of(deltas):
+            self._chunks.write_now(events)
+
+
 class _Events:
     """The events of a stream's deltas. Most deltas add nothing but text, and what stands around the text is equal in
     all of one choice, so it is encoded once."""
@@ -205,9 +240,22 @@ class _Events:
     def __init__(self, shape: Shape, envelope: Envelope) -> None:
         self._shape, self._envelope = shape, envelope
         self._around: dict[int, tuple[bytes, bytes]] = {}  # a text, by choice
+        self._so_far = UsageSoFar() if envelope.continuous_usage else None  # the usage that each event has
 
-    def delta(self, delta: ChoiceDelta, so_far: Usage | None = None) -> bytes:
-        """Return the events of a delta; nothing where it gives none. `so_far`: the usage that each of them has."""
+    def begin(self, accepted: Accepted) -> None:
+        if self._so_far is not None:
+            self._so_far.add_prompt(accepted)
+
+    def of(self, deltas: Sequence[ChoiceDelta]) -> bytes:
+        so_far = None
+        if self._so_far is not None:
+            self._so_far.add(deltas)
+            so_far = self._so_far.usage
+        if len(deltas) == 1:
+            return self._of_one(deltas[0], so_far)
+        return b"".join([self._of_one(delta, so_far) for delta in deltas])
+
+    def _of_one(self, delta: ChoiceDelta, so_far: Usage | None) -> bytes:
         if delta.text and not delta.logprobs and delta.finish_reason is None and so_far is None:
             around = self._around.get(delta.choice) or self._prepare(delta.choice)
             if around is not None:

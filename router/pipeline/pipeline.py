@@ -36,7 +36,7 @@ from router.policies.candidates import SloTargets
 from router.policies.hedging import claim
 from router.policies.placement import Placement, Policy
 from router.policies.sequence_progress import OutputLengths
-from router.request.account import PhaseName
+from router.request.account import AccountedReader, PhaseName
 from router.request.admitted_request import AdmittedRequest, Choice, text_stream_of
 from router.request.live_requests import LiveRequest, LiveRequests
 from router.request.request_acceptance import STREAM_ID_BYTES, Acceptance, AcceptanceSigner, accept
@@ -124,6 +124,8 @@ class Pipeline:
         with self._live_requests.arrived(request, takes_over=self._takes_over(request)) as live:
             async with running(self._serve(live)) as serving:
                 live.outbox.on_failure(serving.cancel)
+                if request.reader is not None:
+                    live.outbox.connect(AccountedReader(request.reader, live.account, self._clock))
                 async for output in _until_accepted(live, serving):
                     yield output
                 while (deltas := await live.outbox.next_deltas(request.keepalive_interval_s)) != ():

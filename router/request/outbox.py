@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from cluster.clock import Clock
 from cluster.errors import BuffersFull, SlowClient, TandemError
 from router.request.live_table import ClientBuffers
-from router.requests import ChoiceDelta
+from router.requests import ChoiceDelta, DirectReader
 
 MAX_PORTION_TOKENS = 4096  # tokens: what a connection is given to write is bounded as what waits for it is
 _RETRY_S = 1.0
@@ -32,9 +32,18 @@ class Outbox:
         self._ended = False
         self._timer: asyncio.TimerHandle | None = None
         self._silent_at_s = math.inf  # when the present wait has taken too long; infinite: nothing waits
+        self._silence_s = math.inf
         self._is_silent = False  # the present wait has taken too long
-        self._failure: TandemError | None = None
+        self._failure: Exception | None = None
+        self._reader: DirectReader | None = None
+        self._is_awaited = False  # `next_deltas` waits
+        self._will_write = False  # to the reader, soon
         self.share = buffers.add(self._on_full)
+
+    def connect(self, reader: DirectReader) -> None:
+        """Write deltas to `reader` while `next_deltas` waits for them and the reader can take them. Deltas that come
+        together are one portion. Errors of the reader are raised by `next_deltas`."""
+        self._reader = reader
 
     def put(self, delta: ChoiceDelta) -> None:
         if self._failure is not None:
@@ -43,7 +52,7 @@ class Outbox:
         waiting.append(delta)
         if delta.choice not in self._readable and self._completes(waiting[0], delta):
             self._readable[delta.choice] = None
-            self._changed.set()
+            self._hand_out()
         if delta.choice in self._readable:
             self.share.add_readable(weight(delta), self._clock.now_s())
         else:
@@ -80,19 +89,51 @@ class Outbox:
         Returns an empty tuple at the end, and None if nothing came within `within_s`. Raises the error of `fail`."""
         while not self._readable and not self._ended and self._failure is None:
             self._changed.clear()
-            if within_s is None:
-                await self._changed.wait()
-                continue
-            if not await self._changes_within(within_s):
-                return None
+            self._is_awaited = True
+            try:
+                if within_s is None:
+                    await self._changed.wait()
+                elif not await self._changes_within(within_s):
+                    return None
+            finally:
+                self._is_awaited = False
         if self._failure is not None:
             raise self._failure
         return self._portion()
+
+    def _hand_out(self) -> None:
+        """Let the client have what is readable: by its reader once this step's tokens are all here, or by the task
+        that awaits `next_deltas`."""
+        if self._will_write:
+            return
+        if self._reader is not None and self._is_awaited and self._reader.can_write():
+            self._will_write = True
+            asyncio.get_running_loop().call_soon(self._write)
+        else:
+            self._changed.set()
+
+    def _write(self) -> None:
+        self._will_write = False
+        assert self._reader is not None
+        if not self._readable:
+            return  # the task has taken it, or the request has failed
+        if not self._is_awaited or not self._reader.can_write():
+            self._changed.set()
+            return
+        try:
+            self._reader.write(self._portion())
+        except Exception as error:  # noqa: BLE001  # raised again where the outbox is read
+            self._failure = error
+        if self._silent_at_s < math.inf:
+            self._silent_at_s = asyncio.get_running_loop().time() + self._silence_s
+        if self._readable or self._failure is not None:
+            self._changed.set()
 
     async def _changes_within(self, within_s: float) -> bool:
         """Wait for a change, and return whether it came in time. One timer serves all waits: most of them take less
         time than to start a timer."""
         loop = asyncio.get_running_loop()
+        self._silence_s = within_s
         self._silent_at_s = loop.time() + within_s
         if self._timer is None or self._timer.when() > self._silent_at_s:
             self._stop_timer()

@@ -1,7 +1,8 @@
 """The number of buffered tokens is bounded over all clients, and a client that does not read is ended."""
 
 import asyncio
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -211,3 +212,84 @@ async def test_every_wait_has_its_own_time_whatever_the_waits_before_it_had() ->
             outbox.put(delta(0, index, index))
             assert await waiting == (delta(0, index, index),)
         assert [await outbox.next_deltas(0.01) for _ in range(3)] == [None] * 3
+
+
+class _Reader:
+    """A client that is written to directly."""
+
+    def __init__(self) -> None:
+        self.is_ready = True
+        self.error: Exception | None = None
+        self.portions: list[tuple[ChoiceDelta, ...]] = []
+        self.written_s = -math.inf
+
+    def can_write(self) -> bool:
+        return self.is_ready
+
+    def write(self, deltas: Sequence[ChoiceDelta]) -> None:
+        if self.error is not None:
+            raise self.error
+        self.portions.append(tuple(deltas))
+        self.written_s = asyncio.get_running_loop().time()
+
+
+async def test_tokens_that_come_together_are_written_as_one_portion_past_the_task_that_waits() -> None:
+    live_requests, reader = _live_requests(100, ManualClock()), _Reader()
+    with _outbox(live_requests) as outbox:
+        outbox.connect(reader)
+        waiting = asyncio.create_task(outbox.next_deltas())
+        await asyncio.sleep(0)
+        for item in (delta(0, 0, 1, text="a"), delta(1, 0, 7), delta(0, 1, 2, text="b")):
+            outbox.put(item)
+        assert reader.portions == []
+        await asyncio.sleep(0)
+        assert reader.portions == [(delta(0, 0, 1, 2, text="ab"), delta(1, 0, 7))]
+        assert not waiting.done() and live_requests.num_buffered_tokens == 0
+        outbox.put(delta(0, 2, 3))
+        outbox.end()
+        assert await waiting == ()
+        assert reader.portions[1:] == [(delta(0, 2, 3),)]
+    live_requests.check()
+
+
+async def test_tokens_wait_for_the_task_while_their_reader_cannot_take_them() -> None:
+    live_requests, reader = _live_requests(100, ManualClock()), _Reader()
+    with _outbox(live_requests) as outbox:
+        outbox.connect(reader)
+        outbox.put(delta(0, 0, 1))  # before the task waits
+        assert await outbox.next_deltas() == (delta(0, 0, 1),)
+        waiting = asyncio.create_task(outbox.next_deltas())
+        await asyncio.sleep(0)
+        outbox.put(delta(0, 1, 2))
+        reader.is_ready = False  # another portion has filled its connection
+        outbox.put(delta(0, 2, 3))
+        assert await waiting == (delta(0, 1, 2, 3),)
+        assert reader.portions == []
+    live_requests.check()
+
+
+async def test_an_error_of_a_reader_is_raised_where_the_outbox_is_read() -> None:
+    live_requests, reader = _live_requests(100, ManualClock()), _Reader()
+    with _outbox(live_requests) as outbox:
+        outbox.connect(reader)
+        reader.error = ValueError("no such token")
+        waiting = asyncio.create_task(outbox.next_deltas(60.0))
+        await asyncio.sleep(0)
+        outbox.put(delta(0, 0, 1))
+        with pytest.raises(ValueError, match="no such token"):
+            await waiting
+    live_requests.check()
+
+
+async def test_a_written_portion_begins_the_time_without_an_output_again() -> None:
+    live_requests, reader = _live_requests(100, ManualClock()), _Reader()
+    loop = asyncio.get_running_loop()
+    with _outbox(live_requests) as outbox:
+        outbox.connect(reader)
+        waiting = asyncio.create_task(outbox.next_deltas(0.1))
+        for index in range(3):
+            await asyncio.sleep(0.03)
+            outbox.put(delta(0, index, index))
+        assert await waiting is None
+        assert loop.time() - reader.written_s >= 0.1  # whenever this process is stopped
+    live_requests.check()

@@ -9,9 +9,9 @@ from cluster.messages import FinishReason
 from router.http.anthropic.errors import anthropic_error
 from router.http.openai_errors import internal_error, json_bytes
 from router.http.openai_responses import Envelope, Json
-from router.http.openai_stream import EventStream
+from router.http.openai_stream import DeltaEvents, EventStream
 from router.request.divided_answers import Division
-from router.requests import ChoiceDelta, Ledger, Output, Usage
+from router.requests import Accepted, ChoiceDelta, Ledger, Output, Usage
 from router.tools.pieces import Arguments, CallBegun, Content, Piece, Reasoning
 
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -62,22 +62,25 @@ class MessageStream(EventStream):
         reported = error if isinstance(error, TandemError) else internal_error(error, self._requests[0].label)
         return _event(anthropic_error(http_status(reported), reported.message))
 
-    async def _events(self, outputs: AsyncIterator[Output]) -> AsyncIterator[bytes]:
+    def _new_events(self) -> DeltaEvents:
         assert isinstance(self._shape, MessageShape)
         assert isinstance(self._envelope, MessageEnvelope)
-        writer = _Writer(self._shape.division, self._envelope)
+        return _Writer(self._shape.division, self._envelope)
+
+    async def _events(self, outputs: AsyncIterator[Output], events_of: DeltaEvents) -> AsyncIterator[bytes]:
+        assert isinstance(events_of, _Writer)
         usage = Usage(0, 0)
         async for output in outputs:
             if output.accepted is not None:
-                writer.num_prompt_tokens = output.accepted.num_prompt_tokens
-            events = b"".join(writer.delta(delta) for delta in output.deltas)
+                events_of.begin(output.accepted)
+            events = events_of.of(output.deltas)
             if output.summary is not None:
                 usage = output.summary.usage
             if events:
                 yield events
             elif not output.deltas and output.summary is None and output.accepted is None:
                 yield _PING
-        yield writer.end(usage)
+        yield events_of.end(usage)
 
 
 class _Writer:
@@ -90,9 +93,15 @@ class _Writer:
         self._num_blocks = 0
         self._has_begun = self._has_calls = False
         self._end: list[ChoiceDelta] = []
-        self.num_prompt_tokens = 0
+        self._num_prompt_tokens = 0
 
-    def delta(self, delta: ChoiceDelta) -> bytes:
+    def begin(self, accepted: Accepted) -> None:
+        self._num_prompt_tokens = accepted.num_prompt_tokens
+
+    def of(self, deltas: Sequence[ChoiceDelta]) -> bytes:
+        return b"".join([self._delta(delta) for delta in deltas])
+
+    def _delta(self, delta: ChoiceDelta) -> bytes:
         pieces = self._parser.push(delta.text)
         if delta.finish_reason is not None:
             pieces += self._parser.end()
@@ -108,7 +117,7 @@ class _Writer:
             return b""
         self._has_begun = True
         open_ended: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
-        usage = {"input_tokens": self.num_prompt_tokens, "output_tokens": 0}
+        usage = {"input_tokens": self._num_prompt_tokens, "output_tokens": 0}
         message = self._envelope.message() | open_ended | {"usage": usage}
         return _event({"type": "message_start", "message": message})
 

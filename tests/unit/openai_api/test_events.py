@@ -47,11 +47,11 @@ def test_prepared_events_have_the_bytes_of_encoded_chunks(
         expected = b"".join(
             b"data: " + json_bytes(envelope.chunk([choice])) + b"\n\n" for choice in encoded.chunks(delta)
         )
-        assert events.delta(delta) == expected
+        assert events.of([delta]) == expected
 
 
 def test_only_the_first_delta_of_a_chat_is_encoded_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     events = _Events(ChatShape(_TOKENIZATION, False), Envelope("id", "demo", 1, "whole", "chunk", False))
-    first, second = events.delta(ChoiceDelta(0, 0, (5,), "a")), events.delta(ChoiceDelta(0, 1, (5,), "a"))
+    first, second = events.of([ChoiceDelta(0, 0, (5,), "a")]), events.of([ChoiceDelta(0, 1, (5,), "a")])
     monkeypatch.setattr("router.http.openai_stream._event", None)
-    assert first.endswith(second) and events.delta(ChoiceDelta(0, 2, (5,), "a")) == second
+    assert first.endswith(second) and events.of([ChoiceDelta(0, 2, (5,), "a")]) == second
