@@ -347,6 +347,7 @@ class Router:
             telemetry=self._telemetry,
             ready=lambda: self._pipeline.is_ready,
             gate=self._accounts.gate,
+            audit=self._accounts.audit,
             max_message_bytes=self._config.max_message_bytes,
             client_stall_s=self._config.client_stall_s,
             allowed_origins=[origin for origin in self._config.allowed_origins.split(",") if origin],

@@ -14,6 +14,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, TypeAlias, TypeVar
 
+from cluster.accounts.audit import Audit
 from cluster.accounts.gate import Gate
 from cluster.accounts.key_store import configured_key
 from cluster.auth.gate import MemberGate
@@ -108,7 +109,7 @@ class WorkerLife:
         self.host = advertised_host(config)
         self.tls = load_tls(config, self.host)
         self.connect = partial(open_member_channel, keys=self.keys, caller=str(self.member), tls=self.tls)  # by address
-        gate = MemberGate(self.keys, self.member, self.telemetry)
+        gate = MemberGate(self.keys, self.member, self.telemetry, Audit(config.audit_file))
         self.server = GrpcServer(
             service_names=service_names,
             telemetry=self.telemetry,

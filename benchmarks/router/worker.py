@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cluster.accounts.audit import Audit
 from cluster.auth.gate import MemberGate
 from cluster.auth.key_file import cluster_keys
 from cluster.identity import advertised_host, new_member_id
@@ -157,7 +158,7 @@ class PacedWorker(worker_pb2_grpc.PrefillWorkerServicer, worker_pb2_grpc.DecodeW
 async def _serve_role(config: WorkerConfig, role: Role, steps: StepTimes, stop: asyncio.Event, started: Any) -> None:
     tls = load_tls(config, advertised_host(config))
     member_id, telemetry = new_member_id(config, role), Telemetry()
-    gate = MemberGate(cluster_keys(config), member_id, telemetry)
+    gate = MemberGate(cluster_keys(config), member_id, telemetry, Audit(config.audit_file))
     server = GrpcServer(
         service_names=["tandem.internal.v1.Worker"],
         telemetry=telemetry,

@@ -5,13 +5,13 @@ sees a message of it.
 """
 
 import inspect
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, TypeAlias
 
 import grpc
 
+from cluster.accounts.audit import Audit
 from cluster.auth.keys import ClusterKeys
 from cluster.auth.sessions import SessionTable
 from cluster.errors import MemberRefused
@@ -24,7 +24,6 @@ from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 PROOF = "tandem-proof-bin"  # metadata
 _OPEN = ("/grpc.health.v1.Health/", "/tandem.internal.v1.MemberAuth/")
 
-_LOG = logging.getLogger("tandem.auth")
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic in its stubs only
 
@@ -32,9 +31,9 @@ _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic in its stubs 
 class MemberGate(grpc.aio.ServerInterceptor, worker_pb2_grpc.MemberAuthServicer):
     """The outermost interceptor of a member's server, and the service that opens sessions."""
 
-    def __init__(self, keys: ClusterKeys, member: MemberId, telemetry: Telemetry) -> None:
+    def __init__(self, keys: ClusterKeys, member: MemberId, telemetry: Telemetry, audit: Audit) -> None:
         self._sessions = SessionTable(keys, member)
-        self._telemetry = telemetry
+        self._telemetry, self._audit = telemetry, audit
 
     def serve(self, server: grpc.aio.Server) -> None:
         """Add the service that opens sessions."""
@@ -118,8 +117,7 @@ class MemberGate(grpc.aio.ServerInterceptor, worker_pb2_grpc.MemberAuthServicer)
         await abort(context, refusal, method)
 
     def _record(self, refusal: MemberRefused, method: str, context: _Context) -> None:
-        fields = {"method": method, "from": context.peer(), "refusal": refusal.refusal}
-        _LOG.warning("refused a caller that is not known as a member: %s", refusal.message, extra=fields)
+        self._audit.record(who=None, what=method, origin=context.peer(), outcome=refusal.reason, why=refusal.refusal)
         self._telemetry.count("tandem_refused_members_total", reason=refusal.refusal)
 
 

@@ -38,6 +38,9 @@ class ClusterSettings:
     metrics_key_file: str = setting(
         "", "file with a bearer token that allows /metrics; without any key its port is bound to 127.0.0.1"
     )
+    audit_file: str = setting(
+        "", "file to which a line of JSON is added for each call of an operator and each refused member; empty: the log"
+    )
     insecure: str = setting("off", "start also where other hosts reach a port without a key", choices=("on", "off"))
     loop_timeout_s: float = setting(30.0, "seconds until a process with a blocked event loop fails its health check")
     stuck_exit_s: float = setting(60.0, "seconds after that until a stuck process exits with status 6")
@@ -140,7 +143,6 @@ class RouterConfig(ClusterSettings):
     )
     admin_key_file: str = setting("", "file with that token")
     keys: str = setting("", "where API keys of tenants are kept: redis, or a file; empty: there are none")
-    audit_file: str = setting("", "file to which a line of JSON is added for each call of an operator; empty: the log")
     allowed_origins: str = setting(
         "", "origins, separated by commas, whose pages may use the HTTP API from browsers (CORS); *: all"
     )

@@ -12,14 +12,15 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders, QueryParams
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cluster.accounts.audit import Audit
 from cluster.accounts.gate import Gate
 from cluster.accounts.keys import Access, Caller
 from cluster.accounts.limits import TenantLimits
-from cluster.errors import InvalidRequest, Overloaded, TandemError
+from cluster.errors import InvalidRequest, Overloaded, PermissionDenied, TandemError, Unauthenticated
 from cluster.observe.telemetry import Telemetry
 from router.http.bodies.openapi import HEALTH_PATHS, INFERENCE_PREFIXES
 from router.http.connection import ABORT, StreamedBody, streamed_body
@@ -34,8 +35,9 @@ _MAX_STRUCTURE = 250_000
 _STRUCTURE = (b"[", b"{", b":")
 _MAX_BODIES = 32  # of the largest size, that may be coming in at once
 _BODIES_RETRY_S = 1.0
-_PAGE, _OPERATORS = "/ui", "/admin/"  # the page is files that tell nothing; it asks for the key of its data itself
-_ACCESS = {"/metrics": Access.METRICS}  # other paths beside the API, such as /docs, need any key
+_PAGE = "/ui"  # files that tell nothing; the page asks for the key of its data itself
+_OPERATORS, _POLLED = "/admin/", "/admin/overview"
+_ACCESS = {"/metrics": Access.METRICS}  # other paths beside the API need any key
 _CHUNKS = "tandem.chunks"  # in a request's scope: the DirectChunks of its response
 T = TypeVar("T")
 
@@ -57,6 +59,7 @@ class Edge:
         app: ASGIApp,
         *,
         gate: Gate,
+        audit: Audit,
         limits: TenantLimits,
         max_message_bytes: int,
         client_stall_s: float,
@@ -65,7 +68,7 @@ class Edge:
         self._app = app
         self._client_stall_s = client_stall_s
         self._bodies = _Bodies(max_message_bytes, _MAX_BODIES * max_message_bytes)
-        self._gate = gate
+        self._gate, self._audit = gate, audit
         self._limits = limits
         self._telemetry = telemetry
 
@@ -100,6 +103,23 @@ class Edge:
             route = getattr(scope.get("route"), "path", "other")
             status = str(answer.status or 499)
             self._telemetry.count("tandem_http_responses_total", route=route, status=status)
+            if scope["path"].startswith(_OPERATORS):
+                self._record(scope, answer.status)
+
+    def _record(self, scope: Scope, status: int | None) -> None:
+        """Write an operator's call to the audit log. Of what a tool asks every second, only refusals are written."""
+        outcome = _outcome(status)
+        if outcome == "ok" and scope["path"] == _POLLED:
+            return
+        caller: Caller = scope["state"].get("caller", ANY_CLIENT)
+        host, port = scope.get("client") or ("", 0)
+        self._audit.record(
+            who=caller if caller.key_id else None,
+            what=f"{scope['method']} {scope['path']}",
+            origin=f"{host}:{port}",
+            outcome=outcome,
+            request=dict(QueryParams(scope.get("query_string", b""))),
+        )
 
     @contextmanager
     def _held(self, scope: Scope) -> Iterator[Callable[[int], None]]:
@@ -129,7 +149,17 @@ class Edge:
             authorization = "Bearer " + headers["x-api-key"]
         if not authorization.isascii():  # keys are compared as the bytes that came
             authorization = authorization.encode("latin-1").decode("utf-8", "surrogateescape")
-        scope["state"]["caller"] = self._gate.admit(authorization, _access(path))
+        try:
+            scope["state"]["caller"] = self._gate.admit(authorization, _access(path))
+        except TandemError:
+            scope["state"]["caller"] = self._gate.caller(authorization)  # for the audit log
+            raise
+
+
+def _outcome(status: int | None) -> str:
+    """Return what the audit log says of a response with this status; None: the client left before its head."""
+    reasons = {None: "cancelled", 401: Unauthenticated.reason, 403: PermissionDenied.reason}
+    return "ok" if status is not None and status < 400 else reasons.get(status, f"status_{status}")
 
 
 def _access(path: str) -> Access | None:

@@ -16,6 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Route
 
+from cluster.accounts.audit import Audit
 from cluster.accounts.gate import Gate
 from cluster.errors import TandemError
 from cluster.observe.telemetry import Telemetry
@@ -45,7 +46,7 @@ from router.text.tokenization import Tokenization
 
 _Headers = Annotated[RequestHeaders, Header()]
 _NO_PARSERS = ChatSettings()
-_NO_PATH = "there is no such path; GET /docs lists the paths"
+_NO_PATH = "there is no such path; GET /openapi.json lists the paths"
 
 
 def build_app(
@@ -56,6 +57,7 @@ def build_app(
     telemetry: Telemetry,
     ready: Callable[[], bool],
     gate: Gate,
+    audit: Audit,
     max_message_bytes: int,
     client_stall_s: float = CLIENT_STALL_S,
     chats: ChatSettings = _NO_PARSERS,
@@ -68,10 +70,13 @@ def build_app(
         title="Tandem",
         description="LLM serving with prefill and decode on separate pools. OpenAI-compatible; docs/api.md.",
         separate_input_output_schemas=False,
+        docs_url=None,  # these pages would load their scripts from another site
+        redoc_url=None,
     )
     app.add_middleware(
         Edge,
         gate=gate,
+        audit=audit,
         limits=live_requests.limits,
         max_message_bytes=max_message_bytes,
         client_stall_s=client_stall_s,

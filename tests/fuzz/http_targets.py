@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import BaseModel
 from starlette.types import ASGIApp, Message
 
+from cluster.accounts.audit import Audit
 from cluster.accounts.gate import Gate
 from cluster.clock import MonotonicClock
 from cluster.messages import FinishReason, SampledToken
@@ -189,6 +190,7 @@ def _app() -> ASGIApp:
         telemetry=telemetry,
         ready=lambda: True,
         gate=Gate(),
+        audit=Audit(),
         max_message_bytes=_MAX_BYTES,
         chats=ChatSettings(AnswerFormat.named("hermes", "qwen3")),
     )

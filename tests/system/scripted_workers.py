@@ -13,6 +13,7 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
+from cluster.accounts.audit import Audit
 from cluster.auth.gate import MemberGate
 from cluster.auth.keys import ClusterKeys
 from cluster.auth.member_channel import MemberChannel, open_member_channel
@@ -127,7 +128,7 @@ class ScriptedWorker:
         self.streams: dict[str, asyncio.Queue[worker_pb2.WorkerMessage | None]] = {}
         self.beats: asyncio.Queue[int] = asyncio.Queue()  # heartbeats that routers have been sent
         telemetry = Telemetry()
-        members_only = MemberGate(KEYS, self.id, telemetry)
+        members_only = MemberGate(KEYS, self.id, telemetry, Audit())
         self.server = GrpcServer(
             service_names=["tandem.internal.v1.Worker"],
             telemetry=telemetry,

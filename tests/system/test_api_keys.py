@@ -80,8 +80,13 @@ async def test_a_recorded_key_opens_what_it_allows_at_every_router_until_it_is_r
     events = [(line["what"], line["outcome"], (line["who"] or {}).get("key")) for line in lines]
     assert ("AddKey", "ok", "admin-key") in events and ("RevokeKey", "ok", "admin-key") in events
     assert ("Drain", "permission_denied", added["key_id"]) in events and ("Drain", "unauthenticated", None) in events
+    page = [event for event in events if event[0] == "GET /admin/explain"]
+    assert [event[1:] for event in page] == [("unauthenticated", None), ("permission_denied", added["key_id"])]
     for secret in (key, _ADMIN_KEY):
         assert secret not in audit.read_text() and secret not in cluster.output()
+
+
+_EXPLAIN = "/admin/explain?name=x"
 
 
 async def _other_surfaces_are_closed(cluster: LocalCluster, key: str) -> None:
@@ -102,11 +107,12 @@ async def _other_surfaces_are_closed(cluster: LocalCluster, key: str) -> None:
     async with httpx.AsyncClient(base_url=f"http://{cluster.members['router0'].ready['http']}", timeout=20) as http:
         statuses = {
             path: [(await http.get(path, headers=headers)).status_code for headers in ({}, _bearer(key))]
-            for path in ("/health", "/docs", "/openapi.json", "/version", "/metrics", "/v1/models")
+            for path in ("/health", "/docs", "/openapi.json", "/version", "/metrics", "/v1/models", _EXPLAIN)
         }
         assert statuses == {
             "/health": [200, 200],
-            "/docs": [401, 200],
+            "/docs": [401, 404],
+            _EXPLAIN: [401, 403],
             "/openapi.json": [401, 200],
             "/version": [401, 200],
             "/metrics": [401, 403],

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, closing
 import httpx
 import pytest
 
+from cluster.accounts.audit import Audit
 from cluster.accounts.gate import Gate
 from cluster.clock import ManualClock
 from router.http.openai_api import build_app
@@ -37,6 +38,7 @@ async def _served(max_buffered_tokens: int, clock: ManualClock) -> AsyncIterator
             telemetry=router.telemetry,
             ready=lambda: True,
             gate=Gate(),
+            audit=Audit(),
             max_message_bytes=100_000,
         )
         server, stop = HttpServer(host="127.0.0.1", port=0), asyncio.Event()

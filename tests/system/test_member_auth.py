@@ -1,9 +1,11 @@
 """Attacks on the ports of running workers: no call of theirs is served to a caller that is not a member."""
 
 import asyncio
+import json
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from cluster.errors import MemberRefused
 from cluster.serving.rpc_errors import REASON
 from tandem.internal.v1 import kv_pb2, worker_pb2, worker_pb2_grpc
 from tests.system.local_cluster import LocalCluster, Member
+from tests.system.polling import until
 
 _DEADLINE_S = 30.0
 _ADMITTED_S = 0.2  # a refusal arrives at once
@@ -111,8 +114,16 @@ async def test_a_member_of_another_cluster_opens_no_session_and_is_counted(clust
         with pytest.raises(grpc.aio.AioRpcError, match=Refusal.UNKNOWN_KEY) as refused:
             await _session(channel, ClusterKeys(secrets.token_bytes(32)))
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    lines = await until(partial(_refusals, member), bool, what="the refusal is in the worker's log")
+    assert {(line["who"], line["outcome"], line["why"]) for line in lines} == {(None, "member_refused", "unknown_key")}
+    assert all(line["from"].startswith("ipv4:127.0.0.1:") for line in lines)
     scraped = await _scraped(member)
     assert f'tandem_refused_members_total{{reason="{Refusal.UNKNOWN_KEY}"}}' in scraped
+
+
+async def _refusals(member: Member) -> list[dict[str, Any]]:
+    """Return the lines of the audit log about refused sessions."""
+    return [json.loads(line[line.index("{") :]) for line in member.output if '"OpenSession"' in line]
 
 
 async def test_a_stranger_that_connects_to_a_workers_kv_sockets_receives_nothing_and_is_counted(

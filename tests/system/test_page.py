@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 import httpx
 import pytest
 
+from cluster.accounts.audit import Audit
 from cluster.accounts.gate import Gate
 from cluster.registry.registry import Registry
 from cluster.registry.scale_registry import ScaleTargets
@@ -36,6 +37,7 @@ async def page(
             telemetry=router.telemetry,
             ready=lambda: True,
             gate=Gate(admin_key=admin_key),
+            audit=Audit(),
             max_message_bytes=100_000,
         )
         add_page(app, overview_of(router, scaling, registry))

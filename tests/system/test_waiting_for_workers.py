@@ -9,6 +9,7 @@ import grpc
 import httpx
 import pytest
 
+from cluster.accounts.audit import Audit
 from cluster.accounts.gate import Gate
 from cluster.observe.telemetry import Telemetry
 from router.http.openai_api import build_app
@@ -32,6 +33,7 @@ async def _http(router: RouterUnderTest) -> AsyncIterator[httpx.AsyncClient]:
         telemetry=Telemetry(),
         ready=lambda: router.pipeline.is_ready,
         gate=Gate(),
+        audit=Audit(),
         max_message_bytes=100_000,
     )
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router", timeout=20) as client:

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, closing
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from cluster.accounts.audit import Audit
 from cluster.accounts.gate import Gate
 from cluster.accounts.limits import TenantLimits
 from cluster.errors import Overloaded
@@ -65,6 +66,7 @@ async def _served(
     app = Edge(
         endless,
         gate=Gate(),
+        audit=Audit(),
         limits=TenantLimits(),
         max_message_bytes=_MAX_BYTES,
         client_stall_s=client_stall_s,

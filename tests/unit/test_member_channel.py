@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
+from cluster.accounts.audit import Audit
 from cluster.auth.gate import MemberGate
 from cluster.auth.keys import ClusterKeys
 from cluster.auth.member_channel import MemberChannel, open_member_channel
@@ -48,7 +49,7 @@ class _Worker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvTransferServicer):
 class _Served:
     def __init__(self, incarnation: int) -> None:
         self.telemetry = Telemetry()
-        gate = MemberGate(_KEYS, MemberId("decode-0", str(incarnation)), self.telemetry)
+        gate = MemberGate(_KEYS, MemberId("decode-0", str(incarnation)), self.telemetry, Audit())
         self.server = GrpcServer(service_names=[], telemetry=self.telemetry, gate=gate)
         gate.serve(self.server.grpc)
         worker_pb2_grpc.add_WorkerServicer_to_server(_Worker(), self.server.grpc)

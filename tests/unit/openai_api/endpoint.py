@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import openai
 
+from cluster.accounts.audit import Audit
 from cluster.accounts.gate import Gate
 from cluster.clock import MonotonicClock
 from cluster.observe.telemetry import Telemetry
@@ -65,6 +66,7 @@ def endpoint(
         telemetry=telemetry,
         ready=lambda: ready,
         gate=Gate(api_key=api_key),
+        audit=Audit(),
         max_message_bytes=100_000,
         chats=chats or ChatSettings(),
         allowed_origins=allowed_origins,
