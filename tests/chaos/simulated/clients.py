@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from router.request.validation import _choice_seed
+from tandem.enum_words import GRAMMAR_KINDS
 from tandem.errors import InternalError, TandemError, Unavailable, error_from_rpc
 from tandem.progress import Progress
 from tandem.results import Delta
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 from tests.chaos.simulated.calls import Channel
 from tests.chaos.simulated.engine import serial_tokens
+from tests.chaos.simulated.grammars import GRAMMARS
 from tests.chaos.simulated.loop import Process
 from tests.chaos.simulated.machine import vocab_size
 from tests.chaos.simulated.schedule import Ask, Schedule
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 _TIMEOUT_S = 90.0
 _AGAIN_S = 0.5
 _AGAIN = "again"
-_known: dict[tuple[tuple[int, ...], int, int, int], tuple[int, ...]] = {}
+_known: dict[tuple[tuple[int, ...], int, int, int, str], tuple[int, ...]] = {}
 
 
 def prompt_of(number: int, family: int, num_shared: int, num_tokens: int) -> tuple[int, ...]:
@@ -36,11 +38,18 @@ def prompt_of(number: int, family: int, num_shared: int, num_tokens: int) -> tup
     return tuple(shared + own)
 
 
-def expected_tokens(schedule: Schedule, prompt: tuple[int, ...], seed: int, max_tokens: int) -> tuple[int, ...]:
-    """Return the tokens of a choice that runs alone, without faults."""
-    key = (prompt, seed, max_tokens, schedule.block_size)
+def expected_tokens(
+    schedule: Schedule, prompt: tuple[int, ...], seed: int, max_tokens: int, grammar: str = ""
+) -> tuple[int, ...]:
+    """Return the tokens of a choice that runs alone, without faults. `grammar`: its name; empty: none."""
+    key = (prompt, seed, max_tokens, schedule.block_size, grammar)
     if key not in _known:
-        _known[key] = serial_tokens(*key[:3], block_size=schedule.block_size, vocab_size=vocab_size())
+        _known[key] = serial_tokens(
+            *key[:3],
+            block_size=schedule.block_size,
+            vocab_size=vocab_size(),
+            grammar=GRAMMARS[grammar] if grammar else None,
+        )
     return _known[key]
 
 
@@ -114,6 +123,8 @@ class Client:
         if len(self._ended) < self.ask.n:
             self._wrong(f"ended without all of its {self.ask.n} choices' ends")
         self._compare(is_whole=True)
+        if self.ask.grammar:
+            self._world.reached[f"constrained request: {self.ask.grammar}"] += 1
         self._world.say(self.process, "has everything")
         return "ok"
 
@@ -168,16 +179,20 @@ class Client:
 
     def _alone(self, seed: int) -> tuple[int, ...]:
         """Return the tokens of a choice with this seed that runs alone."""
-        return expected_tokens(self._world.schedule, self._prompt, seed, self.ask.max_tokens)
+        return expected_tokens(self._world.schedule, self._prompt, seed, self.ask.max_tokens, self.ask.grammar)
 
     def _wants_no_more(self) -> bool:
         return self.ask.cancel_after is not None and sum(map(len, self._got)) >= self.ask.cancel_after
 
     def _request(self, request_id: str) -> inference_pb2.GenerateRequest:
-        return inference_pb2.GenerateRequest(
+        request = inference_pb2.GenerateRequest(
             request_id=request_id,
             token_ids=inference_pb2.TokenIds(ids=self._prompt),
             sampling=inference_pb2.SamplingParams(seed=self._seed),
-            stop=inference_pb2.StopConditions(max_tokens=self.ask.max_tokens, ignore_eos=True),
+            stop=inference_pb2.StopConditions(max_tokens=self.ask.max_tokens, ignore_eos=not self.ask.grammar),
             n=self.ask.n,
         )
+        if self.ask.grammar:
+            grammar = GRAMMARS[self.ask.grammar]
+            request.grammar.CopyFrom(inference_pb2.Grammar(kind=GRAMMAR_KINDS.number(grammar.kind), text=grammar.text))
+        return request

@@ -9,11 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from cluster.messages import LayoutFingerprint, Sampling
+import torch
+
+from cluster.messages import Grammar, LayoutFingerprint, Sampling
+from engine.grammar.grammar_state import GrammarState
+from engine.grammar.step_masks import StepMasks
 from engine.kv.layout import BlockLayout, LayerShape, lay_out
 from engine.kv.pool import KvPool
 from engine.model.loaded import ModelInfo
 from engine.scheduling.step import Chunk, DrawnToken, Launched, Sample, StepPlan, StepResult
+from tests.chaos.simulated.grammars import END, AtOnce, compiled_grammars
 from tests.chaos.simulated.schedule import MAX_MODEL_LEN
 
 _KEY_BYTES = _VALUE_BYTES = 16
@@ -31,6 +36,7 @@ class StandInRunner:
         """`memory`: every byte of a pool."""
         self._memory, self._vocab_size, self._block_size = memory, vocab_size, block_size
         self._block_bytes = layout_of(block_size).block_bytes
+        self.masks: StepMasks | None = None  # as of a model runner
 
     def run(self, plan: StepPlan) -> StepResult:
         size = self._block_bytes
@@ -40,7 +46,8 @@ class StandInRunner:
         for chunk in plan.chunks:
             for position, token_id in enumerate(chunk.token_ids, start=chunk.start):
                 self._write(chunk.block_ids, position, token_id)
-        return StepResult(tuple(map(self._draw, plan.chunks)))
+        refused = self.masks.begin(plan).wait() if self.masks is not None else {}
+        return StepResult(tuple(map(self._draw, plan.chunks)), refused=refused)
 
     def _draw(self, chunk: Chunk) -> tuple[DrawnToken, ...]:
         """Draw a chunk's tokens: the accepted draft tokens and one more. Rejected draft tokens leave no KV."""
@@ -57,10 +64,11 @@ class StandInRunner:
         return tuple(drawn)
 
     def _token(self, kv: bytes, sample: Sample) -> int:
-        attempt = 0
+        attempt, allowed = 0, _allowed(sample)
         while True:
             text = b"%d %d %d " % (sample.seed, sample.position, attempt)
-            token_id = int.from_bytes(hashlib.blake2b(text + kv, digest_size=8).digest(), "little") % self._vocab_size
+            drawn = int.from_bytes(hashlib.blake2b(text + kv, digest_size=8).digest(), "little")
+            token_id = drawn % self._vocab_size if allowed is None else allowed[drawn % len(allowed)]
             if token_id not in sample.banned_token_ids:
                 return token_id
             attempt += 1
@@ -95,6 +103,22 @@ class StandInRunner:
         keys = start + offset * _KEY_BYTES
         values = start + self._block_size * _KEY_BYTES + offset * _VALUE_BYTES
         return slice(keys, keys + _KEY_BYTES), slice(values, values + _VALUE_BYTES)
+
+
+def _allowed(sample: Sample) -> tuple[int, ...] | None:
+    """Return the tokens that the sample's grammar allows; None: all of them. What is drawn for a refused state is
+    dropped."""
+    state = sample.grammar_state
+    if state is None or state.refusal is not None:
+        return None
+    assert isinstance(state.masks, torch.Tensor)
+    return _set_bits(state.masks[len(sample.draft_tokens)].numpy().tobytes())
+
+
+@lru_cache(1024)
+def _set_bits(mask: bytes) -> tuple[int, ...]:
+    number = int.from_bytes(mask, "little")
+    return tuple(bit for bit in range(number.bit_length()) if number >> bit & 1)
 
 
 class StandInLauncher(StandInRunner):
@@ -153,17 +177,20 @@ def memory_of(pool: KvPool) -> memoryview:
 
 
 def serial_tokens(
-    prompt: Sequence[int], seed: int, max_tokens: int, *, block_size: int, vocab_size: int
+    prompt: Sequence[int], seed: int, max_tokens: int, *, block_size: int, vocab_size: int, grammar: Grammar | None
 ) -> tuple[int, ...]:
-    """Return the tokens of one sequence that runs alone on a separate pool."""
+    """Return the tokens of one sequence that runs alone on a separate pool. One with a grammar ends by itself."""
     num_blocks = -(-(len(prompt) + max_tokens) // block_size)
     memory = memoryview(bytearray(num_blocks * layout_of(block_size).block_bytes))
     runner = StandInRunner(memory, vocab_size, block_size)
-    block_ids, tokens, start = tuple(range(num_blocks)), [], 0
-    ahead = tuple(prompt)
+    runner.masks = StepMasks(compiled_grammars(), AtOnce()) if grammar is not None else None  # type: ignore[arg-type]
+    block_ids, known, start = tuple(range(num_blocks)), list(prompt), 0
+    state = GrammarState(grammar, known, len(prompt)) if grammar is not None else None
     for position in range(len(prompt), len(prompt) + max_tokens):
-        chunk = Chunk(0, ahead, start, block_ids, (Sample(seed, position, Sampling()),))
-        token_id = runner.run(StepPlan((chunk,))).tokens[0][0].token_id
-        tokens.append(token_id)
-        start, ahead = position, (token_id,)
-    return tuple(tokens)
+        sample = Sample(seed, position, Sampling(), grammar_state=state)
+        chunk = Chunk(0, tuple(known[start:]), start, block_ids, (sample,))
+        start = position
+        known.append(runner.run(StepPlan((chunk,))).tokens[0][0].token_id)
+        if grammar is not None and known[-1] == END:
+            break
+    return tuple(known[len(prompt) :])

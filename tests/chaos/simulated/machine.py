@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
-from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -20,20 +19,19 @@ from cluster.clock import Clock
 from cluster.member import from_json, to_json
 from cluster.service_times import StepWork
 from cluster.settings.config import WorkerConfig
-from engine.grammar.compiled_grammars import CompiledGrammars
 from engine.kv.host_blocks import SwappingRunner
 from engine.timing.service_time_fit import TimedStep
 from kvtransfer.exporter.exporter import Exporter
 from kvtransfer.transports.available import Available
 from kvtransfer.transports.base import TransportSetup
 from router.fleet.decode_events import Sequences
-from router.grammars.checker import GrammarChecker
 from router.overview.overview import Overview
 from router.text.tokenization import Tokenization
 from tests.chaos.simulated.calls import KEY, Channel
 from tests.chaos.simulated.coverage import counted
 from tests.chaos.simulated.disk import SimulatedBlockFiles
 from tests.chaos.simulated.engine import StandInEngine, stand_in_engine
+from tests.chaos.simulated.grammars import AtOnce, Checked, compiled_grammars
 from tests.chaos.simulated.loop import Counted, Threads, current
 from tests.chaos.simulated.redis import RedisClient
 from tests.chaos.simulated.schedule import MAX_MODEL_LEN
@@ -233,8 +231,9 @@ def simulated_machine() -> Iterator[None]:
         "secrets.randbits": lambda bits: world().ids.getrandbits(bits),
     }
     replaced["worker.app.build_engine"] = _engine
-    replaced["worker.app.worker_grammars"] = lambda _: CompiledGrammars(None)
-    replaced["router.app.grammar_checker"] = lambda _: GrammarChecker(Path(), "")
+    replaced["worker.app.worker_grammars"] = lambda _: compiled_grammars()
+    replaced["router.app.grammar_checker"] = lambda _: Checked()
+    replaced["engine.grammar.step_masks.ThreadPoolExecutor"] = AtOnce
     replaced["worker.app.StepLoop"] = SimulatedStepLoop
     replaced["worker.app.MonotonicClock"] = SimulatedClock
     replaced["worker.app.fixed_rows"] = lambda _: _FIXED_ROWS

@@ -11,7 +11,7 @@ from random import Random
 from tests.chaos.simulated.mix import SEPARATE, Mix, draw_mix, draw_roles
 from tests.chaos.simulated.mutations import MESSAGES
 
-DISTRIBUTION = 6
+DISTRIBUTION = 7
 MAX_MODEL_LEN = 96
 
 
@@ -63,6 +63,7 @@ class Ask:
     n: int = 1
     cancel_after: int | None = None  # the client cancels when it has this many tokens
     reconnect_after: int | None = None  # its connection breaks at this many tokens, and it resumes at another router
+    grammar: str = ""  # the name of the grammar that its answer follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,8 @@ _JUMPS_S = (-86_400.0, -60.0, 5.0, 60.0, 3600.0, 31_536_000.0)
 _DEFAULT_ATTEMPTS = 3
 _WATERMARK_BLOCKS = 2  # at most, of the pools drawn here
 _SMALL_SHARE = 0.3  # of schedules in which some pools are too small for some requests
+_CONSTRAINED_SHARE = 0.3  # of schedules in which some requests have grammars
+_GRAMMARS = ("", "schema", "call", "regex", "choice")  # as in grammars.py
 _MUTATED_SHARE = 0.2  # of schedules in which members send messages with a field out of its bounds
 
 
@@ -144,7 +147,15 @@ def make_schedule(seed: int) -> Schedule:
     separate = _separate(seed)
     counts = separate.num_prefills, separate.num_decodes
     mix = draw_roles(Random(f"{seed} roles"), draw_mix(Random(f"{seed} mix"), *counts), *counts)
+    separate = _constrained(Random(f"{seed} grammars"), separate)
     return replace(_colocated(separate) if mix.is_colocated else separate, mix=mix)
+
+
+def _constrained(dice: Random, schedule: Schedule) -> Schedule:
+    """Draw the grammars of requests, from a generator of its own."""
+    if dice.random() >= _CONSTRAINED_SHARE:
+        return schedule
+    return replace(schedule, asks=tuple(replace(ask, grammar=dice.choice(_GRAMMARS)) for ask in schedule.asks))
 
 
 def _colocated(schedule: Schedule) -> Schedule:

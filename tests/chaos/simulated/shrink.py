@@ -93,6 +93,8 @@ def _simpler_asks(ask: Ask) -> Iterator[Ask]:
         yield replace(ask, cancel_after=None)
     if ask.reconnect_after is not None:
         yield replace(ask, reconnect_after=None)
+    if ask.grammar:
+        yield replace(ask, grammar="")
     if ask.n > 1:
         yield replace(ask, n=1)
     if ask.at_s:

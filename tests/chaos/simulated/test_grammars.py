@@ -1,75 +1,29 @@
 """Answers under a schema and forced calls of tools whose decode worker is killed at every token: they have the tokens
 that they would have had. The cluster is simulated, and its workers compute with the demo model."""
 
-import json
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from cluster.grammar.engine import grammar_engine_id
-from cluster.messages import Grammar, GrammarKind, Sampling
-from engine.grammar.compiled_grammars import CompiledGrammars
+from cluster.messages import Grammar, Sampling
 from engine.grammar.grammar_state import GrammarState
 from engine.grammar.step_masks import StepMasks
 from engine.kv.pool import KvPool
 from engine.scheduling.step import Chunk, Sample, StepPlan
-from router.requests import ChatPrompt, GenerateRequest
-from router.tools.call_forms import CallableTool
-from router.tools.constraint import ToolUse, constrained
-from router.tools.formats import AnswerFormat
 from tandem.enum_words import GRAMMAR_KINDS
 from tandem.v1 import inference_pb2
 from tests.chaos.simulated.clients import Client
+from tests.chaos.simulated.grammars import END, GRAMMARS, compiled_grammars
 from tests.chaos.simulated.machine import simulated_machine
 from tests.chaos.simulated.real_engine import BLOCK_SIZE, tiny_engine, tiny_model, tiny_runner
 from tests.chaos.simulated.schedule import MAX_MODEL_LEN, Ask, Kind, Mishap, Phase, Schedule, plain_schedule
 from tests.chaos.simulated.world import Result, run_schedule
-from tests.system.router_harness import DEMO_MODEL
 
 NUM_PROMPT = 6
 NUM_TOKENS = MAX_MODEL_LEN - NUM_PROMPT
-END = 0  # the demo model's end of sequence
-CITY = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 99}},
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
-
-
-def _forced_call() -> Grammar:
-    use = ToolUse((CallableTool("weather", CITY),), must_call=True, is_named=True)
-    request = GenerateRequest(ChatPrompt(()))
-    made = constrained(request, use, AnswerFormat.named("hermes", ""), token_ids={}, prompt_end="").grammar
-    assert made is not None
-    return made
-
-
-GRAMMAR = {"schema": Grammar(GrammarKind.JSON_SCHEMA, json.dumps(CITY)), "call": _forced_call()}
-
-
-@cache
-def _grammars() -> CompiledGrammars:
-    """The grammars of all workers, compiled: a simulated worker has no thread for that."""
-    grammars = CompiledGrammars(DEMO_MODEL)
-    for grammar in GRAMMAR.values():
-        grammars.matcher(grammar)
-    return grammars
-
-
-class Checked:
-    """The check of a simulated router, which starts no process: the grammars of these tests are valid."""
-
-    engine_id = grammar_engine_id(Path(DEMO_MODEL))
-
-    async def check(self, grammar: Grammar) -> None:
-        assert grammar in GRAMMAR.values()
-
-    async def close(self) -> None:
-        pass
+NAMES = ("schema", "call")
 
 
 @cache
@@ -77,8 +31,8 @@ def _tokens_alone(prompt: tuple[int, ...], seed: int, name: str) -> tuple[int, .
     """The tokens of one choice that runs alone, step by step."""
     pool = KvPool(tiny_model().layout, MAX_MODEL_LEN // BLOCK_SIZE + 1)
     runner, known, start = tiny_runner(pool), list(prompt), 0
-    runner.masks = StepMasks(_grammars())
-    state = GrammarState(GRAMMAR[name], known, len(prompt))
+    runner.masks = StepMasks(compiled_grammars())
+    state = GrammarState(GRAMMARS[name], known, len(prompt))
     while len(known) < MAX_MODEL_LEN and known[-1] != END:
         sample = Sample(seed, len(known), Sampling(1.0), frozenset(), grammar_state=state)
         blocks = tuple(range(-(-len(known) // BLOCK_SIZE)))
@@ -95,7 +49,7 @@ def _client(name: str) -> type[Client]:
             request = super()._request(request_id)
             request.sampling.temperature = 1
             request.stop.ignore_eos = False
-            grammar = GRAMMAR[name]
+            grammar = GRAMMARS[name]
             request.grammar.CopyFrom(inference_pb2.Grammar(kind=GRAMMAR_KINDS.number(grammar.kind), text=grammar.text))
             return request
 
@@ -113,8 +67,6 @@ def _schedule(*mishaps: Mishap) -> Schedule:
 def _run(name: str, *mishaps: Mishap) -> Result:
     with (
         mock.patch("worker.app.build_engine", tiny_engine),
-        mock.patch("worker.app.worker_grammars", return_value=_grammars()),
-        mock.patch("router.app.grammar_checker", return_value=Checked()),
         mock.patch("tests.chaos.simulated.world.Client", _client(name)),
     ):
         return run_schedule(_schedule(*mishaps))
@@ -133,7 +85,7 @@ def test_a_forced_call_goes_on_after_its_decode_worker_is_killed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # one simulated run per token, on a busy machine
-@pytest.mark.parametrize("name", GRAMMAR)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_decode_worker_killed_at_any_token_changes_no_token_of_a_constrained_answer(name: str) -> None:
     """It is killed behind every token that it sends, until it has none left to send."""
     with simulated_machine():

@@ -21,6 +21,7 @@ from router.request.admitted_request import Choice
 from router.requests import ChoiceDelta
 from tests.chaos.simulated.batch import run_seeds
 from tests.chaos.simulated.engine import StandInRunner, layout_of, memory_of
+from tests.chaos.simulated.grammars import GRAMMARS
 from tests.chaos.simulated.loop import Process, SimulatedLoop
 from tests.chaos.simulated.machine import simulated_machine
 from tests.chaos.simulated.member import READ_TIMEOUT_S
@@ -34,6 +35,7 @@ _MIXED = frozenset(
         "step: decode + own prompt",
         "prompt time: limited",
         "direct request: ok",
+        *(f"constrained request: {name}" for name in GRAMMARS),
         "flip: ok",
         "counted: placement_decisions ttft",
         "counted: placement_decisions slo",
