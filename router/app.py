@@ -131,7 +131,7 @@ class Router:
             router=self._member.id, fleet=self._fleet, policy=self._policy, telemetry=self._telemetry
         )
         self._evacuation = Evacuation(fleet=self._fleet, migrations=self._migrations)
-        self._grammars = grammar_checker(config.model)
+        self._grammars = grammar_checker(config.model, config.revision)
         self._pipeline = self._make_pipeline()
         self._scaling = ScaleTargetView(ScaleTargets(self._registry), self._fleet.set_scale_target)
         self._overview = self._make_overview()
@@ -388,6 +388,7 @@ class Router:
 def _tokenization(config: RouterConfig, markers: Sequence[str]) -> Tokenization:
     tokenization = Tokenization.load(
         config.model,
+        revision=config.revision,
         served_model_name=config.served_model_name,
         max_model_len=config.max_model_len,
         lengths=LengthLimits(config.max_input_length, config.max_output_length),

@@ -75,7 +75,7 @@ class WorkerApp:
         self._fit = ServiceTimeFit()
         has_vllm_names = config.metric_aliases == "vllm"
         self._metrics = WorkerMetrics(life.telemetry, vllm_model_name=config.model_name if has_vllm_names else "")
-        self._grammars = worker_grammars(config.model)
+        self._grammars = worker_grammars(config.model, config.revision)
         engine.runner.masks = StepMasks(self._grammars)
         runner = with_swaps(engine.runner, host_blocks) if host_blocks else engine.runner
         self._time_steps = partial(time_steps, engine, runner, config.max_num_seqs)

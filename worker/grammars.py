@@ -9,10 +9,10 @@ from engine.grammar.compiled_grammars import CompiledGrammars
 _LOG = logging.getLogger("tandem.worker")
 
 
-def worker_grammars(model: str) -> CompiledGrammars:
+def worker_grammars(model: str, revision: str = "") -> CompiledGrammars:
     """Return the grammars of a worker that serves this model. It serves requests without grammars in any case."""
     try:
-        grammars = CompiledGrammars(locate(model))
+        grammars = CompiledGrammars(locate(model, revision))
     except ConfigError as error:
         _LOG.info("grammars: off (%s)", error.message)
         return CompiledGrammars(None)

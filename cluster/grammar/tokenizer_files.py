@@ -21,8 +21,9 @@ _HUB_FILES = [
 ]
 
 
-def locate(model: str) -> Path:
-    """Return the folder with the model's small files. Those of a hub name are downloaded. Raises ConfigError."""
+def locate(model: str, revision: str = "") -> Path:
+    """Return the folder with the model's small files. Those of a hub name are downloaded, of this commit, branch or tag
+    (empty: the main branch). Raises ConfigError."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
@@ -32,7 +33,7 @@ def locate(model: str) -> Path:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(model, revision=revision or None, allow_patterns=_HUB_FILES))
     except (HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError) as error:
         first_line = str(error).strip().partition("\n")[0]
         raise ConfigError(f"--model {model}: no such folder here, and the hub gave none ({first_line})") from error

@@ -128,6 +128,7 @@ class RouterConfig(ClusterSettings):
     """A router."""
 
     model: str = setting("", "local folder or hub name of the model; only its tokenizer and configuration are read")
+    revision: str = setting("", "commit, branch or tag of a hub name; pin a commit: what it names never changes")
     served_model_name: str = setting("", "name that clients use; default: last part of --model")
     port: int = setting(8000, "HTTP port; 0: a free port")
     share_port: str = setting(

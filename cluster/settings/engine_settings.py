@@ -27,6 +27,12 @@ class EngineSettings:
     """The model, its memory and its steps."""
 
     model: str = setting("", "local folder or hub name of the model")
+    revision: str = setting("", "commit, branch or tag of a hub name; pin a commit: what it names never changes")
+    trust_remote_code: str = setting(
+        "off",
+        "run Python code that comes with the model; otherwise such a model is refused",
+        choices=("on", "off"),
+    )
     served_model_name: str = setting("", "name that clients use; default: last part of --model")
     load_format: str = setting(
         "auto", "auto: read the weights; dummy: random weights, from the configuration alone", choices=("auto", "dummy")

@@ -10,6 +10,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -44,7 +45,7 @@ def load(
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # a worker's log is no terminal
     device = _device(settings)
     settings = capacity.with_pool_memory(settings, device)
-    config = _read_config(settings.model)
+    config = _read_config(settings)
     limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     if limit is not None:
         capacity.check_length(settings.max_model_len, limit)  # costs nothing yet
@@ -100,9 +101,10 @@ def _device(settings: EngineSettings) -> str:
     return device
 
 
-def _read_config(model: str) -> PreTrainedConfig:
+def _read_config(settings: EngineSettings) -> PreTrainedConfig:
     """Return the model's configuration. Raises ConfigError if the folder does not exist, ModelRefused if it has no
-    model."""
+    model, or one with code of its own that --trust-remote-code does not allow."""
+    model = settings.model
     folder = Path(model)
     beside_others = "/" in model and folder.parent.is_dir()  # otherwise a name with one slash may be a hub name
     names_a_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or folder.exists() or beside_others
@@ -111,9 +113,13 @@ def _read_config(model: str) -> PreTrainedConfig:
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ModelRefused(f"--model {model}: the folder holds no config.json")
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(model)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(model, **_source(settings))
     except (OSError, ValueError, KeyError) as error:
         place = "its configuration" if folder.is_dir() else "there is no such folder, and the hub's configuration"
+        if "trust_remote_code" in str(error):
+            raise ModelRefused(
+                f"--model {model} brings Python code of its own; give --trust-remote-code to run it, where you trust it"
+            ) from error
         raise ModelRefused(f"--model {model}: {place} cannot be read: {_first_line(error)}") from error
     return config
 
@@ -126,7 +132,13 @@ def _build(settings: EngineSettings, config: PreTrainedConfig, device: str) -> P
         else:
             placed = {"device_map": device} if device != "cpu" and importlib.util.find_spec("accelerate") else {}
             model = AutoModelForCausalLM.from_pretrained(
-                settings.model, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME, **placed
+                settings.model,
+                config=config,
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                use_safetensors=True,  # the other format is a pickle, which runs code
+                **_source(settings),
+                **placed,
             )
         if model.device != torch.device(device) and not getattr(model, "is_quantized", False):
             model.to(torch.device(device))  # type: ignore[arg-type]  # its decorator hides the signature
@@ -141,6 +153,11 @@ def _build(settings: EngineSettings, config: PreTrainedConfig, device: str) -> P
     model.eval()  # type: ignore[no-untyped-call]
     model.requires_grad_(False)
     return model
+
+
+def _source(settings: EngineSettings) -> dict[str, Any]:
+    """What transformers is told of where a model comes from."""
+    return {"revision": settings.revision or "main", "trust_remote_code": settings.trust_remote_code == "on"}
 
 
 def _dtype(wanted: str, config: PreTrainedConfig) -> torch.dtype:

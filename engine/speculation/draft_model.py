@@ -181,6 +181,7 @@ def build_draft_model(settings: EngineSettings, target: Engine) -> tuple[DraftMo
     own = replace(
         settings,
         model=settings.draft_model,
+        revision="",  # it is one of the target's
         served_model_name="",
         speculation="off",
         draft_model="",

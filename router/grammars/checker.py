@@ -56,9 +56,9 @@ async def check_grammar_of(request: GenerateRequest, grammars: GrammarCheck) -> 
         raise InvalidGrammar(f"{field}: {error.message}", param=field) from error
 
 
-def grammar_checker(model: str) -> "GrammarChecker":
+def grammar_checker(model: str, revision: str = "") -> "GrammarChecker":
     """Return the checker of a router that serves this model. Raises ConfigError."""
-    folder = locate(model)
+    folder = locate(model, revision)
     return GrammarChecker(folder, grammar_engine_id(folder))
 
 

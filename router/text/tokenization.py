@@ -52,13 +52,14 @@ class Tokenization:
     def load(
         model: str,
         *,
+        revision: str = "",
         served_model_name: str = "",
         max_model_len: int = 0,
         lengths: LengthLimits = NO_LIMITS,
         markers: Collection[str] = (),
     ) -> "Tokenization":
         """Load from a local folder or a hub name, whose small files are downloaded. Raises ConfigError."""
-        folder = locate(model)
+        folder = locate(model, revision)
         tokenizer_config = read_json(folder / "tokenizer_config.json")
         tokenizer = read_tokenizer(folder)
         chat_template = read_chat_template(folder, tokenizer_config) if tokenizer is not None else None
