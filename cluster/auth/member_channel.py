@@ -6,7 +6,7 @@ it. The channel then opens another session and makes the call once more, so the 
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -132,8 +132,11 @@ class SignedStream:
         self._opening: asyncio.Task[None] | None = None
         if self._session is None:
             self._open_soon()
-        else:
+            return
+        try:
             self._call = begin(self._session)
+        except grpc.aio.UsageError:
+            self._open_soon()  # fails in the same way, and its reader or writer receives the error
 
     async def read(self) -> Any:
         """Return the next message, or grpc.aio.EOF at the end. Raises AioRpcError."""
@@ -192,7 +195,8 @@ class SignedStream:
 
     async def _open(self) -> None:
         self._session = await self._sessions.get()
-        call = self._begin(self._session)
+        with _unless_closed():
+            call = self._begin(self._session)
         try:
             for message in self._written or ():
                 await call.write(message)
@@ -240,7 +244,9 @@ class _Sessions:
 
     async def _open(self) -> Session:
         handshake = OpeningSession(self._keys, self._caller)
-        answer: worker_pb2.OpenSessionResponse = await self._stub.OpenSession(handshake.request(), timeout=_HANDSHAKE_S)
+        with _unless_closed():
+            opening = self._stub.OpenSession(handshake.request(), timeout=_HANDSHAKE_S)
+        answer: worker_pb2.OpenSessionResponse = await opening
         try:
             self.ready = handshake.opened(checked(answer))
         except (MemberRefused, MalformedMessage) as error:
@@ -261,8 +267,10 @@ async def _single(
     for is_last in (False, True):
         session = sessions.ready or await _within(sessions.get(), ends_s)
         left_s = timeout_s if ends_s is None or not is_last else max(0.0, ends_s - asyncio.get_running_loop().time())
+        with _unless_closed():
+            answer = call(body, timeout=left_s, metadata=_proved(session, method, body, metadata))
         try:
-            return await call(body, timeout=left_s, metadata=_proved(session, method, body, metadata))
+            return await answer
         except grpc.aio.AioRpcError as error:
             if not sessions.forget_if_refused(session, error) or is_last:
                 raise
@@ -280,6 +288,18 @@ async def _within(opening: Coroutine[Any, Any, Session], ends_s: float | None) -
             grpc.aio.Metadata(),
             details="no session was opened in time",
         ) from None
+
+
+@contextlib.contextmanager
+def _unless_closed() -> Iterator[None]:
+    """Begin a call in the block. The channel may have been closed while a session opened, of which gRPC would tell by
+    an exception that is none of a failed call."""
+    try:
+        yield
+    except grpc.aio.UsageError as error:
+        raise grpc.aio.AioRpcError(
+            grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details="the channel is closed"
+        ) from error
 
 
 def _proved(session: Session | None, method: str, body: bytes, metadata: tuple[Any, ...]) -> tuple[Any, ...]:

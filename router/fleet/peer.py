@@ -207,8 +207,6 @@ class Peer(WorkerHealth):
             _LOG.info(
                 "a ticket stays until its deadline", extra={"worker": str(self.member.id), "error": error.details()}
             )
-        except grpc.aio.UsageError:  # the channel is closed: the worker is gone, or this router ends
-            _LOG.info("a ticket stays until its deadline", extra={"worker": str(self.member.id), "error": "closed"})
 
     async def read(self, call: "_RpcCall") -> worker_pb2.PrefillEvent | None:
         """Return the next event of a prefill call, None at its end. Raises TandemError."""

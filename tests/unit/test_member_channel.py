@@ -148,3 +148,24 @@ async def test_a_call_ends_at_its_deadline_while_no_session_opens() -> None:
         with pytest.raises(asyncio.CancelledError):
             await reading
     with_nobody.close()
+
+
+@pytest.mark.parametrize("is_session_open", [False, True])
+async def test_calls_that_meet_a_closed_channel_fail_as_calls_to_a_lost_worker(is_session_open: bool) -> None:
+    """Each begins before the channel is closed, or after it."""
+    async with served(1) as (_, port):
+        channel = channel_to(port)
+        worker, transfer = worker_pb2_grpc.WorkerStub(channel), kv_pb2_grpc.KvTransferStub(channel)
+        if is_session_open:
+            await worker.Inspect(worker_pb2.InspectRequest())
+        early = worker.Inspect(worker_pb2.InspectRequest())
+        await channel.close()
+        subscribed, handed_off = (
+            worker.SubscribeCacheEvents(worker_pb2.SubscribeCacheEventsRequest()),
+            transfer.HandOff(),
+        )
+        calls = [early, worker.Inspect(worker_pb2.InspectRequest()), subscribed.read(), handed_off.read()]
+        for call in [*calls, handed_off.write(kv_pb2.ImporterMessage())]:
+            with pytest.raises(grpc.aio.AioRpcError, match="the channel is closed") as failed:
+                await call
+            assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
