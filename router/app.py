@@ -109,9 +109,7 @@ class Router:
             targets=targets,
             traces=open_traces(config),
         )
-        skew = partial(self._telemetry.gauge, "tandem_clock_skew_seconds")
-        ttl_s = config.registration_ttl_s
-        self._registry = Registry(url=config.redis, cluster_name=config.cluster_name, ttl_s=ttl_s, on_clock_skew=skew)
+        self._registry = Registry.of_member(config, self._keys, self._telemetry)
         self._accounts = Accounts(config, self._registry, self._keys)
         answers = AnswerFormat.named(config.tool_call_parser, config.reasoning_parser)
         self._chats = ChatSettings(answers, config.trust_request_chat_template == "on")

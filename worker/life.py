@@ -132,12 +132,7 @@ class WorkerLife:
             host=config.metrics_host,
             port=config.metrics_port,
         )
-        self._registry = Registry(
-            url=config.redis,
-            cluster_name=config.cluster_name,
-            ttl_s=config.registration_ttl_s,
-            on_clock_skew=partial(self.telemetry.gauge, "tandem_clock_skew_seconds"),
-        )
+        self._registry = Registry.of_member(config, self.keys, self.telemetry)
         self._stop = stop
         self._source, self._drain_grace_s = source, config.drain_grace_s
         self._loop = asyncio.get_running_loop()

@@ -179,7 +179,9 @@ async def _serve_role(config: WorkerConfig, role: Role, steps: StepTimes, stop: 
         transports=("tcp",),
         capacity=_CAPACITY,
     )
-    registry = Registry(url=config.redis, cluster_name=config.cluster_name, ttl_s=config.registration_ttl_s)
+    registry = Registry(
+        url=config.redis, cluster_name=config.cluster_name, ttl_s=config.registration_ttl_s, keys=cluster_keys(config)
+    )
     registration = Registration(registry, member)
     await server.start()
     await server.set_ready(True)

@@ -15,17 +15,22 @@ import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import TypeVar
 
 from redis.asyncio.client import PubSub
 from redis.commands.core import AsyncScript
 from redis.exceptions import ResponseError
 
+from cluster.auth.keys import ClusterKeys
 from cluster.clock import Clock, MonotonicClock
 from cluster.errors import Fenced, RegistryUnavailable
-from cluster.member import Member, from_json, to_json
+from cluster.member import Member
 from cluster.messages import MemberId
+from cluster.observe.telemetry import Telemetry
 from cluster.registry.redis_client import REDIS_ERRORS, open_redis, problem, words
+from cluster.registry.signed_records import SignedRecords
+from cluster.settings.config import ClusterSettings
 
 Answer = TypeVar("Answer")
 
@@ -75,13 +80,13 @@ redis.call('PUBLISH', KEYS[4], ARGV[1])
 return {'', 0}
 """
 )
-# KEYS: members. ARGV: prefix of the registrations. Removes the ids whose registration has expired; a renewal adds them
-# again.
+# KEYS: members. ARGV: prefix of the registrations. Returns ids, each followed by its record. Removes the ids whose
+# registration has expired; a renewal adds them again.
 _MEMBERS = """
 local found = {}
 for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
     local member = redis.call('GET', ARGV[1] .. id)
-    if member then found[#found + 1] = member else redis.call('SREM', KEYS[1], id) end
+    if member then found[#found + 1] = id; found[#found + 1] = member else redis.call('SREM', KEYS[1], id) end
 end
 return found
 """
@@ -96,12 +101,18 @@ class Registry:
         url: str,
         cluster_name: str,
         ttl_s: float,
+        keys: ClusterKeys | None = None,
         timeout_s: float = 1.0,
         clock: Clock | None = None,
         on_clock_skew: Callable[[float], None] = lambda skew_s: None,
+        on_refused: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """`on_clock_skew`: called at each renewal with this machine's wall clock minus that of Redis, in seconds."""
+        """`keys`: sign and verify registrations; None for a process that neither registers nor reads members.
+
+        `on_clock_skew`: called at each renewal with this machine's wall clock minus that of Redis, in seconds.
+        `on_refused`: called with a Refusal, once for each record that no member of this cluster has signed."""
         self.ttl_s = ttl_s
+        self._signed_records = SignedRecords(keys, cluster_name, on_refused) if keys is not None else None
         self._timeout_s = timeout_s
         self._clock = clock or MonotonicClock()
         self._on_clock_skew = on_clock_skew
@@ -118,6 +129,18 @@ class Registry:
         self._members = self._redis.register_script(_MEMBERS)
         self._scripts: dict[str, AsyncScript] = {}  # of other users of the registry, by source text
 
+    @staticmethod
+    def of_member(settings: ClusterSettings, keys: ClusterKeys, telemetry: Telemetry) -> "Registry":
+        """Return the registry for a process that is a member. Raises ConfigError."""
+        return Registry(
+            url=settings.redis,
+            cluster_name=settings.cluster_name,
+            ttl_s=settings.registration_ttl_s,
+            keys=keys,
+            on_clock_skew=partial(telemetry.gauge, "tandem_clock_skew_seconds"),
+            on_refused=lambda reason: telemetry.count("tandem_refused_members_total", reason=reason),
+        )
+
     @property
     def age_s(self) -> float:
         """The age of the newest snapshot."""
@@ -128,9 +151,9 @@ class Registry:
         just started is slow itself. Raises RegistryUnavailable."""
         for _ in range(_FIRST_QUESTIONS - 1):
             with suppress(RegistryUnavailable):
-                await self.members()
+                await self._stored()
                 return
-        await self.members()
+        await self._stored()
 
     async def register(self, member: Member) -> None:
         """Register this incarnation; it replaces any other incarnation of the same member."""
@@ -157,11 +180,11 @@ class Registry:
         self._not_fenced(member, current)
 
     async def members(self) -> tuple[Member, ...]:
-        """All registered members, in the order of their ids. Entries that cannot be parsed (of a later version) are
-        left out."""
-        texts = await self._call(self._members([self._prefix + "members"], [self._prefix + "registration:"]))
+        """All registered members, in the order of their ids. Entries that no member of this cluster has signed, and
+        those of a later version, are left out."""
+        stored = await self._stored()
         self._read_at_s = self._clock.now_s()
-        found = tuple(sorted(_readable(texts), key=lambda member: member.id))
+        found = tuple(sorted(self._records.read(stored), key=lambda member: member.id))
         missing = set(self._generations).difference(member.id for member in found)
         if missing - self._missing:
             self._distrust_absence()
@@ -209,6 +232,16 @@ class Registry:
     async def close(self) -> None:
         await self._redis.aclose()
 
+    @property
+    def _records(self) -> SignedRecords:
+        assert self._signed_records is not None, "registrations need the cluster's keys"
+        return self._signed_records
+
+    async def _stored(self) -> list[tuple[str, str]]:
+        """Return the records in Redis by their ids."""
+        texts = await self._call(self._members([self._prefix + "members"], [self._prefix + "registration:"]))
+        return list(zip(texts[::2], texts[1::2], strict=True))
+
     async def _until_published(self, subscription: PubSub, channel: str) -> None:
         """Wait for a message, or until the next read is due. A silent connection is checked by subscribing again,
         because a half-open connection stays silent for ever. Raises RegistryUnavailable, REDIS_ERRORS."""
@@ -250,8 +283,8 @@ class Registry:
 
     def _arguments(self, member: Member) -> list[str | int]:
         ttl_ms = max(1, round(self.ttl_s * 1000))
-        generation = self._generations.get(member.id, 0)
-        return [member.id.id, member.id.incarnation, to_json(member), ttl_ms, _INCARNATION_KEPT_MS, generation]
+        record, generation = self._records.sign(member), self._generations.get(member.id, 0)
+        return [member.id.id, member.id.incarnation, record, ttl_ms, _INCARNATION_KEPT_MS, generation]
 
     def _not_fenced(self, member: Member, current: str) -> None:
         if current:
@@ -280,13 +313,3 @@ def with_missing(found: tuple[Member, ...], before: tuple[Member, ...]) -> tuple
 def jittered(duration_s: float) -> float:
     """Spread over 80 to 120 %: members that lost the registry at the same time must not return at the same time."""
     return duration_s * random.uniform(1 - _JITTER, 1 + _JITTER)
-
-
-def _readable(texts: list[str]) -> list[Member]:
-    members = []
-    for text in texts:
-        try:
-            members.append(from_json(text))
-        except ValueError:
-            continue
-    return members

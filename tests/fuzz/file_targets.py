@@ -13,12 +13,13 @@ from cli.local.last_cluster import _read as read_last_cluster
 from cluster.accounts.gate import Gate
 from cluster.accounts.keys import Access, Caller, KeySet, Limits, new_key
 from cluster.auth.key_file import read_key_file
-from cluster.auth.keys import Purpose
+from cluster.auth.keys import ClusterKeys, Purpose
 from cluster.errors import ConfigError, RegistryUnavailable
 from cluster.grammar.tokenizer_files import read_json
 from cluster.member import Capacity, Member, from_json, to_json
 from cluster.messages import LayoutFingerprint, MemberId, Role
 from cluster.registry.scale_registry import _target as scale_target
+from cluster.registry.signed_records import SignedRecords
 from cluster.settings.config import RouterConfig, WorkerConfig
 from cluster.settings.config_sources import load_config
 from prefill_worker.prefixes.tier_storage import BadBlockFile, BlockFiles, StoredBlock
@@ -40,10 +41,14 @@ _ANSWERS = b'{"id": "batch_req_1", "custom_id": "1", "response": {"status_code":
 _ROTATING = b"current %b\nnext %b\ncaches 2 %b\n" % (b"ab" * 32, b"cd" * 32, b"ef" * 32)
 _JSON_WORDS = (b"[" * 3000, b'{"a":' * 1500, b"1e400", b"9" * 5000, b"null", b"NaN", b"\\ud800", b"\n", b"\xff")
 
+_RECORDS = SignedRecords(ClusterKeys(b"k" * 32), "c", lambda reason: None)
+
 
 def targets() -> Iterator[Target]:
     member = to_json(_member())
     yield Target("registry member", [member.encode()], _read_member, _made([json.loads(member)]))
+    record = _RECORDS.sign(_member())
+    yield Target("registry record", [record.encode()], _read_record, _made([json.loads(record)]))
     yield Target("scale target", [b'["1", "2", "0", "3", "name", "2", ""]'], _read_scale_target, _made([["1"] * 7]))
     yield Target("tier file", _tier_files, _read_tier_file)
     yield Target("tier folder", [b"00" * 16, b"lock", b"x" * 32], _list_tier)
@@ -75,6 +80,14 @@ def _member() -> Member:
 def _read_member(data: bytes) -> str:
     with refusals(ValueError):
         return str(from_json(data.decode(errors="replace")).role)
+
+
+def _read_record(data: bytes) -> str:
+    found = _RECORDS.read([("p0", data.decode(errors="replace"))])
+    if not found:
+        raise Refused("ignored")
+    assert found == [_member()], "a record that no member has signed"
+    return "member"
 
 
 def _read_scale_target(data: bytes) -> str:

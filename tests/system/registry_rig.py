@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from cluster.auth.keys import ClusterKeys
 from cluster.member import Capacity, Member
 from cluster.messages import LayoutFingerprint, MemberId, Role
 from cluster.registry.registration import Registration
@@ -11,6 +12,7 @@ from cluster.registry.registry import Registry
 from router.running import running
 
 DEADLINE_S = 20.0
+KEYS = ClusterKeys(b"k" * 32)  # of all members here
 FINGERPRINT = LayoutFingerprint("weights-a", "config-a", "float32", "table-a")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
+from cluster.auth.key_file import load_keys
 from cluster.member import Capacity, MemberState
 from cluster.messages import CacheEvents, DecodeJob, MemberId, Sampling, SequenceStart, TokenStops
 from cluster.process import ExitStatus
@@ -69,7 +70,7 @@ async def _worker_that_decodes(cluster: LocalCluster) -> Member:
 
 async def _register_successor(cluster: LocalCluster, name: str) -> None:
     """Register a newer incarnation of a worker, as its process does when it starts."""
-    registry = Registry(url=cluster.redis_url, cluster_name=cluster.name, ttl_s=5.0)
+    registry = Registry(url=cluster.redis_url, cluster_name=cluster.name, ttl_s=5.0, keys=load_keys(cluster.key_file))
     registered = next(member for member in await registry.members() if member.id.id == name)
     await registry.register(replace(registered, id=MemberId(name, "successor"), state=MemberState.STARTING))
     await registry.close()

@@ -5,6 +5,7 @@ import json
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import grpc
 import pytest
 from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from redis.asyncio import Redis
 
 from cluster.auth.connections import OpeningConnection
 from cluster.auth.gate import PROOF
@@ -20,12 +22,17 @@ from cluster.auth.key_file import load_keys
 from cluster.auth.keys import ClusterKeys
 from cluster.auth.sessions import OpeningSession, Refusal, Session
 from cluster.errors import MemberRefused
+from cluster.member import MemberState, to_json
+from cluster.messages import MemberId, Role
+from cluster.registry.registry import Registry
+from cluster.registry.signed_records import SignedRecords
 from cluster.serving.rpc_errors import REASON
 from tandem.internal.v1 import kv_pb2, worker_pb2, worker_pb2_grpc
+from tests.system.asking import ask, question
 from tests.system.local_cluster import LocalCluster, Member
 from tests.system.polling import until
 
-_DEADLINE_S = 30.0
+_DEADLINE_S = 60.0
 _ADMITTED_S = 0.2  # a refusal arrives at once
 _STREAMS = ("/Connect", "/HandOff", "/ServerReflectionInfo")  # of requests
 _REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
@@ -140,6 +147,39 @@ async def test_a_stranger_that_connects_to_a_workers_kv_sockets_receives_nothing
         await cluster.stop()
 
 
+async def test_a_worker_that_a_stranger_writes_into_redis_receives_no_call_and_is_counted(
+    cluster: LocalCluster,
+) -> None:
+    """The stranger can write to Redis, and copies a real worker's record, but cannot sign."""
+    registry = Registry(url=cluster.redis_url, cluster_name=cluster.name, ttl_s=60.0, keys=load_keys(cluster.key_file))
+    wanted = next(found for found in await registry.members() if found.role is Role.DECODE)
+    calls: list[str] = []
+
+    def receive(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        calls.append("call")
+        writer.close()
+
+    listener = await asyncio.start_server(receive, "127.0.0.1", 0)
+    address = f"127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    made_up = replace(wanted, id=MemberId("decode9", "1"), address=address, state=MemberState.READY)
+    stranger = SignedRecords(ClusterKeys(secrets.token_bytes(32)), cluster.name, lambda reason: None)
+    key, members = f"{{{cluster.name}}}:registration:decode9", f"{{{cluster.name}}}:members"
+    async with asyncio.timeout(_DEADLINE_S), Redis.from_url(cluster.redis_url) as redis:
+        for record, reason in ((to_json(made_up), Refusal.NO_PROOF), (stranger.sign(made_up), Refusal.UNKNOWN_KEY)):
+            await redis.set(key, record, px=60_000)
+            await redis.sadd(members, "decode9")
+            await redis.publish(f"{{{cluster.name}}}:changes", "decode9")
+            counted = f'tandem_refused_members_total{{reason="{reason}"}}'
+            while counted not in await _scraped(cluster.members["router0"], "http"):  # noqa: ASYNC110 - it watches
+                await asyncio.sleep(0.05)
+            assert len((await ask(cluster, question(range(10, 40)))).token_ids) == 8
+        assert "decode9" not in {member.member_id for member in (await cluster.status()).members}
+        await redis.delete(key)
+    listener.close()
+    await registry.close()
+    assert not calls
+
+
 async def _attack(transport: str, connect: "Callable[[Member], Awaitable[_Streams]]", worker: Member) -> None:
     stranger = OpeningConnection(
         ClusterKeys(secrets.token_bytes(32)), transport=transport, importer="x@0", exporter=worker.ready["member"]
@@ -155,8 +195,8 @@ async def _attack(transport: str, connect: "Callable[[Member], Awaitable[_Stream
             await asyncio.sleep(0.05)
 
 
-async def _scraped(member: Member) -> str:
-    host, port = member.ready["metrics"].rsplit(":", 1)
+async def _scraped(member: Member, port_name: str = "metrics") -> str:
+    host, port = member.ready[port_name].rsplit(":", 1)
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(b"GET /metrics HTTP/1.0\r\n\r\n")
     scraped = (await reader.read()).decode()

@@ -12,7 +12,7 @@ from cluster.errors import Fenced, RegistryUnavailable
 from cluster.member import Member, MemberState
 from cluster.registry.registry import Registry
 from tests.system.redis_processes import HOST, redis_cluster, redis_process, sentinel
-from tests.system.registry_rig import DEADLINE_S, kept, member, until
+from tests.system.registry_rig import DEADLINE_S, KEYS, kept, member, until
 
 # What a member needs of Redis, and no more.
 _RIGHTS = ("-@all", "+@read", "+@write", "+@scripting", "+@pubsub", "+@connection", "-@dangerous", "+time")
@@ -55,7 +55,7 @@ async def redis_as(form: str, folder: Path) -> AsyncIterator[str]:
 @pytest.mark.parametrize("form", FORMS)
 async def test_registration_events_and_fencing_work_with_every_form_of_redis(form: str, tmp_path: Path) -> None:
     async with redis_as(form, tmp_path) as url:
-        registry = Registry(url=url, cluster_name="own", ttl_s=5.0)
+        registry = Registry(url=url, cluster_name="own", ttl_s=5.0, keys=KEYS)
         async with aclosing(registry.watch()) as watch, asyncio.timeout(DEADLINE_S):
             assert await anext(watch) == ()
             await registry.register(member())
@@ -73,7 +73,7 @@ async def test_registration_events_and_fencing_work_with_every_form_of_redis(for
 @pytest.mark.parametrize("form", ["password", "acl", "sentinel", "sentinels with passwords"])
 async def test_a_wrong_password_is_reported_without_the_password(form: str, tmp_path: Path) -> None:
     async with redis_as(form, tmp_path) as url:
-        registry = Registry(url=url.replace("secret", "hunter2"), cluster_name="own", ttl_s=5.0)
+        registry = Registry(url=url.replace("secret", "hunter2"), cluster_name="own", ttl_s=5.0, keys=KEYS)
         with pytest.raises(RegistryUnavailable, match=r"(?i)auth|password") as refusal:
             await registry.ping()
         assert "hunter2" not in refusal.value.message
@@ -86,7 +86,7 @@ async def test_a_master_that_dies_is_replaced_and_the_watcher_misses_no_member(t
         master = await stack.enter_async_context(redis_process(tmp_path))
         await stack.enter_async_context(redis_process(tmp_path, "--replicaof", HOST, str(master.port)))
         sentinels = await stack.enter_async_context(sentinel(tmp_path, master, num_replicas=1))
-        registry = Registry(url=f"redis+sentinel://{HOST}:{sentinels.port}", cluster_name="own", ttl_s=2.0)
+        registry = Registry(url=f"redis+sentinel://{HOST}:{sentinels.port}", cluster_name="own", ttl_s=2.0, keys=KEYS)
         await stack.enter_async_context(kept(registry, member("p0"), member("d0")))
         seen: list[tuple[Member, ...]] = []
         async with aclosing(registry.watch()) as watch, asyncio.timeout(DEADLINE_S):

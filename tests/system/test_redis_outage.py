@@ -18,6 +18,7 @@ import pytest
 import pytest_asyncio
 from redis.asyncio import Redis
 
+from cluster.auth.key_file import load_keys
 from cluster.process import ExitStatus
 from cluster.registry.redis_server import RedisServer
 from cluster.registry.registry import Registry
@@ -46,7 +47,8 @@ class Cluster:
     async def registered(self) -> None:
         """Wait until every running member is in the registry."""
         running = {f"{name}@{member.incarnation}" for name, member in self.members.members.items()}
-        registry = Registry(url=self.redis.url, cluster_name=self.members.name, ttl_s=LEASE_S)
+        keys = load_keys(self.members.key_file)
+        registry = Registry(url=self.redis.url, cluster_name=self.members.name, ttl_s=LEASE_S, keys=keys)
         async with aclosing(registry.watch()) as watch, asyncio.timeout(_DEADLINE_S):
             await until(watch, lambda found: {str(member.id) for member in found} >= running)
         await registry.close()

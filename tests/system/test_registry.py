@@ -14,12 +14,12 @@ from cluster.messages import LayoutFingerprint, Role
 from cluster.registry.redis_server import RedisServer
 from cluster.registry.registration import Registration
 from cluster.registry.registry import Registry
-from tests.system.registry_rig import DEADLINE_S, FINGERPRINT, member, until
+from tests.system.registry_rig import DEADLINE_S, FINGERPRINT, KEYS, member, until
 
 
 @pytest.fixture
 async def registry(redis_url: str, cluster_name: str) -> AsyncIterator[Registry]:
-    opened = Registry(url=redis_url, cluster_name=cluster_name, ttl_s=5.0)
+    opened = Registry(url=redis_url, cluster_name=cluster_name, ttl_s=5.0, keys=KEYS)
     yield opened
     await opened.close()
 
@@ -27,7 +27,7 @@ async def registry(redis_url: str, cluster_name: str) -> AsyncIterator[Registry]
 @pytest.fixture
 async def brief_registry(redis_url: str, cluster_name: str) -> AsyncIterator[Registry]:
     """A registry whose registrations expire soon enough to watch."""
-    opened = Registry(url=redis_url, cluster_name=cluster_name, ttl_s=0.4)
+    opened = Registry(url=redis_url, cluster_name=cluster_name, ttl_s=0.4, keys=KEYS)
     yield opened
     await opened.close()
 
@@ -40,7 +40,7 @@ async def test_a_registered_member_is_seen_with_all_its_fields(registry: Registr
 
 
 async def test_members_of_other_clusters_are_not_seen(registry: Registry, redis_url: str) -> None:
-    other = Registry(url=redis_url, cluster_name="test-another", ttl_s=5.0)
+    other = Registry(url=redis_url, cluster_name="test-another", ttl_s=5.0, keys=KEYS)
     await registry.register(member())
     assert await other.members() == ()
     await other.close()
@@ -204,7 +204,7 @@ async def test_a_port_in_use_is_named_when_redis_cannot_have_it(redis_url: str) 
 
 async def test_a_watch_and_a_renewal_can_be_cancelled_at_any_moment(redis_url: str, cluster_name: str) -> None:
     """A cancellation at the end of a write was once lost, and the draining process never ended."""
-    registry = Registry(url=redis_url, cluster_name=cluster_name, ttl_s=0.001)  # as often as it can
+    registry = Registry(url=redis_url, cluster_name=cluster_name, ttl_s=0.001, keys=KEYS)  # as often as it can
     registration = Registration(registry, member())
 
     async def watched() -> None:

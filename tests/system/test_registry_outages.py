@@ -16,13 +16,13 @@ from cluster.messages import Role
 from cluster.registry.redis_server import RedisServer
 from cluster.registry.registration import Registration
 from cluster.registry.registry import Registry
-from tests.system.registry_rig import DEADLINE_S, kept, member, until
+from tests.system.registry_rig import DEADLINE_S, KEYS, kept, member, until
 
 
 async def on_own_server(act: Callable[[RedisServer, Registry], Awaitable[None]], *, ttl_s: float = 1.0) -> None:
     """Run `act` with a Redis of its own. `ttl_s`: longer than a loaded machine keeps this process waiting."""
     server = await RedisServer.start()
-    registry = Registry(url=server.url, cluster_name="own", ttl_s=ttl_s, timeout_s=0.5)
+    registry = Registry(url=server.url, cluster_name="own", ttl_s=ttl_s, keys=KEYS, timeout_s=0.5)
     try:
         await act(server, registry)
     finally:
@@ -105,7 +105,7 @@ async def test_emptying_a_running_redis_removes_no_member() -> None:
     """The watcher or another member may register first; the members that are still missing are kept."""
 
     async def act(server: RedisServer, registry: Registry) -> None:
-        worker = Registry(url=server.url, cluster_name="own", ttl_s=registry.ttl_s)
+        worker = Registry(url=server.url, cluster_name="own", ttl_s=registry.ttl_s, keys=KEYS)
         theirs = Registration(worker, member("d0"))
         ours = Registration(registry, router)
         await theirs.join()
@@ -165,7 +165,9 @@ async def test_a_loading_redis_counts_as_unavailable() -> None:
             writer.write(b"-LOADING Redis is loading the dataset in memory\r\n")
 
     server = await asyncio.start_server(load, "127.0.0.1", 0)
-    registry = Registry(url=f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}", cluster_name="c", ttl_s=1.0)
+    registry = Registry(
+        url=f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}", cluster_name="c", ttl_s=1.0, keys=KEYS
+    )
     registration = Registration(registry, member())
     await registration.set_state(MemberState.READY)
     with pytest.raises(RegistryUnavailable, match="loading"):
@@ -198,7 +200,7 @@ async def test_a_half_open_subscription_is_replaced(redis_url: str, cluster_name
 
     server = await asyncio.start_server(forward, "127.0.0.1", 0)
     url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    registry = Registry(url=url, cluster_name=cluster_name, ttl_s=0.5)
+    registry = Registry(url=url, cluster_name=cluster_name, ttl_s=0.5, keys=KEYS)
     async with aclosing(registry.watch()) as watch, asyncio.timeout(DEADLINE_S):
         assert await anext(watch) == ()
         news = asyncio.ensure_future(anext(watch))
@@ -217,7 +219,7 @@ async def registration_seen(registry: Registry) -> None:
 
 
 async def test_an_unreachable_redis_is_named_without_its_password() -> None:
-    registry = Registry(url="redis://:secret@127.0.0.1:1/0", cluster_name="c", ttl_s=1.0)
+    registry = Registry(url="redis://:secret@127.0.0.1:1/0", cluster_name="c", ttl_s=1.0, keys=KEYS)
     with pytest.raises(RegistryUnavailable, match=r"127\.0\.0\.1:1") as refusal:
         await registry.ping()
     assert "secret" not in refusal.value.message

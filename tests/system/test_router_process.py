@@ -12,6 +12,7 @@ import grpc
 import httpx
 import pytest
 
+from cluster.auth.key_file import load_keys
 from cluster.process import ExitStatus, die_with_parent
 from cluster.registry.registry import Registry
 from cluster.serving.serving import open_channel
@@ -55,7 +56,7 @@ async def test_sigterm_finishes_what_is_live_refuses_the_rest_and_exits_0(
     key_file = tmp_path / "cluster.key"
     key_file.touch(0o600)
     key_file.write_text(SECRET.hex())
-    registry = Registry(url=redis_url, cluster_name=cluster_name, ttl_s=60)
+    registry = Registry(url=redis_url, cluster_name=cluster_name, ttl_s=60, keys=load_keys(key_file))
     async with AsyncExitStack() as stack:
         worker = await stack.enter_async_context(ScriptedDecode("d0", Store()))
         worker.pause_at = 3

@@ -91,8 +91,8 @@ class View:
 @asynccontextmanager
 async def view(cluster: LocalCluster, incarnation: str) -> AsyncIterator[View]:
     """Connect to the cluster as a router does that starts now."""
-    registry = Registry(url=cluster.redis_url, cluster_name=cluster.name, ttl_s=5.0)
     index, keys = PrefixIndex(), load_keys(cluster.key_file)
+    registry = Registry(url=cluster.redis_url, cluster_name=cluster.name, ttl_s=5.0, keys=keys)
     fleet = Fleet(
         router=Member(id=MemberId("observer", incarnation), role=Role.ROUTER, address="", model=DEMO_MODEL.name),
         membership=registry,

@@ -15,6 +15,7 @@ import pytest_asyncio
 
 from cli.__main__ import main
 from cli.verbs.access.certs import make_certificate
+from cluster.auth.key_file import load_keys
 from cluster.messages import MemberId, Role
 from cluster.observe.telemetry import Telemetry
 from cluster.registry.registry import Registry
@@ -172,7 +173,7 @@ async def test_a_worker_of_another_authority_gets_no_work(
     server = GrpcServer(service_names=[], telemetry=Telemetry(), credentials=credentials)
     address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
     await server.start()
-    registry = Registry(url=redis_url, cluster_name=tls_cluster.name, ttl_s=60.0)
+    registry = Registry(url=redis_url, cluster_name=tls_cluster.name, ttl_s=60.0, keys=load_keys(tls_cluster.key_file))
     decode = next(member for member in await registry.members() if member.role is Role.DECODE)
     stranger = dataclasses.replace(decode, id=MemberId("decode1", "s"), address=address)
     router = tls_cluster.members["router0"]

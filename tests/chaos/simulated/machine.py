@@ -196,8 +196,8 @@ def simulated_machine() -> Iterator[None]:
         "cluster.registry.registry.open_redis": lambda *_: RedisClient(world().redis),
         "cluster.registry.registry.random": dice,
         "router.pipeline.worker_choice.random": dice,
-        "cluster.registry.registry.to_json": lru_cache(256)(to_json),  # members serialize the same values repeatedly
-        "cluster.registry.registry.from_json": lru_cache(256)(from_json),
+        "cluster.registry.signed_records.to_json": lru_cache(256)(to_json),  # the same values repeatedly
+        "cluster.registry.signed_records.from_json": lru_cache(256)(from_json),
         "cluster.registry.registry.MonotonicClock": SimulatedClock,
         "worker.life.configure_logs": lambda *_: None,
         "worker.life.MonotonicClock": SimulatedClock,

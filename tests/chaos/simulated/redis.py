@@ -105,7 +105,7 @@ class RedisServer:
         found = {member_id: self.get(values[0] + member_id) for member_id in ids}
         for member_id in [member_id for member_id, text in found.items() if text is None]:
             del ids[member_id]
-        return [text for text in found.values() if text is not None]
+        return [word for id_and_text in found.items() if id_and_text[1] is not None for word in id_and_text if word]
 
     def no_scale_target(self, keys: Sequence[str], values: Sequence[Any]) -> list[str]:
         return []

@@ -1,0 +1,75 @@
+"""The records of members as they stand in Redis: signed by the member, so that who can only write to Redis adds none.
+
+A record is signed with the cluster's key over all that the member registers (id, incarnation, addresses, role and the
+rest) and over the cluster's name. It carries no time: an old record of a member can be put back, but the handshake of
+the first call fails, for it depends on the incarnation of the process that answers.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+
+from cluster.auth.keys import KEY_ID_BYTES, ClusterKeys, Purpose
+from cluster.auth.sessions import Refusal
+from cluster.member import Member, from_json, to_json
+
+_LOG = logging.getLogger("tandem.registry")
+
+
+class SignedRecords:
+    """Signs this process's records and verifies all others. A record is verified once: it stays valid as long as it
+    stands in Redis unchanged, also when its secret is dropped before its member has renewed it."""
+
+    def __init__(self, keys: ClusterKeys, cluster_name: str, refused: Callable[[str], None]) -> None:
+        """`refused` is called with a Refusal, once for each record that is not signed as it must be."""
+        self._keys, self._cluster_name, self._on_refused = keys, cluster_name, refused
+        self._valid: dict[str, tuple[str, Member]] = {}  # the last snapshot: records by the id under which they stand
+        self._refused: dict[str, str] = {}  # likewise
+
+    def sign(self, member: Member) -> str:
+        body = to_json(member)
+        return json.dumps({"body": body, "signature": self._keys.sign(Purpose.REGISTRATIONS, self._text(body)).hex()})
+
+    def read(self, stored: Sequence[tuple[str, str]]) -> list[Member]:
+        """Return the members of these (id, record). Those that are not signed, and those of a later version, are left
+        out."""
+        valid, refused = {}, {}
+        for identifier, record in stored:
+            known = self._valid.get(identifier)
+            if known is not None and known[0] == record:
+                valid[identifier] = known
+                continue
+            reason, member = self._verified(identifier, record)
+            if member is not None:
+                valid[identifier] = record, member
+            elif reason is not None:
+                refused[identifier] = record
+                if self._refused.get(identifier) != record:
+                    self._refuse(identifier, reason)
+        self._valid, self._refused = valid, refused
+        return [member for _, member in valid.values()]
+
+    def _verified(self, identifier: str, record: str) -> tuple[Refusal | None, Member | None]:
+        """Return why a record is refused, or the member; neither if it is of a later version."""
+        try:
+            values = json.loads(record)
+            body, signature = str(values["body"]), bytes.fromhex(values["signature"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return Refusal.NO_PROOF, None
+        if self._keys.secret_of(signature[:KEY_ID_BYTES]) is None:
+            return Refusal.UNKNOWN_KEY, None
+        if not self._keys.verify(Purpose.REGISTRATIONS, self._text(body), signature):
+            return Refusal.WRONG_PROOF, None
+        try:
+            member = from_json(body)
+        except ValueError:
+            return None, None
+        return (None, member) if member.id.id == identifier else (Refusal.REPLAYED, None)
+
+    def _refuse(self, identifier: str, reason: Refusal) -> None:
+        self._on_refused(reason)
+        fields = {"member": identifier[:100], "refusal": reason}
+        _LOG.warning("ignored a registration that no member of this cluster has signed", extra=fields)
+
+    def _text(self, body: str) -> bytes:
+        return f"{self._cluster_name}\0{body}".encode()

@@ -1,0 +1,109 @@
+"""Records of members in Redis: who may write them, and what becomes of all others."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.auth.keys import ClusterKeys, Purpose, Secrets
+from cluster.auth.sessions import Refusal
+from cluster.member import Member, MemberState, to_json
+from cluster.messages import MemberId, Role
+from cluster.registry.signed_records import SignedRecords
+
+OURS, THEIRS = b"o" * 32, b"t" * 32
+
+
+class Registrar(SignedRecords):
+    """Collects the reasons of refused records."""
+
+    def __init__(self, keys: ClusterKeys | bytes = OURS, cluster: str = "c") -> None:
+        self.refused: list[str] = []
+        super().__init__(keys if isinstance(keys, ClusterKeys) else ClusterKeys(keys), cluster, self.refused.append)
+
+
+def member(name: str = "d0", incarnation: str = "1") -> Member:
+    return Member(id=MemberId(name, incarnation), role=Role.DECODE, address="127.0.0.1:1", model="m")
+
+
+def refusal(record: str, *, identifier: str = "d0", reader: Registrar | None = None) -> str:
+    reader = reader or Registrar()
+    assert reader.read([(identifier, record)]) == []
+    (reason,) = reader.refused
+    return reason
+
+
+def changed(record: str, **fields: object) -> str:
+    """Return the record with these fields of its body, under the old signature."""
+    values = json.loads(record)
+    return json.dumps(values | {"body": json.dumps(json.loads(values["body"]) | fields)})
+
+
+def test_a_signed_record_is_read_with_all_its_fields() -> None:
+    record = Registrar().sign(member())
+    assert Registrar().read([("d0", record)]) == [member()]
+
+
+@pytest.mark.parametrize("record", ["", "{}", "[]", "7", to_json(member()), '{"body": "{}", "signature": "zz"}'])
+def test_a_record_without_a_signature_is_ignored(record: str) -> None:
+    assert refusal(record) == Refusal.NO_PROOF
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"id": {"id": "d0", "incarnation": "2"}},
+        {"role": "prefill"},
+        {"address": "127.0.0.1:2"},
+        {"http_address": "127.0.0.1:2"},
+        {"metrics_address": "127.0.0.1:2"},
+        {"state": "ready"},
+    ],
+)
+def test_a_changed_record_is_ignored(fields: dict[str, object]) -> None:
+    assert refusal(changed(Registrar().sign(member()), **fields)) == Refusal.WRONG_PROOF
+
+
+def test_a_record_of_another_cluster_or_under_another_id_is_ignored() -> None:
+    assert refusal(Registrar(THEIRS).sign(member())) == Refusal.UNKNOWN_KEY
+    assert refusal(Registrar(cluster="another").sign(member())) == Refusal.WRONG_PROOF
+    assert refusal(Registrar().sign(member()), identifier="d1") == Refusal.REPLAYED
+
+
+@given(data=st.data())
+def test_no_change_of_a_character_is_accepted(data: st.DataObject) -> None:
+    record = Registrar().sign(member())
+    at = data.draw(st.integers(0, len(record) - 1))
+    other = record[:at] + data.draw(st.characters(codec="ascii")) + record[at + 1 :]
+    assert Registrar().read([("d0", other)]) in ([], [member()])
+
+
+def test_a_refused_record_is_counted_once_while_it_stands() -> None:
+    reader = Registrar()
+    for _ in range(3):
+        reader.read([("d0", "made up"), ("d1", "made up")])
+    assert reader.refused == [Refusal.NO_PROOF] * 2
+    reader.read([("d0", "made up differently"), ("d1", "made up")])
+    assert len(reader.refused) == 3
+
+
+def test_records_of_both_secrets_are_valid_and_a_known_one_outlives_its_secret_until_it_is_renewed() -> None:
+    now = [Secrets(OURS, THEIRS)]
+    reader = Registrar(ClusterKeys(now[0], lambda is_urgent: now[0]))
+    old, new = Registrar(OURS).sign(member()), Registrar(THEIRS).sign(member("d1"))
+    assert reader.read([("d0", old), ("d1", new)]) == [member(), member("d1")]
+    now[0] = Secrets(THEIRS)
+    assert reader.read([("d0", old), ("d1", new)]) == [member(), member("d1")]
+    again = Registrar(OURS).sign(member().with_state(MemberState.READY))
+    assert reader.read([("d0", again), ("d1", new)]) == [member("d1")]
+    assert reader.refused == [Refusal.UNKNOWN_KEY]
+
+
+def test_a_signed_record_of_a_later_version_is_left_out_without_a_refusal() -> None:
+    later = Registrar()
+    body = json.dumps(json.loads(to_json(member())) | {"role": "encoder"})
+    signature = later._keys.sign(Purpose.REGISTRATIONS, later._text(body))
+    reader = Registrar()
+    assert reader.read([("d0", json.dumps({"body": body, "signature": signature.hex()}))]) == []
+    assert reader.refused == []
