@@ -25,6 +25,7 @@ _VERBS = {
     "ui": "observation",
     "requests": "observation",
     "explain": "observation",
+    "profile": "observation",
     "generate": "generation",
     "chat": "generation",
     "batch": "generation",

@@ -105,6 +105,8 @@ class GrammarKind(StrEnum):
 
 MAX_GRAMMAR_BYTES = 1 << 17
 MAX_PREFILL_CHUNKS = 64  # that a prefill reports one by one
+MAX_PROFILED_STEPS, MAX_PROFILE_S = 1000, 60.0
+MAX_PROFILE_BYTES = 3 << 20  # compressed; a gRPC message of default size holds it
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from engine.scheduling.step import Runner, StepPlan
 from engine.speculation.draft_model import with_draft_model
 from engine.speculation.drafter import drafter_factory
 from engine.steps.step_loop import StepLoop, StepTime
+from engine.steps.step_profile import StepProfiler
 from engine.timing.service_time_fit import ServiceTimeFit, TimedStep, step_work
 from engine.timing.steps_at_load import fixed_rows, time_steps
 from kvtransfer.importer.link_check import Destination
@@ -206,6 +207,7 @@ class WorkerApp:
             request_drain=self._life.request_drain,
             set_role=self._life.set_role,
             check_link=self._link_check.measure,
+            profile=StepProfiler(self._steps).profile,
             publish_cache_events=self._prefill.cache_events.subscribe,
         )
         worker_pb2_grpc.add_WorkerServicer_to_server(service, server)

@@ -1,5 +1,5 @@
-"""The gRPC service of every worker: inspection of its blocks and figures, link checks, and the requests to drain and to
-change its role.
+"""The gRPC service of every worker: inspection of its blocks and figures, link checks, profiles, and the requests to
+drain and to change its role.
 
 The step thread runs check() and answers; this module never accesses a block pool.
 """
@@ -17,6 +17,7 @@ from cluster.messages import MemberId, Role
 from cluster.protocol.received import checked
 from engine.scheduling.commands import Inspect, Inspected
 from engine.steps.questions import Asked
+from engine.steps.step_profile import StepProfile
 from tandem.enum_words import DRAIN_OUTCOMES, MEMBER_ROLES
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 
@@ -69,9 +70,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         request_drain: Callable[[], Awaitable[DrainOutcome]],
         set_role: Callable[[Role], Awaitable[Role]],
         check_link: Callable[[worker_pb2.CheckLinkRequest], Awaitable[worker_pb2.CheckLinkResponse]],
+        profile: Callable[[int, float], Awaitable[StepProfile]],
         publish_cache_events: Callable[[worker_pb2.SubscribeCacheEventsRequest], AsyncIterator[worker_pb2.CacheEvents]],
     ) -> None:
         self._check_link = check_link
+        self._profile = profile
         self._publish_cache_events = publish_cache_events
         self._member = member
         self._inspections = inspections
@@ -107,6 +110,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.CheckLinkRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> worker_pb2.CheckLinkResponse:
         return await self._check_link(checked(request))
+
+    async def ProfileSteps(
+        self, request: worker_pb2.ProfileStepsRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> worker_pb2.ProfileStepsResponse:
+        asked = checked(request)
+        profile = await self._profile(asked.num_steps, asked.timeout_s)
+        return worker_pb2.ProfileStepsResponse(num_steps=profile.num_steps, trace=profile.trace)
 
     async def SubscribeCacheEvents(
         self, request: worker_pb2.SubscribeCacheEventsRequest, context: grpc.aio.ServicerContext[object, object]

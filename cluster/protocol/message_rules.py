@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from google.protobuf.message import Message
 
-from cluster.messages import MAX_GRAMMAR_BYTES, MAX_PREFILL_CHUNKS
+from cluster.messages import MAX_GRAMMAR_BYTES, MAX_PREFILL_CHUNKS, MAX_PROFILE_BYTES
 from cluster.protocol.field_rules import (
     LARGEST_INT,
     TEXT_CHARACTERS,
@@ -247,6 +247,8 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
         "bytes_per_s": Real(most=1e18, excludes_least=True),
         "latency_s": _SECONDS,
     },
+    worker_pb2.ProfileStepsRequest: {"num_steps": _COUNT, "timeout_s": _SECONDS},
+    worker_pb2.ProfileStepsResponse: {"num_steps": _COUNT, "trace": Octets(MAX_PROFILE_BYTES)},
     worker_pb2.CheckLinkRequest: {"exporter": _MEMBER, "address": _ADDRESS, "max_blocks": _COUNT},
     worker_pb2.CheckLinkResponse: {"paths": Many(_REQUIRED, 64), "num_bytes": _BIG},
     worker_pb2.MeasuredPath: {"transport": _NAME, "bytes_per_s": _SPEED, "latency_s": _SECONDS, "reason": _WORDS},

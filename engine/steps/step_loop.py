@@ -35,6 +35,7 @@ from engine.scheduling.step import (
     StepResult,
 )
 from engine.steps.questions import Questions
+from engine.steps.step_watch import StepWatch, WatchedLauncher
 
 CommandT = TypeVar("CommandT")
 EventT = TypeVar("EventT")
@@ -140,12 +141,13 @@ class StepLoop(Generic[CommandT, EventT]):
     ) -> None:
         self._scheduler = scheduler
         self._ahead = scheduler if isinstance(scheduler, PlanningAhead) else None
-        self._launcher = runner if isinstance(runner, Launcher) else _AtOnce(runner)
+        self._unwatched: Launcher = runner if isinstance(runner, Launcher) else _AtOnce(runner)
+        self._launcher: Launcher = self._unwatched
         self._clock = clock
         self._emit = emit
         self._on_error = on_error
         self._on_fatal = on_fatal
-        self._on_timed = on_timed
+        self._on_timed = self._on_timed_unwatched = on_timed
         self._held: list[tuple[EventT, ...]] | None = [] if isinstance(runner, Launcher) else None  # None: none is held
         self._inbox: SimpleQueue[CommandT | _Stop] = SimpleQueue()
         self._kept: CommandT | _Stop | None = None  # taken from the inbox, to be applied when no step is running
@@ -185,6 +187,20 @@ class StepLoop(Generic[CommandT, EventT]):
         """Give the answers among these events to the callers of `ask` and return the other events. Runs on the event
         loop."""
         return self._questions.settle(events)
+
+    def watch(self, watch: StepWatch | None) -> None:
+        """Let the loop call `watch` around its steps from now on; None: no longer. One thread may call it at a time.
+        A step that is running is not watched."""
+        on_timed = self._on_timed_unwatched
+        if watch is None:
+            self._launcher, self._on_timed = self._unwatched, on_timed
+            return
+
+        def timed(plan: StepPlan, time: StepTime) -> None:
+            on_timed(plan, time)
+            watch.stepped()
+
+        self._launcher, self._on_timed = WatchedLauncher(self._unwatched, watch), timed
 
     def stop(self, timeout_s: float = 10.0) -> bool:
         """End the loop after the running step. Returns False if it still runs after `timeout_s`."""

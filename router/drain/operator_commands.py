@@ -27,6 +27,7 @@ from tandem.v1 import admin_pb2, admin_pb2_grpc
 
 _LOG = logging.getLogger("tandem.router.drains")
 _ASK_S = 5.0  # for the acknowledgement of a call that does not wait
+_EXPORT_S = 60.0  # for a profiler to start, and to write its trace
 _LEAVE_S = 10.0  # from the end of its work until its registration has ended
 _LOST = "lost"
 
@@ -103,6 +104,22 @@ class MemberCommands:
         former = Role(MEMBER_ROLES.word(answer.former_role))
         _LOG.info("an operator changes a role", extra={"worker": str(member.id), "former_role": former, "role": role})
         return RoleChange(member.id, former)
+
+    async def profile(self, name: str, num_steps: int, timeout_s: float) -> tuple[MemberId, int, bytes]:
+        """Profile steps of a worker, named as by `drain`. Returns the worker, the number of steps and the trace. Raises
+        NotFound, InvalidRequest, and the error of a call that does not reach the worker."""
+        member = self._member(name)
+        if not member.role.is_worker:
+            raise InvalidRequest(f"{member.id.id} is a router; only workers have steps that can be profiled")
+        _LOG.info("an operator profiles a worker", extra={"worker": str(member.id), "num_steps": num_steps})
+        request = worker_pb2.ProfileStepsRequest(num_steps=num_steps, timeout_s=timeout_s)
+        async with self._connect(member.address) as channel:
+            asking = worker_pb2_grpc.WorkerStub(channel).ProfileSteps(request, timeout=timeout_s + _EXPORT_S)
+            try:
+                answer = checked(await asking)
+            except grpc.aio.AioRpcError as error:
+                raise error_from_rpc(error) from error
+        return member.id, answer.num_steps, answer.trace
 
     def _member(self, name: str) -> Member:
         members = self._fleet.members()

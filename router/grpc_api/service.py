@@ -16,7 +16,7 @@ from cluster.accounts.key_store import RecordedKeys
 from cluster.accounts.keys import new_key
 from cluster.accounts.usage import KeyUsage
 from cluster.errors import InvalidRequest, Unavailable
-from cluster.messages import Role
+from cluster.messages import MAX_PROFILE_S, Role
 from cluster.observe.telemetry import Telemetry
 from cluster.observe.trace_context import TRACE_PARENT_KEY
 from cluster.registry.scale_target import POOLS
@@ -246,6 +246,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             raise InvalidRequest(f"the role of a worker is one of {', '.join(roles.values())}")
         change = await self._commands.set_role(request.member_id, roles[request.role])
         return admin_pb2.SetRoleResponse(member=str(change.member), former_role=MEMBER_ROLES.number(change.former))
+
+    async def Profile(self, request: admin_pb2.ProfileRequest, context: _Context) -> admin_pb2.ProfileResponse:
+        if not 0 < request.timeout_s <= MAX_PROFILE_S:
+            raise InvalidRequest(f"a profile takes at most {MAX_PROFILE_S:g} s, not {request.timeout_s:g}")
+        profiled = await self._commands.profile(request.member_id, request.num_steps, request.timeout_s)
+        member, num_steps, trace = profiled
+        return admin_pb2.ProfileResponse(member=str(member), num_steps=num_steps, trace=trace)
 
     async def Scale(self, request: admin_pb2.ScaleRequest, context: _Context) -> admin_pb2.ScaleResponse:
         wanted = {role: getattr(request, name) for name, role in POOLS.items() if request.HasField(name)}

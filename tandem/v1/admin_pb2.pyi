@@ -240,6 +240,26 @@ class SetRoleResponse(_message.Message):
     former_role: MemberRole
     def __init__(self, member: _Optional[str] = ..., former_role: _Optional[_Union[MemberRole, str]] = ...) -> None: ...
 
+class ProfileRequest(_message.Message):
+    __slots__ = ("member_id", "num_steps", "timeout_s")
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    member_id: str
+    num_steps: int
+    timeout_s: float
+    def __init__(self, member_id: _Optional[str] = ..., num_steps: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class ProfileResponse(_message.Message):
+    __slots__ = ("member", "num_steps", "trace")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
+    member: str
+    num_steps: int
+    trace: bytes
+    def __init__(self, member: _Optional[str] = ..., num_steps: _Optional[int] = ..., trace: _Optional[bytes] = ...) -> None: ...
+
 class MigrateRequest(_message.Message):
     __slots__ = ("source", "target", "max_sequences")
     SOURCE_FIELD_NUMBER: _ClassVar[int]

@@ -50,6 +50,11 @@ class AdminStub(object):
                 request_serializer=tandem_dot_v1_dot_admin__pb2.SetRoleRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_admin__pb2.SetRoleResponse.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_unary(
+                '/tandem.v1.Admin/Profile',
+                request_serializer=tandem_dot_v1_dot_admin__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_admin__pb2.ProfileResponse.FromString,
+                _registered_method=True)
         self.Migrate = channel.unary_unary(
                 '/tandem.v1.Admin/Migrate',
                 request_serializer=tandem_dot_v1_dot_admin__pb2.MigrateRequest.SerializeToString,
@@ -126,6 +131,15 @@ class AdminServicer(object):
         next change of the membership.
         Errors: NOT_FOUND (no such member), INVALID_ARGUMENT (a router, or the last worker that decodes), UNAVAILABLE (the
         worker is draining or does not answer).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Profile(self, request, context):
+        """Profiles steps of a worker while it serves: the operations of host and device, without any text or value.
+        Errors: NOT_FOUND (no such member), INVALID_ARGUMENT (a router, out of bounds, or the trace is too large), UNAVAILABLE
+        (a profile is being taken, or the worker does not answer).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -228,6 +242,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.SetRole,
                     request_deserializer=tandem_dot_v1_dot_admin__pb2.SetRoleRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_admin__pb2.SetRoleResponse.SerializeToString,
+            ),
+            'Profile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=tandem_dot_v1_dot_admin__pb2.ProfileRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_admin__pb2.ProfileResponse.SerializeToString,
             ),
             'Migrate': grpc.unary_unary_rpc_method_handler(
                     servicer.Migrate,
@@ -362,6 +381,33 @@ class Admin(object):
             '/tandem.v1.Admin/SetRole',
             tandem_dot_v1_dot_admin__pb2.SetRoleRequest.SerializeToString,
             tandem_dot_v1_dot_admin__pb2.SetRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Admin/Profile',
+            tandem_dot_v1_dot_admin__pb2.ProfileRequest.SerializeToString,
+            tandem_dot_v1_dot_admin__pb2.ProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

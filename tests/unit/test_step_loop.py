@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from queue import SimpleQueue
 
 import pytest
@@ -28,6 +29,7 @@ from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.scheduler import SequenceScheduler
 from engine.scheduling.step import StepPlan, StepResult
 from engine.steps.step_loop import StepLoop
+from engine.steps.step_watch import StepWatch
 from tests.unit.fake_paged_runner import FakePagedRunner
 
 _DEADLINE_S = 20.0
@@ -269,3 +271,29 @@ async def test_the_end_of_the_step_thread_fails_a_waiting_caller(bench: _Bench, 
         async with asyncio.timeout(_DEADLINE_S):
             await asking
     assert breaks or await stopping
+
+
+def test_a_watch_is_entered_around_the_steps_until_it_ends(bench: _Bench) -> None:
+    around: list[StepPlan] = []
+
+    @contextmanager
+    def seen(plan: StepPlan) -> Iterator[None]:
+        around.append(plan)
+        yield
+
+    watch = StepWatch(2, seen)
+    bench.loop.watch(watch)
+    bench.submit(b"1", 18)
+    bench.until(ExportFinished)
+    assert watch.ended.wait(_DEADLINE_S)
+    assert watch.num_ended == 2
+    bench.inspect()  # the step has ended for the loop too
+    assert {id(plan) for plan in around} == {id(plan) for plan in bench.runner.plans}
+
+    bench.loop.watch(None)
+    num_watched, num_timed = len(around), len(bench.timed)
+    bench.submit(b"2", 3)
+    bench.until(ExportFinished)
+    bench.inspect()
+    assert len(around) == num_watched
+    assert len(bench.timed) == num_timed + 1

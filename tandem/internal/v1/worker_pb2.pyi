@@ -486,6 +486,22 @@ class SetRoleResponse(_message.Message):
     former_role: _admin_pb2.MemberRole
     def __init__(self, former_role: _Optional[_Union[_admin_pb2.MemberRole, str]] = ...) -> None: ...
 
+class ProfileStepsRequest(_message.Message):
+    __slots__ = ("num_steps", "timeout_s")
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    num_steps: int
+    timeout_s: float
+    def __init__(self, num_steps: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class ProfileStepsResponse(_message.Message):
+    __slots__ = ("num_steps", "trace")
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
+    num_steps: int
+    trace: bytes
+    def __init__(self, num_steps: _Optional[int] = ..., trace: _Optional[bytes] = ...) -> None: ...
+
 class CheckLinkRequest(_message.Message):
     __slots__ = ("exporter", "address", "max_blocks")
     EXPORTER_FIELD_NUMBER: _ClassVar[int]

@@ -399,6 +399,11 @@ class WorkerStub(object):
                 request_serializer=tandem_dot_internal_dot_v1_dot_worker__pb2.SubscribeCacheEventsRequest.SerializeToString,
                 response_deserializer=tandem_dot_internal_dot_v1_dot_worker__pb2.CacheEvents.FromString,
                 _registered_method=True)
+        self.ProfileSteps = channel.unary_unary(
+                '/tandem.internal.v1.Worker/ProfileSteps',
+                request_serializer=tandem_dot_internal_dot_v1_dot_worker__pb2.ProfileStepsRequest.SerializeToString,
+                response_deserializer=tandem_dot_internal_dot_v1_dot_worker__pb2.ProfileStepsResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer(object):
@@ -443,6 +448,14 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ProfileSteps(self, request, context):
+        """Profiles steps while the worker serves.
+        Errors: INVALID_ARGUMENT (out of bounds, or the trace is too large), UNAVAILABLE (a profile is being taken).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -470,6 +483,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.SubscribeCacheEvents,
                     request_deserializer=tandem_dot_internal_dot_v1_dot_worker__pb2.SubscribeCacheEventsRequest.FromString,
                     response_serializer=tandem_dot_internal_dot_v1_dot_worker__pb2.CacheEvents.SerializeToString,
+            ),
+            'ProfileSteps': grpc.unary_unary_rpc_method_handler(
+                    servicer.ProfileSteps,
+                    request_deserializer=tandem_dot_internal_dot_v1_dot_worker__pb2.ProfileStepsRequest.FromString,
+                    response_serializer=tandem_dot_internal_dot_v1_dot_worker__pb2.ProfileStepsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -608,6 +626,33 @@ class Worker(object):
             '/tandem.internal.v1.Worker/SubscribeCacheEvents',
             tandem_dot_internal_dot_v1_dot_worker__pb2.SubscribeCacheEventsRequest.SerializeToString,
             tandem_dot_internal_dot_v1_dot_worker__pb2.CacheEvents.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ProfileSteps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.internal.v1.Worker/ProfileSteps',
+            tandem_dot_internal_dot_v1_dot_worker__pb2.ProfileStepsRequest.SerializeToString,
+            tandem_dot_internal_dot_v1_dot_worker__pb2.ProfileStepsResponse.FromString,
             options,
             channel_credentials,
             insecure,
