@@ -111,6 +111,7 @@ class Watch:
                 yield f"{name} has not read the registry for {router.registry_age_s:.0f} s"
             for pair in router.breakers:
                 yield f"hand-offs from {short(pair.exporter)} to {short(pair.importer)} fail"
+            yield from router.slow
 
     def events(self) -> Sequence[admin_pb2.ClusterEvent]:
         """Return the new events of the router that was asked."""

@@ -72,7 +72,7 @@ ROUTER: dict[str, Metric] = {
     "tandem_limits_reached_total": _counter("requests refused by a limit of their API key", "tenant", "limit"),
     "tandem_requests_live": _gauge("requests in progress"),
     "tandem_requests_waiting_for_large_worker": _gauge("requests waiting because no present worker is large enough"),
-    "tandem_requests_refused_total": _counter("requests refused before any work", "reason"),
+    "tandem_requests_refused_total": _counter("requests refused before any work", "reason", "service_class"),
     "tandem_prompt_tokens_total": _counter("prompt tokens of admitted requests"),
     "tandem_generated_tokens_total": _counter("tokens delivered to clients"),
     "tandem_prompt_length_tokens": _tokens("prompt tokens per request"),

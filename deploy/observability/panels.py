@@ -41,7 +41,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel("Time between tokens", "s", _quantiles("tandem_inter_token_seconds")),
             Panel("Mean time by phase", "s", _rate("tandem_phase_seconds_sum", "phase")),
             Panel("Missed targets by latency and phase", "reqps", _rate("tandem_slo_misses_total", "latency", "phase")),
-            Panel("Refusals", "reqps", _rate("tandem_requests_refused_total", "reason")),
+            Panel("Refusals", "reqps", _rate("tandem_requests_refused_total", "reason", "service_class")),
             Panel("Retries", "reqps", _rate("tandem_retries_total", "leg", "reason")),
             Panel("Prefills on decode workers", "reqps", _rate("tandem_local_prefills_total", "reason")),
         ),

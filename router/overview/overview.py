@@ -33,6 +33,7 @@ from router.overview.overview_wire import (
     sample_to_wire,
     timelines_to_wire,
 )
+from router.overview.slowness import slow_links, slow_workers
 from router.pipeline.worker_choice import PairHealth
 from router.request.explanations import MAX_EXPLAINED
 from router.request.live_requests import LiveRequests
@@ -152,6 +153,7 @@ class Overview:
             latencies=latencies_to_wire(self._history.bounds_s, self._history.latencies()),
             registry_age_s=watched.registry_age_s(),
             breakers=breakers_to_wire(watched.pairs.failing()),
+            slow=self._slow(),
         )
 
     async def _of_router(
@@ -205,6 +207,20 @@ class Overview:
             registry_age_s=watched.registry_age_s(),
             faults=_faults(watched.telemetry),
         )
+
+    def _slow(self) -> list[str]:
+        """Describe the links and the workers that are much slower than the others."""
+        fleet = self._watched.fleet
+        workers = [member for member in fleet.members() if member.role.is_worker]
+        peers = [(member, peer) for member in workers if (peer := fleet.peer(member.id)) is not None]
+        timed = [(member, peer.service_times) for member, peer in peers if peer.service_times is not None]
+        return [
+            *slow_links({member.id: fleet.links(member.id) for member in workers}),
+            *slow_workers(
+                {member.id: times for member, times in timed if member.role.decodes},
+                {member.id: times for member, times in timed if member.role is Role.PREFILL},
+            ),
+        ]
 
     def _seen(self, member: Member) -> SeenMember:
         peer = self._watched.fleet.peer(member.id)

@@ -55,9 +55,16 @@ class RequestAccount:
     """Written from the request's arrival until its client has left."""
 
     def __init__(
-        self, telemetry: Telemetry, now_s: float, *, label: str = "", targets: SloTargets = NO_TARGETS
+        self,
+        telemetry: Telemetry,
+        now_s: float,
+        *,
+        label: str = "",
+        targets: SloTargets = NO_TARGETS,
+        is_batch: bool = False,
     ) -> None:
-        """`targets`: latencies that the request should keep; misses are counted."""
+        """`targets`: latencies that the request should keep; misses are counted. `is_batch`: of the batch class."""
+        self._is_batch = is_batch
         self._targets = targets
         self._telemetry = telemetry
         self._label = label
@@ -249,7 +256,8 @@ class RequestAccount:
         self._telemetry.count("tandem_requests_total", outcome=outcome)
         self._count_tokens()
         if not self._is_admitted:
-            self._telemetry.count("tandem_requests_refused_total", reason=outcome)
+            service_class = "batch" if self._is_batch else "interactive"
+            self._telemetry.count("tandem_requests_refused_total", reason=outcome, service_class=service_class)
             return
         for phase in ledger.phases:
             self._telemetry.observe("tandem_phase_seconds", phase.duration_s, phase=phase.name)

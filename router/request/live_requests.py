@@ -115,7 +115,9 @@ class LiveRequests:
         """
         request_id = request.request_id or f"req-{secrets.token_hex(12)}"
         targets = self._targets.preferring(SloTargets.of_request(request.slo_ttft_s, request.slo_tpot_s))
-        account = RequestAccount(self._telemetry, self._clock.now_s(), label=request.label, targets=targets)
+        account = RequestAccount(
+            self._telemetry, self._clock.now_s(), label=request.label, targets=targets, is_batch=request.is_batch
+        )
         if self._traces is not None:
             account.trace = self._traces.begin(request.trace_parent)
         outcome = "cancelled"

@@ -464,7 +464,7 @@ class OverviewResponse(_message.Message):
     def __init__(self, members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., target: _Optional[_Union[ScaleTarget, _Mapping]] = ..., routers: _Optional[_Iterable[_Union[RouterOverview, _Mapping]]] = ...) -> None: ...
 
 class RouterOverview(_message.Message):
-    __slots__ = ("router", "problem", "time_s", "position", "num_live", "live", "ended", "events", "samples", "latencies", "registry_age_s", "breakers")
+    __slots__ = ("router", "problem", "time_s", "position", "num_live", "live", "ended", "events", "samples", "latencies", "registry_age_s", "breakers", "slow")
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     TIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -477,6 +477,7 @@ class RouterOverview(_message.Message):
     LATENCIES_FIELD_NUMBER: _ClassVar[int]
     REGISTRY_AGE_S_FIELD_NUMBER: _ClassVar[int]
     BREAKERS_FIELD_NUMBER: _ClassVar[int]
+    SLOW_FIELD_NUMBER: _ClassVar[int]
     router: str
     problem: str
     time_s: float
@@ -489,7 +490,8 @@ class RouterOverview(_message.Message):
     latencies: _containers.RepeatedCompositeFieldContainer[LatencyHistogram]
     registry_age_s: float
     breakers: _containers.RepeatedCompositeFieldContainer[PairBreaker]
-    def __init__(self, router: _Optional[str] = ..., problem: _Optional[str] = ..., time_s: _Optional[float] = ..., position: _Optional[_Union[OverviewPosition, _Mapping]] = ..., num_live: _Optional[int] = ..., live: _Optional[_Iterable[_Union[RequestTimeline, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[RequestTimeline, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[ClusterEvent, _Mapping]]] = ..., samples: _Optional[_Iterable[_Union[RateSample, _Mapping]]] = ..., latencies: _Optional[_Iterable[_Union[LatencyHistogram, _Mapping]]] = ..., registry_age_s: _Optional[float] = ..., breakers: _Optional[_Iterable[_Union[PairBreaker, _Mapping]]] = ...) -> None: ...
+    slow: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, router: _Optional[str] = ..., problem: _Optional[str] = ..., time_s: _Optional[float] = ..., position: _Optional[_Union[OverviewPosition, _Mapping]] = ..., num_live: _Optional[int] = ..., live: _Optional[_Iterable[_Union[RequestTimeline, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[RequestTimeline, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[ClusterEvent, _Mapping]]] = ..., samples: _Optional[_Iterable[_Union[RateSample, _Mapping]]] = ..., latencies: _Optional[_Iterable[_Union[LatencyHistogram, _Mapping]]] = ..., registry_age_s: _Optional[float] = ..., breakers: _Optional[_Iterable[_Union[PairBreaker, _Mapping]]] = ..., slow: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RequestTimeline(_message.Message):
     __slots__ = ("request_id", "label", "outcome", "arrived_s", "num_prompt_tokens", "num_tokens", "ttft_s", "itl_s", "spans", "ledger", "num_placements", "placement_reason", "prefill_member", "decode_member")

@@ -35,7 +35,9 @@ async def test_a_mutated_or_shortened_acceptance_is_refused_and_ends_nothing() -
         for acceptance in bad:
             wrong = resuming(question(), acceptance, [])
             assert await router.refusal(wrong) == (grpc.StatusCode.FAILED_PRECONDITION, "acceptance_invalid")
-        refused = router.router.telemetry.value("tandem_requests_refused_total", reason="acceptance_invalid")
+        refused = router.router.telemetry.value(
+            "tandem_requests_refused_total", reason="acceptance_invalid", service_class="interactive"
+        )
         assert refused == len(bad)
         await live.goes_on()
 

@@ -143,7 +143,12 @@ async def test_a_target_of_the_client_that_cannot_be_kept_refuses_under_every_po
         (prefill,), _ = await _pool(router, 1, 1)
         assert (await _refusal(router, slo_ttft_s=0.5)).retry_after_s is None  # the prompt alone takes a second
         assert "between tokens" in (await _refusal(router, slo_tpot_s=0.001)).message
-        assert router.telemetry.value("tandem_requests_refused_total", reason="slo_unattainable") == 2
+        assert (
+            router.telemetry.value(
+                "tandem_requests_refused_total", reason="slo_unattainable", service_class="interactive"
+            )
+            == 2
+        )
         assert prefill.jobs == []
         answer = await answer_to(router, replace(ask(prompt=LONG), slo_ttft_s=30.0, slo_tpot_s=1.0))
         assert len(answer.token_ids[0]) == 8

@@ -24,7 +24,10 @@ async def test_after_every_prefill_queue_was_full_a_new_request_is_refused_witho
             await answer_to(router, ask())
         assert refusal.value.retry_after_s is not None and 1 < refusal.value.retry_after_s <= 20
         assert (len(prefill.jobs), len(decode.jobs)) == (num_jobs, 0)
-        assert router.telemetry.value("tandem_requests_refused_total", reason="queue_full") == 1
+        assert (
+            router.telemetry.value("tandem_requests_refused_total", reason="queue_full", service_class="interactive")
+            == 1
+        )
 
 
 async def test_no_request_is_refused_while_any_worker_has_room() -> None:

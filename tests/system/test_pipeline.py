@@ -322,7 +322,10 @@ async def test_bad_input_is_refused_with_what_to_change_and_reaches_no_worker(
         with pytest.raises(error, match=message):
             await answer_to(router, request_)
         assert decode.jobs == []
-        assert router.telemetry.value("tandem_requests_refused_total", reason=error.reason) == 1
+        assert (
+            router.telemetry.value("tandem_requests_refused_total", reason=error.reason, service_class="interactive")
+            == 1
+        )
 
 
 async def test_text_and_chat_prompts_are_tokenized_by_the_model() -> None:

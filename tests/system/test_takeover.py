@@ -50,7 +50,9 @@ async def test_a_delayed_call_does_not_end_the_stream_of_a_newer_one() -> None:
         for number in (1, 2, 3):
             delayed = resuming(question(), first.acceptance, expected[:1], number=number)
             assert await router.refusal(delayed) == SUPERSEDED
-        refused = router.router.telemetry.value("tandem_requests_refused_total", reason="resume_superseded")
+        refused = router.router.telemetry.value(
+            "tandem_requests_refused_total", reason="resume_superseded", service_class="interactive"
+        )
         assert refused == 3
         assert await newest.goes_on() == expected[2:]
 

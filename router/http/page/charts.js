@@ -20,22 +20,22 @@ function sparkline(values, slots = 150) {
     const [first, last] = [x(points[0][0]), x(points.at(-1)[0])];
     drawing.append(
       svg("path", { class: "area", d: `M${first},${HEIGHT} L${line} L${last},${HEIGHT} Z` }),
-      svg("path", { class: "line", d: `M${line}` }),
+      svg("path", { class: "line", d: `M${line}${points.length === 1 ? " h1" : ""}` }),
     );
   }
   return drawing;
 }
 
-// Splits values at longer gaps into lists of [index, value]. A slot or two without a value is no gap.
+// Splits values at gaps into lists of [index, value]: nothing is drawn where nothing was measured.
 function pieces(values) {
   const found = [];
   values.forEach((value, index) => {
     if (value === null) return;
     const last = found.at(-1);
-    if (last && index - last.at(-1)[0] <= 3) last.push([index, value]);
+    if (last && index - last.at(-1)[0] === 1) last.push([index, value]);
     else found.push([[index, value]]);
   });
-  return found.filter((points) => points.length > 1);
+  return found;
 }
 
 function figure(name, [value, unit], more, values) {

@@ -102,6 +102,7 @@ export function summary(model) {
     if (router.problem) faults.push(`${shortName(router.name)} does not answer`);
     else if (router.registryAge > 5) faults.push(`${shortName(router.name)} has not read the registry for ${durationText(router.registryAge)}`);
     for (const pair of router.breakers) faults.push(`hand-offs from ${shortName(pair.exporter)} to ${shortName(pair.importer)} fail`);
+    faults.push(...router.slow);
   }
   if (!model.members.some((member) => member.role === "decode" || member.role === "both")) faults.push("no worker decodes");
   if (faults.length) return [[...new Set(faults)].slice(0, 3).join("; "), true];

@@ -11,7 +11,7 @@ export class Model {
   target = null;
   events = [];
   ended = new Map(); // by router and id
-  #routers = new Map(); // by name: {position, live, numLive, latencies, samples, problem, breakers, registryAge}
+  #routers = new Map(); // by name: {position, live, numLive, latencies, samples, problem, breakers, slow, registryAge}
   #figures = new Map(); // by member: the last two readings
   #clock = null; // the asked router's time, and ours when it came
 
@@ -124,7 +124,7 @@ export class Model {
     const before = this.#routers.get(router.router);
     if (router.problem) {
       const kept = before ?? { position: null, samples: [], latencies: [] };
-      this.#routers.set(router.router, { ...kept, live: [], numLive: 0, breakers: [], problem: router.problem, registryAge: 0 });
+      this.#routers.set(router.router, { ...kept, live: [], numLive: 0, breakers: [], slow: [], problem: router.problem, registryAge: 0 });
       return;
     }
     this.#routers.set(router.router, {
@@ -134,6 +134,7 @@ export class Model {
       latencies: router.latencies,
       samples: [...(before?.samples ?? []), ...router.samples].slice(-MAX_SLOTS),
       breakers: router.breakers,
+      slow: router.slow,
       registryAge: router.registry_age_s,
       problem: "",
     });

@@ -1,0 +1,39 @@
+"""Links and workers that are much slower than the others are named, and differences that are usual are not."""
+
+from cluster.messages import LinkSpeed, MemberId
+from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
+from router.overview.slowness import slow_links, slow_workers
+
+_PREFILL = MemberId("prefill-0", "a")
+_DECODES = [MemberId(f"decode-{number}", "a") for number in range(4)]
+
+
+def _times(factor: float) -> ServiceTimes:
+    return ServiceTimes(PrefillTimes(0.01 * factor, 1e-4, 0.0, 0.0), DecodeTimes(0.01 * factor, 0.0, 0.0, 0.0))
+
+
+def _links(*bytes_per_s: float) -> dict[MemberId, list[LinkSpeed]]:
+    pairs = zip(_DECODES, bytes_per_s, strict=False)
+    return {importer: [LinkSpeed(_PREFILL, "tcp", speed, 1e-4)] for importer, speed in pairs}
+
+
+def test_a_link_that_takes_ten_times_as_long_is_named_with_both_ends_and_its_transport() -> None:
+    [slow] = slow_links(_links(1e9, 1e8, 1e9))
+    assert slow == "decode-1 reads KV from prefill-0 by tcp 9.2 times slower than usual"
+
+
+def test_twice_the_time_of_other_links_is_usual_and_two_links_are_too_few_to_compare() -> None:
+    assert not list(slow_links(_links(1e9, 5e8, 1e9)))
+    assert not list(slow_links(_links(1e9, 1e7)))
+
+
+def test_a_worker_with_half_its_core_is_named() -> None:
+    decodes = {member: _times(factor) for member, factor in zip(_DECODES, (1.0, 2.0), strict=False)}
+    [slow] = slow_workers(decodes, {_PREFILL: _times(9.0)})
+    assert slow == "decode-1 decodes 2.0 times slower than the other workers"
+
+
+def test_the_slow_prefill_worker_of_three_is_named_and_small_differences_are_not() -> None:
+    prefills = {MemberId(f"prefill-{number}", "a"): _times(factor) for number, factor in enumerate((1.0, 1.2, 12.0))}
+    [slow] = slow_workers({member: _times(1.0 + number / 10) for number, member in enumerate(_DECODES)}, prefills)
+    assert slow.startswith("prefill-2 prefills 2.")
