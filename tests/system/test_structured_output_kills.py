@@ -1,4 +1,5 @@
-"""An answer under a schema whose decode worker is killed at twenty tokens, that is moved, or whose router is killed."""
+"""An answer under a schema and a forced call of a tool: their decode worker is killed at twenty tokens, they are moved,
+and their router is killed."""
 
 import json
 import signal
@@ -20,6 +21,27 @@ _NUM_KILLS = 20
 _LAST_TOKENS = 40  # which a worker may generate before the test has found it
 _REQUEST: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 300, "json_schema": SCHEMA}
 _PROMPT = "def city():\n    return "
+_TOOL: dict[str, Any] = {
+    "name": "write_report",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "cities": {"type": "array", "items": {"enum": ["Paris", "Rome"]}, "minItems": 8, "maxItems": 12},
+            "days": {"type": "array", "items": {"type": "integer", "minimum": 100, "maximum": 999}, "minItems": 12},
+        },
+        "required": ["cities", "days"],
+        "additionalProperties": False,
+    },
+}
+_CALL: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Report."}],
+    "tools": [{"type": "function", "function": _TOOL}],
+    "tool_choice": ["write_report"],
+    "template_arguments": {"enable_thinking": False},
+    "temperature": 1.0,
+    "seed": 3,
+    "max_tokens": 600,
+}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -28,7 +50,7 @@ async def cluster(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> A
     directory: Path = tmp_path_factory.mktemp("schema")
     cluster = LocalCluster(redis_url, directory, flags=("--dtype", "float32", "--num-blocks", "256"))
     try:
-        yield await cluster.start(prefill=2, decode=2, routers=2)
+        yield await cluster.start(prefill=2, decode=2, routers=2, router_flags=("--tool-call-parser", "hermes"))
     finally:
         await cluster.stop()
 
@@ -67,6 +89,28 @@ async def test_decode_killed_at_twenty_indices_changes_no_text(cluster: LocalClu
         await _kill(cluster, await cluster.busy_decode_worker())
         result = await generation.result()
         assert result.text == text
+        assert "decode_worker_lost" in result.ledger.reasons, f"nothing was lost after {index} tokens"
+        await cluster.mend()
+
+
+async def test_decode_killed_at_twenty_indices_changes_no_part_of_a_streamed_call(
+    cluster: LocalCluster, client: AsyncClient
+) -> None:
+    """The parts of the call are compared too: which of them came before the kill, and which behind it, varies."""
+    undisturbed = await client.generate(**_CALL).result()
+    (call,) = undisturbed.choices[0].tool_calls
+    jsonschema.validate(json.loads(call.arguments), _TOOL["parameters"])
+    num_tokens = len(undisturbed.token_ids)
+    indices = {1 + turn * (num_tokens - _LAST_TOKENS) // _NUM_KILLS for turn in range(_NUM_KILLS)}
+    assert len(indices) == _NUM_KILLS, f"a call of {num_tokens} tokens is too short"
+    for index in sorted(indices):
+        generation = client.generate(**_CALL)
+        await _read(generation, index)
+        await _kill(cluster, await cluster.busy_decode_worker())
+        result = await generation.result()
+        assert result.token_ids == undisturbed.token_ids
+        (resumed,) = result.choices[0].tool_calls
+        assert (resumed.name, resumed.arguments) == (call.name, call.arguments)
         assert "decode_worker_lost" in result.ledger.reasons, f"nothing was lost after {index} tokens"
         await cluster.mend()
 

@@ -1,6 +1,7 @@
 """Use the package `anthropic` as applications do. Arguments: the URL of a router."""
 
 import asyncio
+import json
 import sys
 
 import anthropic
@@ -34,6 +35,34 @@ for choice in {"type": "any", "disable_parallel_tool_use": True}, {"type": "tool
     assert use.name == "city" and 0 <= use.input["people"] <= 999
     with client.messages.stream(**forced) as stream:
         assert use.input in [block.input for block in stream.get_final_message().content if block.type == "tool_use"]
+
+
+async def asynchronous_tools() -> None:
+    """A tool's call, the conversation that goes on after it, and two streams of such calls at once."""
+    tools = {"tools": [{"name": "city", "input_schema": CITY}]}
+    asked = GREEDY | tools | {"max_tokens": 400, "thinking": {"type": "disabled"}}
+    asked["tool_choice"] = {"type": "tool", "name": "city"}
+    async with anthropic.AsyncAnthropic(**SETTINGS) as client:
+
+        async def streamed() -> tuple[object, str]:
+            async with client.messages.stream(**asked) as stream:
+                parts = [event.partial_json async for event in stream if event.type == "input_json"]
+                message = await stream.get_final_message()
+            (use,) = [block for block in message.content if block.type == "tool_use"]
+            assert message.stop_reason == "tool_use"
+            return use.input, "".join(parts)
+
+        message = await client.messages.create(**asked)
+        (use,) = [block for block in message.content if block.type == "tool_use"]
+        for found, text in await asyncio.gather(streamed(), streamed()):
+            assert found == use.input == json.loads(text)
+        result = {"type": "tool_result", "tool_use_id": use.id, "content": "found"}
+        turns = [{"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+        told = await client.messages.create(**GREEDY | tools | {"messages": QUESTION + turns})
+        assert told.role == "assistant" and told.usage.output_tokens <= 12
+
+
+asyncio.run(asynchronous_tools())
 count = client.messages.count_tokens(model="demo_model", messages=QUESTION, system="Be brief.")
 assert count.input_tokens == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
 with pytest.raises(anthropic.BadRequestError, match="temperature"):

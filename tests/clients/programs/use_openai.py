@@ -79,6 +79,28 @@ def tools(client: openai.OpenAI) -> None:
     assert isinstance(parsed, City)
 
 
+async def asynchronous_tools(client: openai.AsyncOpenAI) -> None:
+    """A tool's call and the conversation that goes on after it; then two streams of such calls at once."""
+    asked = {"model": "demo_model", "seed": 1, "reasoning_effort": "none", "max_completion_tokens": 400}
+    tools = {"tools": [openai.pydantic_function_tool(City)]}
+    forced = tools | {"tool_choice": {"type": "function", "function": {"name": "City"}}}
+    message = (await client.chat.completions.create(messages=CHAT, **asked, **forced)).choices[0].message
+    (call,) = message.tool_calls
+    City.model_validate_json(call.function.arguments)
+
+    async def streamed() -> str:
+        async with client.chat.completions.stream(messages=CHAT, **asked, **forced) as stream:
+            events = [event async for event in stream if event.type == "tool_calls.function.arguments.delta"]
+            (found,) = (await stream.get_final_completion()).choices[0].message.tool_calls
+        assert "".join(event.arguments_delta for event in events) == found.function.arguments
+        return found.function.arguments
+
+    assert await asyncio.gather(streamed(), streamed()) == [call.function.arguments] * 2
+    result = {"role": "tool", "tool_call_id": call.id, "content": "found"}
+    told = await client.chat.completions.create(messages=[*CHAT, message, result], **asked, **tools, tool_choice="none")
+    assert told.choices[0].message.role == "assistant" and not told.choices[0].message.tool_calls
+
+
 async def asynchronous() -> str:
     async with openai.AsyncOpenAI(base_url=URL, api_key="-") as client:
         parsed = await client.chat.completions.parse(
@@ -90,6 +112,7 @@ async def asynchronous() -> str:
             response_format=City,
         )
         assert isinstance(parsed.choices[0].message.parsed, City)
+        await asynchronous_tools(client)
         stream = await client.chat.completions.create(
             model="demo_model", messages=CHAT, max_completion_tokens=12, temperature=0, stream=True
         )
