@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from cluster.observe.health import LIVENESS, READINESS
+from cluster.registry.redis_server import RIGHTS
 from cluster.settings.config import RouterConfig, WorkerConfig
 from cluster.settings.config_sources import add_flags, load_config
 
@@ -94,7 +95,11 @@ def test_every_flag_and_variable_parses_with_the_real_configuration(module: str)
         if item["spec"]["template"]["spec"]["containers"][0].get("args", ["", ""])[1] == module
     )
     config_map = next(item["data"] for item in _rendered() if item["kind"] == "ConfigMap")
-    environment = config_map | {item["name"]: item.get("value", "10.0.0.1") for item in container["env"]}
+    secret = {"tandem-redis": "redis://tandem:P@tandem-redis:6379/0"}  # as the command in kustomization.yaml makes it
+    environment = config_map | {
+        item["name"]: item["value"] if "value" in item else secret.get(_secret_of(item), "10.0.0.1")
+        for item in container["env"]
+    }
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
     add_flags(parser, _CONFIGS[module])
 
@@ -102,13 +107,32 @@ def test_every_flag_and_variable_parses_with_the_real_configuration(module: str)
 
     known = {f"TANDEM_{name.upper()}" for name in config.__dataclass_fields__}
     assert set(environment) <= known, "a variable that no setting reads"
-    assert config.redis.startswith("redis://")
+    assert config.redis == secret["tandem-redis"]
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
     files = [value for name, value in environment.items() if name.endswith("_KEY_FILE")]
     assert all(str(Path(file).parent) in mounts for file in files)
     ports = {item["containerPort"] for item in container["ports"]}
     assert {config.port, config.health_port, config.metrics_port} <= ports
     assert container_port_of_scrapes(module) == config.metrics_port
+
+
+def _secret_of(variable: dict[str, Any]) -> str:
+    """Return the name of the secret whose `url` a container's variable has; empty: it is no secret."""
+    reference = variable["valueFrom"].get("secretKeyRef", {"name": "", "key": "url"})
+    assert reference["key"] == "url"
+    return str(reference["name"])
+
+
+def test_redis_has_the_users_of_a_secret_and_members_no_more_rights_than_they_need() -> None:
+    (container,) = _deployments()["tandem-redis"]["spec"]["template"]["spec"]["containers"]
+    assert container["args"][-2:] == ["--aclfile", "/users/users.acl"]
+    for page in (
+        _KUBERNETES / "base" / "kustomization.yaml",
+        _KUBERNETES.parents[1] / "docs" / "operate" / "install.md",
+    ):
+        text = page.read_text()
+        assert f'user tandem on >$P resetchannels ~{{tandem}}:* &{{tandem}}:* {" ".join(RIGHTS)}"' in text
+        assert 'users.acl="user default off' in text
 
 
 def test_pods_have_longer_to_end_than_a_drain_takes() -> None:
