@@ -22,8 +22,7 @@ from cluster.messages import DecodeJob, Grammar, GrammarKind, MemberId, Sampling
 from cluster.protocol.hashing import nameless_chains
 from cluster.settings.engine_settings import EngineSettings
 from engine.build import Engine, build_engine
-from engine.grammar.compiled_grammars import CompiledGrammars
-from engine.grammar.step_masks import StepMasks
+from engine.grammar.compiled_grammars import CompiledGrammars, StepMasks
 from engine.scheduling.commands import AdmitLocal
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.scheduler import SequenceScheduler

@@ -1,15 +1,19 @@
-"""Dispatches a `tandem` command to its verb and turns its end into an exit status. One file per verb."""
+"""Dispatches a `tandem` command to its verb and turns its end into an exit status.
+
+A command that needs an extra of the package, which the installation lacks, ends with one line that names the extra.
+"""
 
 import argparse
 import os
+import platform
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from types import ModuleType
 from typing import NoReturn
 
-from cli.extras import missing_module, require
 from cluster.errors import ConfigError, TandemError
 from cluster.process import ExitStatus
 from cluster.settings.config_sources import refuse_unknown
@@ -115,3 +119,31 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         parsers[name] = verbs.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False)
         module.add_arguments(parsers[name])
     return parser, parsers, modules
+
+
+# An extra -> modules that its packages bring. pyproject.toml has the packages.
+_ROUTER = ("fastapi", "uvicorn", "httptools", "uvloop", "jinja2", "tokenizers", "llguidance")
+_WORKER = ("torch", "transformers", "tokenizers", "llguidance")
+_MODULES = {"router": _ROUTER, "worker": _WORKER, "local": (*_ROUTER, "torch", "transformers"), "ray": ("ray",)}
+
+
+def require(extra: str, command: str) -> None:
+    """Raise ConfigError if this machine or this installation cannot run `command`, which starts members."""
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        raise ConfigError(
+            f"`{command}` needs Linux on x86-64; this is {platform.system()} {platform.machine()}, where only "
+            "the client library and the commands that talk to a running cluster work"
+        )
+    if missing := [name for name in _MODULES[extra] if find_spec(name) is None]:
+        raise ConfigError(f"`{command}` needs {', '.join(missing)}; {_install(extra)}")
+
+
+def missing_module(error: ModuleNotFoundError) -> str:
+    """Return the line for an import that failed in a command, or an empty string if no extra brings the module."""
+    root = (error.name or "").partition(".")[0]
+    extra = next((extra for extra, names in _MODULES.items() if root in names), "")
+    return f"this command needs {root}; {_install(extra)}" if extra else ""
+
+
+def _install(extra: str) -> str:
+    return f"run: pip install 'tandem-serving[{extra}]'"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from cluster.errors import QueueFull
 from cluster.messages import MemberId
-from cluster.observe.service_rate import ServiceRate
+from cluster.service_times import ServiceRate
 
 Key = tuple[MemberId, int]  # a router and its handle
 

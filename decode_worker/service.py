@@ -26,11 +26,16 @@ from cluster.outstanding_work import PromptWork, SequenceOutlook
 from cluster.protocol import wire
 from cluster.protocol.hashing import NewChain
 from cluster.protocol.received import checked
-from decode_worker.exports import Exports, FreezeOrder
-from decode_worker.imports import Imports
+from decode_worker.handoffs import Exports, FreezeOrder, Imports
 from decode_worker.live_handles import Arrival, LiveHandles
-from decode_worker.streams import RouterStreams, failed_message, leaving_message, started_message, step_message
-from decode_worker.work_reports import WorkReports
+from decode_worker.streams import (
+    RouterStreams,
+    WorkReports,
+    failed_message,
+    leaving_message,
+    started_message,
+    step_message,
+)
 from engine.grammar.compiled_grammars import CompiledGrammars
 from engine.scheduling import commands
 from engine.scheduling.limits import SchedulerLimits

@@ -3,15 +3,18 @@
 This module owns the messages that wait to be sent. A stream outlives a broken connection by the grace time, so that a
 router which reconnects finds its sequences running; it detects lost tokens by their indices. The messages of a stream
 are bounded: the stream of a router that does not read is dropped.
+
+`WorkReports` sends every router the work of the other routers at this worker (cluster/outstanding_work.py).
 """
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 
 from cluster.errors import HandOffFailed, TandemError
 from cluster.messages import MemberId
-from cluster.protocol import wire
+from cluster.outstanding_work import OutstandingWork
+from cluster.protocol import report_wire, wire
 from decode_worker.live_handles import Arrival
 from engine.scheduling.commands import SequenceToken, Started
 from tandem.enum_words import FINISH_REASONS
@@ -221,3 +224,46 @@ def failed_message(handles: Sequence[int], error: TandemError) -> worker_pb2.Wor
 
 def _size(message: worker_pb2.WorkerMessage) -> int:
     return _MESSAGE_BYTES + message.ByteSize()
+
+
+MIN_INTERVAL_S = 0.05
+_MOST_SHARE = 0.01  # of the event loop's time
+
+
+class WorkReports:
+    """Belongs to the event loop. `outstanding`: the account from which reports are made."""
+
+    def __init__(self, streams: RouterStreams) -> None:
+        self.outstanding = OutstandingWork(self._on_change)
+        self._streams = streams
+        self._due: set[MemberId] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._next_s = float("-inf")  # when the next report after a change may be sent
+
+    def send_to(self, routers: Iterable[MemberId]) -> None:
+        """Send a report to each of these routers now."""
+        reports = self.outstanding.reports(routers, asyncio.get_running_loop().time())
+        for router, work in reports.items():
+            self._due.discard(router)
+            self._streams.send_latest(router, worker_pb2.WorkerMessage(others=report_wire.others_work_to_wire(work)))
+
+    def send_to_all(self) -> None:
+        """Send a report to every connected router now."""
+        self.send_to(self._streams.connected())
+
+    def close(self) -> None:
+        """Send nothing more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _on_change(self, changed: MemberId) -> None:
+        self._due.update(router for router in self._streams.connected() if router != changed)
+        if self._due and self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(max(loop.time(), self._next_s), self._send_due)
+
+    def _send_due(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer, began_s = None, loop.time()
+        self.send_to(tuple(self._due))
+        self._next_s = began_s + max(MIN_INTERVAL_S, (loop.time() - began_s) / _MOST_SHARE)

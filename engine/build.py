@@ -16,7 +16,7 @@ from engine.cpu.compiled_forward import compiled_forward
 from engine.cuda.fused_forward import FusedForward, fused_decoder
 from engine.cuda.graph_forward import CudaCapture, captured
 from engine.decoders.traced_calls import NotCompiled
-from engine.deterministic.build import make_deterministic
+from engine.deterministic import make_deterministic
 from engine.kv import capacity
 from engine.kv.pool import KvPool, allocate_pool
 from engine.model.gpu_share import measure

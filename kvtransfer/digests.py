@@ -48,8 +48,7 @@ import torch
 
 from cluster.compiled_library import NotCompiled
 from kvtransfer.compiled_digests import CompiledDigests, DigestForm
-from kvtransfer.device import side_stream
-from kvtransfer.memory import PoolMemory
+from kvtransfer.memory import PoolMemory, side_stream
 
 _LOG = logging.getLogger(__name__)
 FOLDED_SUMS = "folded-sums"  # the name of this definition, as the two sides of a hand-off exchange it

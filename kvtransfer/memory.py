@@ -4,17 +4,48 @@ rows of an array in host memory.
 It never sees layers, sequences or which sequence uses a block. The rows are the pool itself on a CPU, a pinned copy on
 a GPU. A copy from or to a GPU waits for the GPU, so it is called on the transports' own threads; on the event loop only
 for pools in host memory.
+
+A transfer never waits for a step of the engine, and no step waits for a transfer (`side_stream`).
 """
 
+import contextlib
+import ctypes
+import mmap
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtransfer.device import side_stream
+
+@contextmanager
+def side_stream(work: str, device: torch.device) -> Iterator[torch.cuda.Stream]:
+    """Make a stream for this kind of work current, for threads that do the same `work` one after the other.
+
+    The caller waits for the stream before it leaves the block if other threads or streams use the result."""
+    stream = _stream(work, device)
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        yield stream
+
+
+@lru_cache(maxsize=64)
+def _stream(work: str, device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def use_device(index: int) -> None:
+    """Make the device's primary context current on this thread. It waits for no step of the engine.
+
+    CUDA's runtime does this for every thread that calls it; UCX and other libraries that call the driver themselves
+    fail on a thread without a context. Raises RuntimeError."""
+    torch.cuda.set_device(index)
+    torch.cuda.Stream(index).synchronize()  # type: ignore[no-untyped-call]  # set_device alone may not call the runtime
+
 
 # Copying this much takes less time than waking another thread and being woken by it.
 SHORT_BYTES = 1 << 20
@@ -157,3 +188,39 @@ class HostMemory:
 
     def _on_device(self, block_ids: Sequence[int]) -> torch.Tensor:
         return torch.tensor(block_ids, dtype=torch.int64, device=self._raw.device)  # an empty list has no dtype
+
+
+_MADV_POPULATE_WRITE = 23  # madvise(2), since Linux 5.14
+_PIECE_BYTES = 1 << 20  # other threads that map memory wait for a piece
+
+
+class PopulatedPages:
+    """Call it on the event loop. A pool on a GPU has nothing to populate."""
+
+    def __init__(self, memory: PoolMemory) -> None:
+        self._block_bytes = memory.block_bytes
+        self._address = 0 if memory.raw.is_cuda else memory.raw.data_ptr()
+        self._lacking = set(() if memory.raw.is_cuda else range(memory.num_blocks))
+        self._thread = ThreadPoolExecutor(1, "kv-pages")
+        self._madvise = ctypes.CDLL(None, use_errno=True).madvise
+        self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+    def populate_soon(self, block_ids: Sequence[int]) -> None:
+        """Populate the pages of blocks that are about to be written, each block once, on a thread of its own."""
+        lacking = [block_id for block_id in block_ids if block_id in self._lacking]
+        if lacking:
+            self._lacking.difference_update(lacking)
+            with contextlib.suppress(RuntimeError, MemoryError):  # no thread: the first write allocates
+                self._thread.submit(self._populate, lacking)
+
+    def close(self) -> None:
+        """Wait until the system has been asked for the last time."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _populate(self, block_ids: Sequence[int]) -> None:
+        for first, _, length in runs(block_ids, block_ids):
+            start = self._address + first * self._block_bytes
+            end = start + length * self._block_bytes
+            for piece in range(start - start % mmap.PAGESIZE, end, _PIECE_BYTES):
+                # An error is no failure: an older kernel does not know the request, and the first write allocates.
+                self._madvise(piece, min(_PIECE_BYTES, end - piece), _MADV_POPULATE_WRITE)

@@ -16,12 +16,12 @@ from cluster import holders
 from cluster.auth.keys import ClusterKeys
 from cluster.errors import Draining, HandOffReason, InvalidRequest, QueueFull, Unhealthy
 from cluster.messages import PrefillJob
-from cluster.observe.service_rate import ServiceRate
 from cluster.observe.telemetry import Telemetry
 from cluster.outstanding_work import OutstandingWork, PromptWork
 from cluster.protocol import tickets, wire
 from cluster.protocol.hashing import hash_prompt
 from cluster.protocol.received import checked
+from cluster.service_times import ServiceRate
 from engine.grammar.compiled_grammars import CompiledGrammars
 from engine.scheduling import commands
 from engine.scheduling.commands import Release

@@ -17,13 +17,12 @@ from cluster.auth.key_file import cluster_keys
 from cluster.auth.member_channel import open_member_channel
 from cluster.clock import MonotonicClock
 from cluster.errors import DrainIncomplete
-from cluster.identity import advertised_host, new_member_id, scraped_host
 from cluster.member import DrainOutcome, Member, MemberState
 from cluster.messages import Role
 from cluster.observe.logs import configure_logs, set_log_level
 from cluster.observe.telemetry import Telemetry
 from cluster.process import lasting
-from cluster.registry.registration import Registration
+from cluster.registry.registration import Registration, advertised_host, new_member_id, scraped_host
 from cluster.registry.registry import Registry
 from cluster.registry.scale_registry import ScaleTargets
 from cluster.request_size import LengthLimits
@@ -42,8 +41,7 @@ from router.grammars.checker import grammar_checker
 from router.grpc_api.service import AdminService, InferenceService, WriteTimeout
 from router.http.endpoints.page import add_page
 from router.http.openai_api import build_app
-from router.overview.effect_gauges import publish_effect
-from router.overview.overview import Overview, Watched
+from router.overview.overview import Overview, Watched, publish_effect
 from router.pipeline.migration import Migrations
 from router.pipeline.pipeline import Pipeline, PipelineSettings
 from router.policies.breakers import BreakerPolicy

@@ -21,7 +21,7 @@ from cluster.service_times import ServiceTimes, StepLimit
 from cluster.settings.config import WorkerConfig
 from decode_worker.service import DecodeService
 from engine.build import Engine, build_engine
-from engine.grammar.step_masks import StepMasks
+from engine.grammar.compiled_grammars import StepMasks, worker_grammars
 from engine.kv.host_blocks import HostBlocks, allocate_host_blocks, with_swaps
 from engine.scheduling import commands
 from engine.scheduling.batching.block_tables import PreemptionCost
@@ -37,18 +37,15 @@ from engine.steps.step_loop import StepLoop, StepTime
 from engine.steps.step_profile import StepProfiler
 from engine.timing.service_time_fit import ServiceTimeFit, TimedStep, step_work
 from engine.timing.steps_at_load import fixed_rows, time_steps
-from kvtransfer.importer.link_check import Destination
+from kvtransfer.link_check import Destination
 from kvtransfer.wire.wire_format import WireDtype
 from tandem.internal.v1 import worker_pb2_grpc
-from worker.canary import CanaryGeneration
-from worker.grammars import worker_grammars
-from worker.heartbeats import Heartbeats
+from worker.health import CanaryGeneration
 from worker.life import WorkerLife
-from worker.metrics import WorkerMetrics
 from worker.prefill_part import PrefillPart
 from worker.service import WorkerService
 from worker.transfer import WorkerTransfer
-from worker.watch import canary_timeout_s, watch_over
+from worker.watch import Heartbeats, WorkerMetrics, canary_timeout_s, watch_over
 
 _LOG = logging.getLogger("tandem.worker")
 

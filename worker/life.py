@@ -3,37 +3,40 @@ roles.
 
 This module owns the worker's name, key, address, registration and server, and the order of these steps. The role
 decides what the server serves and how it drains.
+
+`StartPhases` measures where the time of a start goes, from the creation of the process.
 """
 
 import asyncio
 import logging
+import os
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from cluster.accounts.audit import Audit
-from cluster.accounts.gate import Gate
 from cluster.accounts.key_store import configured_key
+from cluster.accounts.keys import Gate
 from cluster.auth.gate import MemberGate
 from cluster.auth.key_file import cluster_keys
 from cluster.auth.member_channel import open_member_channel
-from cluster.clock import MonotonicClock
+from cluster.clock import Clock, MonotonicClock
 from cluster.errors import DrainIncomplete, Draining, InternalError, Unavailable, Unhealthy
-from cluster.identity import advertised_host, new_member_id, scraped_host
 from cluster.member import Capacity, DrainOutcome, Member, MemberState
 from cluster.messages import LayoutFingerprint, Role
 from cluster.observe.health import HealthPort
 from cluster.observe.logs import configure_logs, set_log_level
 from cluster.observe.metrics_port import MetricsPort
 from cluster.observe.stand_still import StuckLimits
-from cluster.observe.start_phases import StartPhases, process_age_s
 from cluster.observe.telemetry import Telemetry
 from cluster.process import lasting
 from cluster.protocol.hashing import keyed_chains, nameless_chains
-from cluster.registry.registration import Registration
+from cluster.registry.registration import Registration, advertised_host, new_member_id, scraped_host
 from cluster.registry.registry import Registry
 from cluster.serving.serving import GrpcServer, join_address
 from cluster.serving.tls import load_tls
@@ -293,3 +296,32 @@ async def _until(work: asyncio.Future[Any], breaks: Ends) -> None:
         for end in done:
             end.result()
     work.result()
+
+
+class StartPhases:
+    """The seconds of each phase. A phase begins where the one before it has ended, so the phases add up to the whole
+    start. Several threads may use it one after the other."""
+
+    def __init__(self, clock: Clock, age_s: float) -> None:
+        """`age_s`: how long the process has existed."""
+        self._clock = clock
+        self._last_s = clock.now_s() - age_s
+        self._seconds: dict[str, float] = {}
+
+    def end(self, phase: str) -> None:
+        """End a phase. A phase that comes several times has the sum."""
+        now_s = self._clock.now_s()
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + now_s - self._last_s
+        self._last_s = now_s
+
+    def fields(self) -> dict[str, float]:
+        """Return the phases as fields of a log record, in their order, and their sum."""
+        named = {f"{phase}_s": round(seconds, 3) for phase, seconds in self._seconds.items()}
+        return named | {"total_s": round(sum(self._seconds.values()), 3)}
+
+
+def process_age_s() -> float:
+    """Return for how long this process has existed, to a hundredth of a second."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    began_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # starttime of proc_pid_stat(5), since boot
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began_s)

@@ -12,11 +12,10 @@ from cluster.settings.config import WorkerConfig
 from kvtransfer.counters import TransferCounters
 from kvtransfer.digests import VerifyMode
 from kvtransfer.exporter.exporter import Exporter
-from kvtransfer.exporter.link_check_access import LinkCheckAccess
 from kvtransfer.exporter.service import KvTransferServicer, LeaseCachedPrefix, PrefixLeases
 from kvtransfer.importer.importer import Importer
-from kvtransfer.importer.link_check import Destination, LinkCheck, LinkCheckContext
 from kvtransfer.importer.links import LinkTable
+from kvtransfer.link_check import Destination, LinkCheck, LinkCheckAccess, LinkCheckContext
 from kvtransfer.memory import PoolMemory
 from kvtransfer.transports.available import available_transports
 from kvtransfer.transports.base import TransportSetup

@@ -23,13 +23,12 @@ from typing import Any
 from cluster.accounts.audit import Audit
 from cluster.auth.gate import MemberGate
 from cluster.auth.key_file import cluster_keys
-from cluster.identity import advertised_host, new_member_id
 from cluster.member import Capacity, Member, MemberState
 from cluster.messages import FinishReason, LayoutFingerprint, Role
 from cluster.observe.telemetry import Telemetry
 from cluster.process import announce_ready, exit_process, run_process, stop_requested
 from cluster.protocol import wire
-from cluster.registry.registration import Registration
+from cluster.registry.registration import Registration, advertised_host, new_member_id
 from cluster.registry.registry import Registry
 from cluster.serving.serving import GrpcServer, join_address
 from cluster.serving.tls import load_tls

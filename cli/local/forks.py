@@ -14,9 +14,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from cli.local.child import MAX_LINE_BYTES, ChildProcess, ChildSpec, environment_of, executed
+from cli.local.child import MAX_LINE_BYTES, ChildProcess, ChildSpec, ForkedProcess, Pipe, environment_of, executed
 from cli.local.fork_server import MESSAGE_BYTES, PID_BYTES, ROOM
-from cli.local.forked_process import ForkedProcess, Pipe
 from cluster.process import die_with_parent
 
 _LIBC = ctypes.CDLL(None, use_errno=True)

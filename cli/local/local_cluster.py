@@ -12,9 +12,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cli.local.forks import Forks
 from cli.local.layout import Layout, Pools, Ports, new_suffix, pool_plan, thread_environment, worker_slots
-from cli.local.pool_follower import PoolFollower
+from cli.local.pool_follower import PoolFollower, Workers
 from cli.local.supervisor import Supervisor
-from cli.local.workers import Workers
 from cluster.errors import RegistryUnavailable, Unavailable
 from cluster.messages import Role
 from cluster.registry.redis_server import RedisServer

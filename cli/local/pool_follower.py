@@ -7,15 +7,44 @@ still includes it.
 import asyncio
 import os
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
+from typing import Protocol
 
+from cli.local.child import ChildSpec
 from cli.local.layout import Layout, Pools, Slot, pool_plan, worker_slots
-from cli.local.workers import Workers
 from cluster.errors import RegistryUnavailable
 from cluster.registry.registry import Registry
 from cluster.registry.scale_registry import Following
 from cluster.registry.scale_target import ScaleTarget
+
+
+class Workers(Protocol):
+    """The methods of `Supervisor` by which workers are started, scaled and stopped; its docstrings say what they do."""
+
+    def start(self, specs: Sequence[ChildSpec]) -> None: ...
+
+    def add(self, spec: ChildSpec) -> None: ...
+
+    def retire(self, name: str, grace_s: float) -> None: ...
+
+    def staying(self) -> dict[str, bool]: ...
+
+    def leaving(self) -> list[str]: ...
+
+    def problems(self) -> list[str]: ...
+
+    def pids(self) -> dict[str, int]: ...
+
+    async def changed(self) -> None: ...
+
+    async def ready(self, name: str) -> dict[str, str]: ...
+
+    async def failed(self) -> None: ...
+
+    async def stop(self, names: Sequence[str], grace_s: float) -> None: ...
+
+    async def close(self) -> None: ...
 
 
 class PoolFollower:

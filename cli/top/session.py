@@ -1,18 +1,24 @@
-"""One run of `tandem top`: the screen, its keys, and the thread that asks the cluster."""
+"""One run of `tandem top`: the screen, its keys, and the thread that asks the routers of the cluster."""
 
+import argparse
 import json
 import os
+import select
 import sys
+import termios
 import textwrap
 import threading
-from collections.abc import Callable
+import tty
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from cli.top.cluster import Cluster
+from cli import connection
+from cli.local.last_cluster import find_address
 from cli.top.screen import (
     MEMBER_ORDERS,
     REQUEST_ORDERS,
@@ -24,14 +30,67 @@ from cli.top.screen import (
     printable,
     requests_shown,
 )
-from cli.top.terminal import next_keys, raw_keys
 from cli.top.watch import Watch, full_name
 from cli.verbs.observation.explain import explained_text
 from tandem.errors import TandemError
 from tandem.plain_objects import plain_object
+from tandem.routers import addresses, is_reachable
 from tandem.v1 import admin_pb2
 
 _ONCE_SIZE = (100, 40)
+_TIMEOUT_S = 10.0
+
+
+class Cluster:
+    """The routers of the cluster: the given ones, and those that answers name."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self._given = addresses(find_address(arguments.address))
+        self._known = self._given
+        self._by_member: dict[str, str] = {}
+
+    def overview(self, seen: dict[str, admin_pb2.OverviewPosition]) -> admin_pb2.OverviewResponse:
+        """Ask the first router that can be reached. Raises the client library's errors."""
+        request = admin_pb2.OverviewRequest(seen=seen)
+        answer: admin_pb2.OverviewResponse = self._first(
+            lambda admin, metadata: admin.Overview(request, timeout=_TIMEOUT_S, metadata=metadata)
+        )
+        found = [member for member in answer.members if member.role == admin_pb2.MEMBER_ROLE_ROUTER]
+        self._by_member = {full_name(member): member.address for member in found}
+        if self._arguments.discover:
+            others = (member.address for member in found if is_reachable(member.address, self._given[0]))
+            self._known = tuple(dict.fromkeys([*self._given, *others]))
+        return answer
+
+    def explain(self, router: str, request_id: str) -> admin_pb2.ExplainResponse:
+        request = admin_pb2.ExplainRequest(request=request_id)
+        address = self._by_member.get(router, self._known[0])
+        found: admin_pb2.ExplainResponse = connection.ask_one(
+            self._arguments,
+            address,
+            lambda admin, metadata: admin.Explain(request, timeout=_TIMEOUT_S, metadata=metadata),
+        )
+        return found
+
+    def drain(self, member: str) -> admin_pb2.DrainResponse:
+        request = admin_pb2.DrainRequest(member_id=member)
+        answer: admin_pb2.DrainResponse = self._first(
+            lambda admin, metadata: admin.Drain(request, timeout=_TIMEOUT_S, metadata=metadata)
+        )
+        return answer
+
+    def _first(self, call: connection.Call[connection.Answer]) -> connection.Answer:
+        failure: TandemError | None = None
+        for address in self._known:
+            try:
+                return connection.ask_one(self._arguments, address, call)
+            except TandemError as error:
+                if not error.is_lost:
+                    raise
+                failure = error
+        assert failure is not None
+        raise failure
 
 
 def print_once(answer: admin_pb2.OverviewResponse, *, as_json: bool) -> None:
@@ -178,3 +237,40 @@ def _wrapped(line: str, width: int) -> list[str]:
     """Return the line in parts that fit. A row of a table is cut instead."""
     is_row = "  " in line.strip()
     return [line[:width]] if is_row else textwrap.wrap(line, width) or [""]
+
+
+_NAMES = {b"\x1b[A": "up", b"\x1b[B": "down", b"\x1bOA": "up", b"\x1bOB": "down", b"\t": "tab", b"\x1b": "escape"}
+_MAX_BYTES = 64
+
+
+@contextmanager
+def raw_keys(descriptor: int) -> Iterator[None]:
+    """Deliver each key at once and show none of them, until the block is left. Ctrl-C still interrupts."""
+    before = termios.tcgetattr(descriptor)
+    try:
+        tty.setcbreak(descriptor)
+        yield
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def next_keys(descriptor: int, wake: int, timeout_s: float) -> list[str]:
+    """Wait for keys, for a byte at `wake`, or for `timeout_s`. Return the names of the keys: up, down, tab, escape, or
+    the character. An empty string is the end of the input."""
+    readable, _, _ = select.select([descriptor, wake], [], [], timeout_s)
+    if wake in readable:
+        os.read(wake, _MAX_BYTES)
+    if descriptor not in readable:
+        return []
+    read = os.read(descriptor, _MAX_BYTES)
+    return _named(read) if read else [""]
+
+
+def _named(read: bytes) -> list[str]:
+    keys = []
+    while read:
+        known = next((code for code in _NAMES if read.startswith(code)), None)
+        size = len(known) if known is not None else 1
+        keys.append(_NAMES[known] if known is not None else read[:1].decode("latin-1"))
+        read = read[size:]
+    return keys

@@ -15,8 +15,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Protocol
 
-from cluster.accounts.gate import Gate
-from cluster.accounts.keys import KeySet, is_signed_now
+from cluster.accounts.keys import Gate, KeySet, is_signed_now
 from cluster.auth.keys import ClusterKeys
 from cluster.errors import ConfigError, RegistryUnavailable, TandemError, Unavailable
 from cluster.registry.registry import Registry

@@ -3,6 +3,10 @@
 A key is 256 random bits that its owner is shown once; the record has only its SHA-256. All records of a cluster are one
 document with a version number, signed by the cluster. So a store can neither forge a record, nor give a router an older
 document than the router has, nor bring a revoked record back.
+
+`Gate` has the present set of keys and decides by the key that a caller shows whether a call is allowed. A router
+without any key, and one with an admin key alone, lets every caller generate; otherwise every call but a health check
+needs a key.
 """
 
 import hashlib
@@ -15,7 +19,7 @@ from enum import StrEnum
 from typing import Any
 
 from cluster.auth.keys import KEY_ID_BYTES, ClusterKeys, Purpose
-from cluster.errors import ConfigError, InvalidRequest, NotFound
+from cluster.errors import ConfigError, InvalidRequest, NotFound, PermissionDenied, Unauthenticated
 
 MAX_KEYS = 4096
 MAX_NAME_CHARACTERS = 64
@@ -196,3 +200,66 @@ def _from_json(item: Mapping[str, Any]) -> KeyRecord:
         max_priority=item["max_priority"],
     )
     return KeyRecord(str(item["id"]), bytes.fromhex(item["digest"]).hex(), caller)
+
+
+_BEARER = "Bearer "
+OPERATOR_KEY, CLIENT_KEY, SCRAPE_KEY = "admin-key", "api-key", "metrics-key"  # ids of the keys of flags
+_OPEN = Caller(access=ALL_ACCESS)
+_CLIENTS_OPEN = Caller(access=frozenset({Access.INFERENCE, Access.METRICS}))
+_CLOSED = Caller()
+
+
+class Gate:
+    def __init__(
+        self, *, api_key: str = "", admin_key: str = "", metrics_key: str = "", has_records: bool = False
+    ) -> None:
+        """`api_key`: allows inference. `admin_key`: allows everything. `metrics_key`: allows metrics, which then need
+        a key. `has_records`: keys are also recorded in a store, whose set is given to `replace`; until then no recorded
+        key is valid."""
+        self._metrics_need_key = bool(metrics_key)
+        self.asks_for_keys = bool(api_key) or has_records
+        self._anonymous = _CLOSED if self.asks_for_keys else _CLIENTS_OPEN if admin_key else _OPEN
+        self._configured = {
+            key_digest(key): Caller(key_id=name, access=access)
+            for key, name, access in (
+                (api_key, CLIENT_KEY, frozenset({Access.INFERENCE})),
+                (admin_key, OPERATOR_KEY, ALL_ACCESS),
+                (metrics_key, SCRAPE_KEY, frozenset({Access.METRICS})),
+            )
+            if key
+        }
+        self._callers = self._configured
+        self.keys = KeySet()
+
+    def replace(self, keys: KeySet) -> bool:
+        """Use this set from now on, unless it is older than the present one. Return whether it is used."""
+        if keys.version < self.keys.version:
+            return False
+        self.keys = keys
+        recorded = {bytes.fromhex(record.digest): record.caller for record in keys.records}
+        self._callers = recorded | self._configured
+        return True
+
+    def caller(self, authorization: str) -> Caller:
+        """Return the caller that shows this `Authorization` header. A key that is not known is like none."""
+        # Found by its digest: the time of the look-up says nothing about a key.
+        key = authorization.removeprefix(_BEARER) if authorization.startswith(_BEARER) else ""
+        return self._callers.get(key_digest(key), self._anonymous) if key else self._anonymous
+
+    def admit(self, authorization: str, access: Access | None) -> Caller:
+        """Return the caller if it may make a call that needs `access`; None: any key will do.
+
+        Raises Unauthenticated, PermissionDenied.
+        """
+        caller = self.caller(authorization)
+        is_missing = access is Access.METRICS and self._metrics_need_key and not caller.key_id
+        if caller.access and not is_missing and (access is None or caller.may(access)):
+            return caller
+        if not caller.key_id:
+            which = "an API key of this router"
+            if access in (Access.ADMIN, Access.METRICS):
+                which = f"an API key that allows {access}"
+            raise Unauthenticated(f"send {which} as `authorization: Bearer KEY`")
+        raise PermissionDenied(
+            f"the API key {caller.key_id} does not allow {access}; it allows {', '.join(sorted(caller.access))}"
+        )

@@ -9,8 +9,7 @@ import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from cluster.accounts.gate import Gate
-from cluster.accounts.keys import Access
+from cluster.accounts.keys import Access, Gate
 from cluster.errors import ConfigError, PermissionDenied, Unauthenticated, http_status
 from cluster.observe.telemetry import CONTENT_TYPE, Telemetry
 

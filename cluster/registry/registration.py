@@ -1,18 +1,21 @@
-"""One process's own registration, from its start to its end.
+"""The registration of one process, from its start to its end, and its identity: member id and advertised address.
 
-Owns the member's state and the loop that renews the registration. The process must end when `keep` raises Fenced: a
-newer incarnation has registered under its id.
+Owns the state of the member and the loop that renews the registration. The process must end when `keep` raises Fenced:
+a newer incarnation has registered under its id.
 """
 
 import asyncio
 import logging
+import secrets
+import socket
 from contextlib import suppress
 from dataclasses import replace
 
 from cluster.errors import ConfigError, Fenced, RegistryUnavailable
 from cluster.member import Member, MemberState, fingerprint_difference
-from cluster.messages import Role
+from cluster.messages import MemberId, Role
 from cluster.registry.registry import Registry, jittered
+from cluster.settings.config import ClusterSettings
 
 _LOG = logging.getLogger("tandem.registration")
 
@@ -128,3 +131,25 @@ def refuse_unequal(member: Member, others: tuple[Member, ...]) -> None:
                 f"this worker supports protocol {member.protocol_oldest} to {member.protocol_newest}; {other.role} "
                 f"worker {other.id} supports {other.protocol_oldest} to {other.protocol_newest}"
             )
+
+
+_ANY_ADDRESS = ("0.0.0.0", "::", "")
+
+
+def new_member_id(settings: ClusterSettings, role: Role) -> MemberId:
+    """A new incarnation of the configured member id, or of a random one."""
+    return MemberId(settings.member_id or f"{role}-{secrets.token_hex(3)}", secrets.token_hex(8))
+
+
+def advertised_host(settings: ClusterSettings) -> str:
+    """The address at which other members reach this process: as configured, else the bound address, else the host's."""
+    if settings.advertise_host:
+        return settings.advertise_host
+    if settings.host not in _ANY_ADDRESS:
+        return settings.host
+    return socket.gethostbyname(socket.gethostname())
+
+
+def scraped_host(settings: ClusterSettings, advertised: str) -> str:
+    """The address at which metrics are read: that of the process, or this machine's own where no other may."""
+    return advertised if settings.metrics_host == settings.host else settings.metrics_host

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.cpu.library import load_library
-from engine.grammar.masked_rows import MaskedRows
-from engine.sampling.adjustment import AdjustedRows
+from engine.sampling.adjustment import AdjustedRows, MaskedRows
 from engine.scheduling.step import Sample
 from engine.steps.sampler import noise_key
 

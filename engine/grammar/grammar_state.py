@@ -11,7 +11,7 @@ from cluster.messages import Grammar
 
 
 class GrammarState:
-    """One sequence owns it. `matcher` and `masks` belong to engine/grammar/step_masks.py."""
+    """One sequence owns it. `matcher` and `masks` belong to engine/grammar/compiled_grammars.py."""
 
     __slots__ = ("_num_prompt", "_token_ids", "grammar", "masks", "matcher", "refusal")
 

@@ -22,9 +22,9 @@ from cluster.errors import (
     TandemError,
 )
 from cluster.messages import MAX_PREFILL_CHUNKS, PrefillJob, SampledToken
-from cluster.observe.service_rate import ServiceRate
 from cluster.protocol.hashing import NATIVE, NewChain
 from cluster.request_size import sealed_blocks, tail_length
+from cluster.service_times import ServiceRate
 from engine.kv.block_pool import BlockPool
 from engine.scheduling.batching.batch import Batch
 from engine.scheduling.batching.block_tables import BlockTables

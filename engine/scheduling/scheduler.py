@@ -18,7 +18,14 @@ from engine.kv.block_pool import BlockPool
 from engine.scheduling.admission import SequenceAdmission
 from engine.scheduling.batching.batch import Batch
 from engine.scheduling.batching.block_tables import BlockTables, PreemptionCost, SwapSpace
-from engine.scheduling.batching.chunks import chunk_of, finish_reason_of, reaches_last_known, until_finished
+from engine.scheduling.batching.chunks import (
+    NewDrafter,
+    Speculation,
+    chunk_of,
+    finish_reason_of,
+    reaches_last_known,
+    until_finished,
+)
 from engine.scheduling.batching.queues import Reservations
 from engine.scheduling.batching.sequences import (
     Group,
@@ -51,7 +58,6 @@ from engine.scheduling.length_prediction import LengthPredictor
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policies import FirstCome, Policy
 from engine.scheduling.prefix_access import PrefixAccess
-from engine.scheduling.speculation import NewDrafter, Speculation
 from engine.scheduling.step import UNKNOWN_TOKEN, Chunk, ChunkBudget, DrawnToken, PromptTime, StepPlan, StepResult
 from engine.scheduling.steps_in_flight import PlannedStep, StepsInFlight, started_events
 

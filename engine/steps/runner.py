@@ -7,7 +7,7 @@ import torch
 
 from cluster.errors import GrammarRejected
 from engine.batch import pack
-from engine.grammar.step_masks import NO_MASKS, PendingMasks, StepMasks
+from engine.grammar.compiled_grammars import NO_MASKS, PendingMasks, StepMasks
 from engine.kv.pool import KvPool
 from engine.scheduling.step import Chunk, DrawnToken, StepPlan, StepResult
 from engine.staging import to_device

@@ -20,8 +20,7 @@ from typing import Protocol
 import torch
 
 from cluster.messages import Sampling, TokenLogprobs
-from engine.grammar.masked_rows import MaskedRows, masked_rows
-from engine.sampling.adjustment import AdjustedRows, adjusted_rows
+from engine.sampling.adjustment import AdjustedRows, MaskedRows, adjusted_rows, masked_rows
 from engine.scheduling.step import DrawnToken, Sample, StepPlan
 from engine.staging import to_device, to_host
 

@@ -18,8 +18,8 @@ from cluster.protocol import tickets, wire
 from cluster.protocol.hashing import split_hashes
 from cluster.protocol.received import checked
 from kvtransfer.exporter.exporter import Exporter
-from kvtransfer.exporter.link_check_access import LinkCheckAccess
 from kvtransfer.exporter.ticket_driver import IncomingCall
+from kvtransfer.link_check import LinkCheckAccess
 from kvtransfer.wire.handoff_wire import IMPORTER_METADATA, renew_or_settle_from_wire
 from tandem.internal.v1 import kv_pb2, kv_pb2_grpc
 

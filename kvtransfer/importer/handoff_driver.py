@@ -23,8 +23,7 @@ from kvtransfer.digests import VerifyMode, unverified_places
 from kvtransfer.importer.calls import CallPool
 from kvtransfer.importer.links import LinkTable
 from kvtransfer.importer.reads import BlockReader, TransportChoice
-from kvtransfer.memory import BlockSource, Reservation
-from kvtransfer.populated_pages import PopulatedPages
+from kvtransfer.memory import BlockSource, PopulatedPages, Reservation
 from kvtransfer.protocol import import_machine as machine
 from kvtransfer.protocol import import_state as events
 from kvtransfer.protocol.handoff import (

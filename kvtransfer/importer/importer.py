@@ -29,7 +29,7 @@ from kvtransfer.importer.handoff_driver import HandOffContext, HandOffDriver
 from kvtransfer.importer.handoff_driver import ImportedBlocks as ImportedBlocks
 from kvtransfer.importer.links import LinkTable
 from kvtransfer.memory import BlockSource as BlockSource
-from kvtransfer.populated_pages import PopulatedPages
+from kvtransfer.memory import PopulatedPages
 from kvtransfer.protocol.handoff import FirstToken as FirstToken
 from kvtransfer.protocol.import_machine import HandOffPlan
 from kvtransfer.transports.base import ImporterTransport

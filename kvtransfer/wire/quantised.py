@@ -25,8 +25,7 @@ import torch
 
 from cluster.errors import ConfigError
 from cluster.shared_memory import allocate_sealed
-from kvtransfer.device import side_stream
-from kvtransfer.memory import PoolMemory, runs
+from kvtransfer.memory import PoolMemory, runs, side_stream
 from kvtransfer.wire.codecs import Codec
 
 KEY_GROUP = 16  # tokens of one channel

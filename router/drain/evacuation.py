@@ -15,7 +15,7 @@ from router.fleet.decode_events import MoveOutcome
 from router.fleet.fleet import Fleet
 from router.fleet.peer import MAX_CONCURRENT_MOVES, Peer
 from router.pipeline.migration import MOVE_TIMEOUT_S, Migrations
-from router.policies.sequence_progress import SequenceProgress, sequences_to_move
+from router.policies.work_ahead import SequenceProgress, sequences_to_move
 from router.running import branches
 
 _LOG = logging.getLogger("tandem.router.evacuation")

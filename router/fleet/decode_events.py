@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from cluster.messages import MemberId, SampledToken, TokenLogprobs
 from cluster.protocol import wire
-from router.policies.sequence_progress import SequenceProgress
+from router.policies.work_ahead import SequenceProgress
 from router.request.account import HandOff
 from tandem.internal.v1 import worker_pb2
 

@@ -20,14 +20,13 @@ from cluster.observe.telemetry import Telemetry
 from cluster.registry.scale_target import ScaleTarget
 from cluster.service_times import StepLimit
 from cluster.settings.engine_settings import PRIORITY_POLICY
-from router.change_signal import ChangeSignal
 from router.fleet.membership import DeregisteredWorkers
 from router.fleet.peer import Peer
 from router.fleet.supervision import Supervisors, WorkerTimeouts
 from router.fleet.worker_stream import RouterSide
 from router.policies.candidates import WorkerLoad
 from router.policies.work_ahead import DEFAULT_MAX_CHUNK, WorkAhead
-from router.running import running
+from router.running import ChangeSignal, running
 
 _LOG = logging.getLogger("tandem.router.fleet")
 

@@ -1,7 +1,7 @@
 """The interceptor that asks the gate about every call over gRPC, and writes operators' calls to the audit log.
 
 Health checks are open. Reflection needs any key, `Inference` one that allows inference, `Admin` one that allows
-everything; a router without keys lets everyone in (cluster/accounts/gate.py).
+everything; a router without keys lets everyone in (cluster/accounts/keys.py).
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,8 +12,7 @@ import grpc
 from google.protobuf.json_format import MessageToDict
 
 from cluster.accounts.audit import Audit
-from cluster.accounts.gate import Gate
-from cluster.accounts.keys import Access, Caller
+from cluster.accounts.keys import Access, Caller, Gate
 from cluster.errors import TandemError
 
 _OPEN_PREFIX = "/grpc.health."

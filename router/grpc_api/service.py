@@ -11,9 +11,8 @@ from typing import Any
 
 import grpc
 
-from cluster.accounts.gate import Gate
 from cluster.accounts.key_store import RecordedKeys
-from cluster.accounts.keys import new_key
+from cluster.accounts.keys import Gate, new_key
 from cluster.accounts.usage import KeyUsage
 from cluster.errors import InvalidRequest, Unavailable
 from cluster.messages import MAX_PROFILE_S, Role
@@ -22,12 +21,22 @@ from cluster.observe.trace_context import TRACE_PARENT_KEY
 from cluster.registry.scale_target import POOLS
 from router.drain.operator_commands import MemberCommands, OperatorCall, ScaleTargetView, target_to_wire
 from router.fleet.fleet import Fleet
-from router.grpc_api.admin_wire import comparison_to_wire, live_requests_to_wire
-from router.grpc_api.chat_wire import AnswerParts, chat_from_wire
-from router.grpc_api.inference_wire import generate_request_from_wire, model_to_wire, output_to_wire
-from router.grpc_api.keys_wire import caller_from_wire, record_to_wire, usage_to_wire
-from router.overview.members import member_to_wire
+from router.grpc_api.admin_wire import (
+    caller_from_wire,
+    comparison_to_wire,
+    live_requests_to_wire,
+    record_to_wire,
+    usage_to_wire,
+)
+from router.grpc_api.inference_wire import (
+    AnswerParts,
+    chat_from_wire,
+    generate_request_from_wire,
+    model_to_wire,
+    output_to_wire,
+)
 from router.overview.overview import Overview
+from router.overview.overview_wire import member_to_wire
 from router.pipeline.migration import Migrations
 from router.pipeline.pipeline import Pipeline
 from router.request.divided_answers import ChatSettings

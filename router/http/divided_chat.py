@@ -13,7 +13,7 @@ from router.requests import ChoiceDelta
 from router.text.tokenization import Tokenization
 from router.tools.constraint import ToolUse
 from router.tools.formats import AnswerParser
-from router.tools.pieces import Arguments, CallBegun, Content, Piece, Reasoning
+from router.tools.source import Arguments, CallBegun, Content, Piece, Reasoning
 
 
 @dataclass(slots=True)

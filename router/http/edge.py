@@ -17,8 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.accounts.audit import Audit
-from cluster.accounts.gate import Gate
-from cluster.accounts.keys import Access, Caller
+from cluster.accounts.keys import Access, Caller, Gate
 from cluster.accounts.limits import TenantLimits
 from cluster.errors import InvalidRequest, Overloaded, PermissionDenied, TandemError, Unauthenticated
 from cluster.observe.telemetry import Telemetry

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from cluster.accounts.audit import Audit
-from cluster.accounts.gate import Gate
+from cluster.accounts.keys import Gate
 from cluster.errors import TandemError
 from cluster.observe.telemetry import Telemetry
 from cluster.settings.config import CLIENT_STALL_S

@@ -23,10 +23,9 @@ from cluster.serving.rpc_errors import error_from_rpc
 from router.drain.operator_commands import ScaleTargetView, target_to_wire
 from router.fleet.fleet import Fleet
 from router.grpc_api.admin_wire import explanation_to_wire
-from router.overview.events import ClusterView, EventLog, SeenMember
-from router.overview.history import SAMPLE_PERIOD_S, History, Totals
-from router.overview.members import MemberStatuses
+from router.overview.history import SAMPLE_PERIOD_S, ClusterView, EventLog, History, SeenMember, Totals
 from router.overview.overview_wire import (
+    MemberStatuses,
     breakers_to_wire,
     event_to_wire,
     latencies_to_wire,
@@ -35,6 +34,7 @@ from router.overview.overview_wire import (
 )
 from router.overview.slowness import slow_links, slow_workers
 from router.pipeline.worker_choice import PairHealth
+from router.policies.effect import NO_EFFECT, Comparison
 from router.request.explanations import MAX_EXPLAINED
 from router.request.live_requests import LiveRequests
 from tandem.v1 import admin_pb2, admin_pb2_grpc
@@ -241,3 +241,11 @@ def _faults(telemetry: Telemetry) -> dict[str, int]:
     for (message,), count in telemetry.by_labels("tandem_malformed_messages_total").items():
         faults[f"a worker sent a malformed message: {message}"] = int(count)
     return faults
+
+
+def publish_effect(comparison: Comparison, telemetry: Telemetry) -> None:
+    """Publish how much earlier or later first tokens are at pairs, as far as that is known."""
+    for effect in {comparison.ttft, comparison.predicted_ttft} - {NO_EFFECT}:
+        for bound, value in (("mean", effect.mean_s), ("low", effect.low_s), ("high", effect.high_s)):
+            telemetry.gauge("tandem_disaggregation_ttft_effect_seconds", value, basis=effect.basis, bound=bound)
+        telemetry.gauge("tandem_disaggregation_trials", effect.num_requests, basis=effect.basis)

@@ -31,7 +31,7 @@ from router.pipeline.failures import (
     failed_sequences,
     leg,
 )
-from router.policies.sequence_progress import SequenceProgress
+from router.policies.work_ahead import SequenceProgress
 from router.request.admitted_request import AdmittedRequest, Choice
 from router.running import running
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from cluster.observe.telemetry import Telemetry
-from router.change_signal import ChangeSignal
 from router.fleet.fleet import Fleet
 from router.fleet.peer import Peer
 from router.pipeline.failures import AttemptFailed
 from router.pipeline.worker_choice import WorkerChoice
 from router.policies.hedging import Action, Execution, HedgeBudget, Race, RaceOutcome, decide
 from router.request.admitted_request import AdmittedRequest, Choice
+from router.running import ChangeSignal
 
 Answer = TypeVar("Answer")
 GoOn = Callable[["Hedges", AdmittedRequest, Sequence[Choice]], Coroutine[Any, Any, None]]

@@ -35,7 +35,7 @@ from router.policies.breakers import BreakerPolicy
 from router.policies.candidates import SloTargets
 from router.policies.hedging import claim
 from router.policies.placement import Placement, Policy
-from router.policies.sequence_progress import OutputLengths
+from router.policies.work_ahead import OutputLengths
 from router.request.account import AccountedReader, PhaseName
 from router.request.admitted_request import AdmittedRequest, Choice, text_stream_of
 from router.request.live_requests import LiveRequest, LiveRequests

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.errors import Overloaded, QueueFull, SloUnattainable
-from cluster.observe.service_rate import ServiceRate, bounded_retry_s
+from cluster.service_times import ServiceRate, bounded_retry_s
 from router.policies.candidates import NO_TARGETS, Pair, RequestFacts, WorkerLoad
 from router.policies.prediction import Prediction, predict_all
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from cluster.member import Capacity
 from cluster.messages import LinkSpeed, MemberId, Role
 from cluster.request_size import RequestSize, decode_shortage, handoff_shortage, prefill_shortage
-from router.policies.unmodelled import NOTHING_UNMODELLED, Unmodelled
+from router.policies.forecast import NOTHING_UNMODELLED, Unmodelled
 from router.policies.work_ahead import WorkAhead
 
 

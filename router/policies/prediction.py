@@ -4,7 +4,7 @@ causes to sequences that run there. Pure.
 A candidate is a prefill worker and a decode worker, or one worker that does both. Each worker's next steps are forecast
 (router/policies/forecast.py): the prompts ahead of the request at the worker that computes its prompt, then its own
 prompt; and the decode batch from the time when the prompt and its KV will be there, until the request's last token.
-What service times leave out is added as learned from earlier requests (router/policies/unmodelled.py).
+What service times leave out is added as learned from earlier requests (router/policies/forecast.py).
 """
 
 from collections.abc import Sequence

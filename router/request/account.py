@@ -13,7 +13,7 @@ from cluster.clock import Clock
 from cluster.observe.telemetry import Telemetry
 from cluster.observe.trace_context import RequestTrace
 from router.policies.candidates import NO_TARGETS, SloTargets
-from router.policies.unmodelled import ModelledRequest
+from router.policies.forecast import ModelledRequest
 from router.request.explanations import MAX_SPANS, Explanation, PlacementLog, Span
 from router.requests import ChoiceDelta, DirectReader, Ledger, Phase, WorkerTime
 

@@ -14,7 +14,7 @@ from router.requests import ChatPrompt, GenerateRequest
 from router.text.tokenization import Tokenization
 from router.tools.constraint import ToolUse, constrained
 from router.tools.formats import AnswerFormat, AnswerParser
-from router.tools.pieces import Arguments, CallBegun, Content, Piece, Reasoning
+from router.tools.source import Arguments, CallBegun, Content, Piece, Reasoning
 
 _ID_CHARACTERS = 24
 

@@ -6,10 +6,38 @@ the same whatever parts the text came in.
 """
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from router.tools.pieces import Arguments, CallBegun, Content, Piece, Reasoning
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegun:
+    """The model calls this tool. `index` counts the calls of one answer."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """More of the JSON text of a call's arguments."""
+
+    index: int
+    text: str
+
+
+Piece = Content | Reasoning | CallBegun | Arguments
+
 
 T = TypeVar("T")
 Waiting = Generator[None, None, T]

@@ -17,10 +17,9 @@ from cluster.serving.serving import GrpcServer, open_channel
 from cluster.settings.transfer_settings import TransferSettings
 from engine.kv.pool import KvPool
 from kvtransfer.exporter.exporter import Exporter
-from kvtransfer.exporter.link_check_access import OPEN_S, LinkCheckAccess, link_check_text
 from kvtransfer.exporter.service import KvTransferServicer
-from kvtransfer.importer.link_check import Destination, LinkCheck, LinkCheckContext
 from kvtransfer.importer.links import LinkTable
+from kvtransfer.link_check import OPEN_S, Destination, LinkCheck, LinkCheckAccess, LinkCheckContext, link_check_text
 from kvtransfer.transports.available import Available
 from kvtransfer.transports.base import Channel, ExporterTransport, ImporterTransport
 from kvtransfer.wire.wire_format import NativeFormat

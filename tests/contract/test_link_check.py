@@ -8,7 +8,7 @@ import pytest
 from cluster.auth.keys import ClusterKeys
 from cluster.errors import HandOffFailed, HandOffReason, InvalidRequest, Overloaded, TandemError, Unavailable
 from cluster.protocol.wire import epoch_from_wire, fingerprint_to_wire
-from kvtransfer.importer import link_check as probe_module
+from kvtransfer import link_check as probe_module
 from kvtransfer.transports.available import Available
 from kvtransfer.transports.base import TransportError
 from tandem.internal.v1 import kv_pb2, worker_pb2

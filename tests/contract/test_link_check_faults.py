@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from cluster.messages import Epoch
-from kvtransfer.importer import link_check as probe_module
+from kvtransfer import link_check as probe_module
 from kvtransfer.transports.base import Channel
 from tandem.internal.v1 import worker_pb2
 from tests.contract.handoff_parts import EXPORTER
@@ -99,7 +99,7 @@ async def test_a_link_check_that_ends_at_any_await_frees_no_block_under_read(
     async with probe_rig("tcp", importer_sides=[transport]) as rig:
         num_points = at = 0
         while at <= num_points:
-            faults = AwaitFaults("kvtransfer/importer/link_check.py:LinkCheck.measure", at - 1, error, when)
+            faults = AwaitFaults("kvtransfer/link_check.py:LinkCheck.measure", at - 1, error, when)
             await _cut_off(rig, transport, faults)
             num_points = max(num_points, faults.num_awaits)
             at += 1

@@ -10,8 +10,7 @@ from typing import Any
 
 from cli.batch.batch_file import kept_lines, read_requests
 from cli.local.last_cluster import _read as read_last_cluster
-from cluster.accounts.gate import Gate
-from cluster.accounts.keys import Access, Caller, KeySet, Limits, new_key
+from cluster.accounts.keys import Access, Caller, Gate, KeySet, Limits, new_key
 from cluster.auth.key_file import read_key_file
 from cluster.auth.keys import ClusterKeys, Purpose
 from cluster.errors import ConfigError, RegistryUnavailable

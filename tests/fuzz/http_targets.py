@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from starlette.types import ASGIApp, Message
 
 from cluster.accounts.audit import Audit
-from cluster.accounts.gate import Gate
+from cluster.accounts.keys import Gate
 from cluster.clock import MonotonicClock
 from cluster.messages import FinishReason, SampledToken
 from cluster.observe.telemetry import Telemetry

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from cluster.accounts.gate import Gate
+from cluster.accounts.keys import Gate
 from cluster.auth.keys import SIGNATURE_BYTES, Purpose
 from cluster.errors import HandOffFailed, MalformedMessage, ResumeRefused
 from cluster.observe.telemetry import Telemetry

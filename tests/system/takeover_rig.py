@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from cluster.accounts.audit import Audit
-from cluster.accounts.gate import Gate
+from cluster.accounts.keys import Gate
 from cluster.serving.serving import MAX_MESSAGE_BYTES, GrpcServer, open_channel
 from router.grpc_api.gatekeeper import KeyInterceptor
 from router.grpc_api.service import AdminService, InferenceService, WriteTimeout

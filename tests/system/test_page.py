@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from cluster.accounts.audit import Audit
-from cluster.accounts.gate import Gate
+from cluster.accounts.keys import Gate
 from cluster.registry.registry import Registry
 from cluster.registry.scale_registry import ScaleTargets
 from router.drain.operator_commands import ScaleTargetView

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster.accounts.gate import Gate
+from cluster.accounts.keys import Gate
 from cluster.serving.serving import GrpcServer
 from router.grpc_api.service import InferenceService, WriteTimeout
 from tandem.client import AsyncClient, Client

@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.accounts.audit import Audit
-from cluster.accounts.gate import Gate
+from cluster.accounts.keys import Gate
 from cluster.member import MemberState
 from cluster.registry.registry import Registry
 from cluster.registry.scale_registry import ScaleTargets

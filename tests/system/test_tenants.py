@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from cluster.accounts.keys import Caller, Limits
-from cluster.accounts.shared_use import SharedUse, stored_usage
 from cluster.accounts.usage import KeyUsage, Usage
 from cluster.clock import MonotonicClock
 from cluster.errors import LimitReached
 from cluster.registry.registry import Registry
+from router.accounts import SharedUse, stored_usage
 from tests.system.router_harness import answer_to, ask, router_under_test
 
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from cluster.accounts.audit import Audit
-from cluster.accounts.gate import Gate
+from cluster.accounts.keys import Gate
 from cluster.observe.telemetry import Telemetry
 from router.http.openai_api import build_app
 from tests.system.router_harness import (

@@ -9,7 +9,7 @@ from cluster.messages import MemberId, PrefillJob, Sampling, TokenStops
 from cluster.protocol.hashing import NATIVE, BlockChain, keyed_chains, nameless_chains
 from cluster.service_times import ServiceTimes
 from engine.scheduling.batching.block_tables import PreemptionCost
-from engine.scheduling.batching.chunks import banned_token_ids, finish_reason
+from engine.scheduling.batching.chunks import NewDrafter, banned_token_ids, finish_reason
 from engine.scheduling.cache_commands import AdmitPull, LeasePrefix, PrefixLeased, PullReserved, ReservePull
 from engine.scheduling.commands import (
     AdmitExport,
@@ -30,7 +30,6 @@ from engine.scheduling.length_prediction import LengthPredictor
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policies import make_policy
 from engine.scheduling.scheduler import SequenceScheduler
-from engine.scheduling.speculation import NewDrafter
 from engine.scheduling.step import StepPlan
 from tests.unit.fake_paged_runner import FakePagedRunner, next_token, sample_after
 

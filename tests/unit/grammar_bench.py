@@ -9,10 +9,10 @@ from cluster.errors import TandemError
 from cluster.messages import DecodeJob, FinishReason, Grammar, MemberId, Sampling, SequenceStart, TokenStops
 from cluster.protocol.hashing import nameless_chains
 from engine.build import Engine
+from engine.scheduling.batching.chunks import NewDrafter
 from engine.scheduling.commands import AdmitLocal, Event, Failed, StepTokens
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.scheduler import SequenceScheduler
-from engine.scheduling.speculation import NewDrafter
 from engine.scheduling.step import StepPlan
 
 BLOCK_SIZE = 8

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from cluster.messages import DecodeJob, FinishReason, LogitRules, MemberId, Sampling, SequenceStart, TokenStops
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
-from engine.scheduling.batching.chunks import banned_token_ids, finish_reason
+from engine.scheduling.batching.chunks import NewDrafter, banned_token_ids, finish_reason
 from engine.scheduling.batching.sequences import Sequence
 from engine.scheduling.commands import (
     AdmitImported,
@@ -31,7 +31,6 @@ from engine.scheduling.commands import (
     Unreservable,
 )
 from engine.scheduling.length_prediction import LengthPredictor
-from engine.scheduling.speculation import NewDrafter
 from engine.scheduling.step import DraftRequest, Sample
 from tests.unit.export_bench import ExportBench
 from tests.unit.fake_paged_runner import VOCAB_SIZE, next_token, sample_after

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from cluster.accounts.audit import Audit
-from cluster.accounts.gate import Gate
 from cluster.accounts.key_store import FileKeyStore, RecordedKeys, configured_key
-from cluster.accounts.keys import Access, Caller, KeyRecord, KeySet, Limits, new_key, tenant_salt
+from cluster.accounts.keys import Access, Caller, Gate, KeyRecord, KeySet, Limits, new_key, tenant_salt
 from cluster.auth.keys import CachePurpose, ClusterKeys, Secrets
 from cluster.errors import ConfigError, InvalidRequest, NotFound, PermissionDenied, Unauthenticated
 from router.running import running

@@ -7,8 +7,7 @@ from threading import Event, Thread
 
 import pytest
 
-from cli.batch.batch_file import BatchAnswer, BatchRequest, kept_lines, read_requests
-from cli.batch.sender import BatchSender, Server
+from cli.batch.batch_file import BatchAnswer, BatchRequest, BatchSender, Server, kept_lines, read_requests
 from cluster.errors import ConfigError
 
 
@@ -103,7 +102,7 @@ def server(handler: type[_Handler]) -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cli.batch.sender._FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("cli.batch.batch_file._FIRST_PAUSE_S", 0.0)
 
 
 def request(name: str, *statuses: int, **fields: object) -> BatchRequest:

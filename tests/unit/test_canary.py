@@ -19,8 +19,7 @@ from engine.scheduling.scheduler import SequenceScheduler
 from engine.scheduling.step import DrawnToken, StepPlan, StepResult
 from engine.steps.step_loop import StepLoop
 from tests.unit.fake_paged_runner import VOCAB_SIZE, FakePagedRunner
-from worker.canary import Canaries, CanaryGeneration, CanaryJudge, Outcome
-from worker.health import WorkerHealth
+from worker.health import Canaries, CanaryGeneration, CanaryJudge, CanaryOutcome, WorkerHealth
 
 _DEADLINE_S = 30.0
 _NUM_BLOCKS, _BLOCK_SIZE = 16, 16
@@ -120,7 +119,7 @@ async def bench() -> AsyncIterator[Bench]:
 
 
 async def test_a_canary_leaves_no_block_and_sends_no_event(bench: Bench) -> None:
-    assert [await bench.canaries.fly() for _ in range(3)] == [Outcome.OK] * 3
+    assert [await bench.canaries.fly() for _ in range(3)] == [CanaryOutcome.OK] * 3
 
     inspected = await bench.inspect()
     assert bench.told == []
@@ -136,11 +135,11 @@ async def test_wrong_canary_tokens_make_the_worker_unhealthy_until_they_are_righ
     await bench.canaries.fly()
 
     bench.device.num_wrong = 1000
-    assert await bench.canaries.fly() is Outcome.DIFFERS
+    assert await bench.canaries.fly() is CanaryOutcome.DIFFERS
     assert "other tokens" in bench.health.problem
     assert len(bench.ended) == 1, "what routers have here is ended once"
     bench.device.num_wrong = 0
-    assert await bench.canaries.fly() is Outcome.OK
+    assert await bench.canaries.fly() is CanaryOutcome.OK
     assert bench.health.problem == ""
 
 
@@ -149,7 +148,7 @@ async def test_a_single_wrong_canary_is_repeated_before_the_worker_is_unhealthy(
 
     bench.device.num_wrong = 1
 
-    assert await bench.canaries.fly() is Outcome.OK
+    assert await bench.canaries.fly() is CanaryOutcome.OK
     assert bench.telemetry.value("tandem_canaries_total", outcome="differs") == 1
     assert bench.ended == []
 
@@ -158,7 +157,7 @@ async def test_a_late_canary_makes_the_worker_unhealthy_and_leaves_no_block() ->
     bench = Bench(timeout_s=0.05)
     try:
         bench.device.may_go.clear()
-        assert await bench.canaries.fly() is Outcome.LATE
+        assert await bench.canaries.fly() is CanaryOutcome.LATE
         assert "in time" in bench.health.problem
         bench.device.may_go.set()
         assert (await bench.inspect()).blocks["free"] == _NUM_BLOCKS
@@ -175,7 +174,7 @@ async def test_a_canary_beside_an_export_is_not_judged_and_only_the_exports_even
         job = PrefillJob("request", 0, (1, 2, 3), Sampling(), TokenStops(9), (7,), 0, MemberId("d", "1"), 60.0)
         bench.steps.post(AdmitExport(b"real", job))
         bench.device.may_go.set()
-        assert await flying is Outcome.DISTURBED
+        assert await flying is CanaryOutcome.DISTURBED
         await bench.inspect()
         kinds = [type(event) for event in bench.told]
         assert kinds == [ExportAccepted, ExportFinished]
@@ -185,10 +184,10 @@ async def test_a_canary_beside_an_export_is_not_judged_and_only_the_exports_even
 
 def test_a_canary_computed_beside_other_work_is_not_judged() -> None:
     judge = CanaryJudge()
-    assert judge.judge((9, 9), was_alone=False) is Outcome.DISTURBED
-    assert judge.judge((1, 2), was_alone=True) is Outcome.OK
-    assert judge.judge((9, 9), was_alone=False) is Outcome.DISTURBED
-    assert judge.judge(None, was_alone=False) is Outcome.DISTURBED
-    assert judge.judge((1, 2), was_alone=True) is Outcome.OK
-    assert judge.judge((1, 3), was_alone=True) is Outcome.DIFFERS
-    assert judge.judge(None, was_alone=True) is Outcome.LATE
+    assert judge.judge((9, 9), was_alone=False) is CanaryOutcome.DISTURBED
+    assert judge.judge((1, 2), was_alone=True) is CanaryOutcome.OK
+    assert judge.judge((9, 9), was_alone=False) is CanaryOutcome.DISTURBED
+    assert judge.judge(None, was_alone=False) is CanaryOutcome.DISTURBED
+    assert judge.judge((1, 2), was_alone=True) is CanaryOutcome.OK
+    assert judge.judge((1, 3), was_alone=True) is CanaryOutcome.DIFFERS
+    assert judge.judge(None, was_alone=True) is CanaryOutcome.LATE

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from router.change_signal import ChangeSignal
+from router.running import ChangeSignal
 
 
 async def test_a_change_wakes_all_that_wait_and_none_that_come_later() -> None:

@@ -8,8 +8,13 @@ import pytest
 
 from cluster.errors import InvalidRequest
 from cluster.messages import FinishReason
-from router.grpc_api.chat_wire import AnswerParts, chat_from_wire, tool_use_from_wire
-from router.grpc_api.inference_wire import generate_request_from_wire, output_to_wire
+from router.grpc_api.inference_wire import (
+    AnswerParts,
+    chat_from_wire,
+    generate_request_from_wire,
+    output_to_wire,
+    tool_use_from_wire,
+)
 from router.request.divided_answers import ChatSettings
 from router.requests import ChatMessage, ChoiceDelta, Output, ToolCall
 from router.text.tokenization import Tokenization

@@ -12,7 +12,7 @@ from cluster.errors import DuplicateRequest, NotFound, TooManyFrozen
 from cluster.messages import MemberId
 from cluster.protocol import tickets, wire
 from cluster.protocol.hashing import hash_prompt
-from decode_worker.exports import MAX_FROZEN, FreezeOrder
+from decode_worker.handoffs import MAX_FROZEN, FreezeOrder
 from tests.contract.handoff_parts import IMPORTER, KEY
 from tests.unit.frozen_worker import ATTEMPT, FrozenWorker
 from tests.unit.scheduler_bench import ROUTER

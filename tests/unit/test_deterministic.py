@@ -20,8 +20,7 @@ from engine.attention.fixed_tiles import FixedTilesBackend
 from engine.attention.interface import LayerKv
 from engine.batch import PackedBatch, pack
 from engine.build import Engine, build_engine
-from engine.deterministic.build import check
-from engine.deterministic.fixed_rows import ROW_COUNTS, FixedRows, agreeing_counts, cut, fix_own_products
+from engine.deterministic import ROW_COUNTS, FixedRows, agreeing_counts, check, cut, fix_own_products
 from engine.kv.layout import LayerShape, lay_out
 from engine.kv.pool import KvPool
 from engine.scheduling.step import Chunk, DrawnToken, Sample, StepPlan

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.messages import MemberId
 from cluster.observe.telemetry import Telemetry
-from router.overview.effect_gauges import publish_effect
+from router.overview.overview import publish_effect
 from router.policies.effect import (
     LEAST_EXPLORED,
     MAX_TRIALS,

@@ -12,7 +12,7 @@ from cluster.messages import FinishReason, Role
 from cluster.protocol import wire
 from cluster.settings.transfer_settings import TransferSettings
 from router.http.bodies.messages import Message
-from router.overview.events import EventKind
+from router.overview.history import EventKind
 from router.policies.effect import Basis, Verdict
 from router.request.account import PhaseName
 from tandem import enum_words

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from router.drain.evacuation import _WorkerEvacuation
 from router.fleet.decode_events import MoveOutcome
-from router.policies.sequence_progress import SequenceProgress
+from router.policies.work_ahead import SequenceProgress
 
 _HANDLE = 1
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.local.child import ChildProcess, ChildSpec, environment_of, executed
-from cli.local.forked_process import ForkedProcess
+from cli.local.child import ChildProcess, ChildSpec, ForkedProcess, environment_of, executed
 from cli.local.forks import ForkServer
 
 DEADLINE_S = 30.0

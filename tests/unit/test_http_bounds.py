@@ -14,7 +14,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from cluster.accounts.audit import Audit
-from cluster.accounts.gate import Gate
+from cluster.accounts.keys import Gate
 from cluster.accounts.limits import TenantLimits
 from cluster.errors import Overloaded
 from cluster.observe.telemetry import Telemetry

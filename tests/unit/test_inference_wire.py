@@ -8,8 +8,7 @@ from google.protobuf.descriptor import FieldDescriptor as Field
 from google.protobuf.message import Message
 
 from cluster.errors import InvalidRequest
-from router.grpc_api.chat_wire import chat_from_wire
-from router.grpc_api.inference_wire import generate_request_from_wire
+from router.grpc_api.inference_wire import chat_from_wire, generate_request_from_wire
 from tandem.v1 import inference_pb2
 
 UNKNOWN = 77

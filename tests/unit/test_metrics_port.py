@@ -7,14 +7,14 @@ from http.client import HTTPConnection, HTTPResponse
 
 import pytest
 
-from cluster.accounts.gate import Gate
+from cluster.accounts.keys import Gate
 from cluster.errors import ConfigError
 from cluster.observe.metrics_port import MetricsPort
 from cluster.observe.telemetry import CONTENT_TYPE, Telemetry
 from cluster.service_times import StepWork
 from engine.scheduling.commands import Inspected
 from engine.steps.step_loop import StepTime
-from worker.metrics import WorkerMetrics
+from worker.watch import WorkerMetrics
 
 _HOST = "127.0.0.1"
 _DEADLINE_S = 30.0

@@ -25,8 +25,7 @@ from cluster.outstanding_work import (
     SequenceWork,
 )
 from cluster.request_size import RequestSize
-from router.policies.sequence_progress import SequenceProgress, batch_of
-from router.policies.work_ahead import PromptBacklog
+from router.policies.work_ahead import PromptBacklog, SequenceProgress, batch_of
 
 ROUTERS = [MemberId(f"router-{number}", "1") for number in range(3)]
 A, B, C = ROUTERS

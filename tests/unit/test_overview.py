@@ -3,8 +3,18 @@
 import pytest
 
 from cluster.registry.scale_target import ScaleTarget
-from router.overview.events import MAX_EVENTS, REPEAT_S, ClusterView, EventKind, EventLog, SeenMember
-from router.overview.history import MAX_SAMPLES, History, Totals, quantile_s
+from router.overview.history import (
+    MAX_EVENTS,
+    MAX_SAMPLES,
+    REPEAT_S,
+    ClusterView,
+    EventKind,
+    EventLog,
+    History,
+    SeenMember,
+    Totals,
+    quantile_s,
+)
 
 BOUNDS_S = (0.1, 1.0)
 READY = SeenMember("decode", "ready", True)

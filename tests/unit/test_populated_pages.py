@@ -7,7 +7,7 @@ import torch
 
 from engine.kv.layout import LayerShape, lay_out
 from engine.kv.pool import KvPool
-from kvtransfer.populated_pages import PopulatedPages
+from kvtransfer.memory import PopulatedPages
 
 LAYOUT = lay_out([LayerShape(num_kv_heads=4, key_dim=64, value_dim=64)] * 3, 16, "bfloat16")  # 48 KiB a block
 

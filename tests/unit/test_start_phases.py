@@ -7,7 +7,7 @@ import time
 import pytest
 
 from cluster.clock import ManualClock
-from cluster.observe.start_phases import StartPhases
+from worker.life import StartPhases
 
 
 def test_phases_add_up_to_the_age_of_the_process() -> None:
@@ -22,7 +22,7 @@ def test_phases_add_up_to_the_age_of_the_process() -> None:
 
 
 def test_the_age_of_a_process_counts_from_its_creation() -> None:
-    program = "from cluster.observe.start_phases import process_age_s\nprint(process_age_s())"
+    program = "from worker.life import process_age_s\nprint(process_age_s())"
     before_s = time.monotonic()
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     wall_s = time.monotonic() - before_s

@@ -6,7 +6,7 @@ import pytest
 
 from cli.__main__ import main
 from cli.top.screen import View, chosen_request, draw, requests_shown, sparkline
-from cli.top.terminal import next_keys
+from cli.top.session import next_keys
 from cli.top.watch import Watch
 from tandem.v1 import admin_pb2, inference_pb2
 

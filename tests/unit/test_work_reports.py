@@ -9,8 +9,7 @@ import pytest
 
 from cluster.messages import MemberId
 from cluster.outstanding_work import OthersWork, PromptWork, SequenceOutlook
-from decode_worker.streams import RouterStream, RouterStreams
-from decode_worker.work_reports import MIN_INTERVAL_S, WorkReports
+from decode_worker.streams import MIN_INTERVAL_S, RouterStream, RouterStreams, WorkReports
 from tests.chaos.simulated.loop import SimulatedLoop
 
 A, B, C = (MemberId(f"router-{number}", "1") for number in range(3))

@@ -20,8 +20,8 @@ from cluster.accounts.key_store import configured_key
 from cluster.accounts.keys import new_secret
 from cluster.auth.key_file import key_path, load_keys
 from cluster.errors import ConfigError
-from cluster.identity import advertised_host
 from cluster.process import announce_ready
+from cluster.registry.registration import advertised_host
 from cluster.serving.tls import load_tls
 from cluster.settings.config import RouterConfig
 from cluster.settings.config_sources import add_flags, load_config

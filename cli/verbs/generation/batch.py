@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from cli import connection
-from cli.batch.batch_file import BatchAnswer, BatchRequest, kept_lines, read_requests
-from cli.batch.sender import BatchSender, Server
+from cli.batch.batch_file import BatchAnswer, BatchRequest, BatchSender, Server, kept_lines, read_requests
 from cli.local.last_cluster import find_http_address, find_tls_ca
 from cluster.errors import ConfigError
 from cluster.process import ExitStatus

@@ -26,8 +26,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--interval-s must be positive, not {arguments.interval_s:g}")
     if not arguments.once and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError("top needs a terminal; use --once where there is none")
-    from cli.top.cluster import Cluster  # imported here: rich takes a tenth of a second
-    from cli.top.session import Session, print_once
+    from cli.top.session import (
+        Cluster,  # imported here: rich takes a tenth of a second
+        Session,
+        print_once,
+    )
 
     cluster = Cluster(arguments)
     if arguments.once:

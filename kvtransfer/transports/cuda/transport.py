@@ -19,8 +19,7 @@ import numpy as np
 import torch
 
 from cluster.shared_memory import DriverRefused, driver_result, map_pages, unmap_pages
-from kvtransfer.device import use_device
-from kvtransfer.memory import ExportedMemory, PoolMemory
+from kvtransfer.memory import ExportedMemory, PoolMemory, use_device
 from kvtransfer.transports.base import TransportError, TransportSetup
 from kvtransfer.transports.proven_connections import ConnectionProofs
 from kvtransfer.transports.shm.pool_file import PoolFileExporter, PoolFileImporter

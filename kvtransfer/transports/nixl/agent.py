@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtransfer.device import use_device
+from kvtransfer.memory import use_device
 
 _SPIN_S = 0.001
 _SHORTEST_REST_S = 50e-6

@@ -12,7 +12,7 @@ from router.http.openai_responses import Envelope, Json
 from router.http.openai_stream import DeltaEvents, EventStream
 from router.request.divided_answers import Division
 from router.requests import Accepted, ChoiceDelta, Ledger, Output, Usage
-from router.tools.pieces import Arguments, CallBegun, Content, Piece, Reasoning
+from router.tools.source import Arguments, CallBegun, Content, Piece, Reasoning
 
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 

@@ -12,8 +12,8 @@ from functools import lru_cache
 import torch
 
 from cluster.messages import Grammar, LayoutFingerprint, Sampling
+from engine.grammar.compiled_grammars import StepMasks
 from engine.grammar.grammar_state import GrammarState
-from engine.grammar.step_masks import StepMasks
 from engine.kv.layout import BlockLayout, LayerShape, lay_out
 from engine.kv.pool import KvPool
 from engine.model.loaded import ModelInfo

@@ -233,7 +233,7 @@ def simulated_machine() -> Iterator[None]:
     replaced["worker.app.build_engine"] = _engine
     replaced["worker.app.worker_grammars"] = lambda _: compiled_grammars()
     replaced["router.app.grammar_checker"] = lambda _: Checked()
-    replaced["engine.grammar.step_masks.ThreadPoolExecutor"] = AtOnce
+    replaced["engine.grammar.compiled_grammars.ThreadPoolExecutor"] = AtOnce
     replaced["worker.app.StepLoop"] = SimulatedStepLoop
     replaced["worker.app.MonotonicClock"] = SimulatedClock
     replaced["worker.app.fixed_rows"] = lambda _: _FIXED_ROWS

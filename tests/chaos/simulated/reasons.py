@@ -16,14 +16,14 @@ from cluster.errors import HandOffReason
 from kvtransfer.protocol.import_state import FallBackReason
 from router.fleet.decode_events import MoveOutcome
 from tests.chaos.simulated.coverage import LABELS, error_kinds
-from worker import canary
+from worker import health
 
 _ROOT = Path(__file__).parents[3]
 _PACKAGES = ("cluster", "engine", "kvtransfer", "prefill_worker", "decode_worker", "worker", "router")
 _CALLS = frozenset({"count", "_count", "add_reason", "AttemptFailed"})
 _VARIABLES = re.compile(r"(^|_)(reason|outcome)$")
 _WORD = re.compile(r"[a-z]+(_[a-z]+)*")
-_ENUMS: tuple[type[StrEnum], ...] = (HandOffReason, FallBackReason, MoveOutcome, canary.Outcome)
+_ENUMS: tuple[type[StrEnum], ...] = (HandOffReason, FallBackReason, MoveOutcome, health.CanaryOutcome)
 _UNSEEN = ("damaged", "unreadable", "unwritable", "step", "canary")  # of tier copies, and what finds a worker unhealthy
 _NO_FAILURE = frozenset({"ok", "moved", "ended", "prefill", "decode", "handoff", "store", "fetch", "demote"})
 

@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 
 from cluster.messages import Grammar, Sampling
+from engine.grammar.compiled_grammars import StepMasks
 from engine.grammar.grammar_state import GrammarState
-from engine.grammar.step_masks import StepMasks
 from engine.kv.pool import KvPool
 from engine.scheduling.step import Chunk, Sample, StepPlan
 from tandem.enum_words import GRAMMAR_KINDS

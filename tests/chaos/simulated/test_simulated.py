@@ -12,7 +12,7 @@ import pytest
 
 from cluster.messages import SampledToken, Sampling
 from cluster.registry.registry import Registry
-from decode_worker.imports import Imports
+from decode_worker.handoffs import Imports
 from engine.kv.pool import KvPool
 from engine.scheduling.step import Chunk, Sample, StepPlan
 from kvtransfer.protocol import handoff, import_machine

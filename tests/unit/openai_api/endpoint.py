@@ -11,7 +11,7 @@ import httpx
 import openai
 
 from cluster.accounts.audit import Audit
-from cluster.accounts.gate import Gate
+from cluster.accounts.keys import Gate
 from cluster.clock import MonotonicClock
 from cluster.observe.telemetry import Telemetry
 from router.http.openai_api import build_app

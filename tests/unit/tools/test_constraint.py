@@ -20,7 +20,7 @@ from router.text.tokenization import _marker_token_ids
 from router.tools.call_forms import CallableTool
 from router.tools.constraint import MAX_CALLS, ToolUse, constrained
 from router.tools.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
-from router.tools.pieces import Arguments, CallBegun, Content, Piece, Reasoning
+from router.tools.source import Arguments, CallBegun, Content, Piece, Reasoning
 from tests.unit.small_tokenizers import byte_level
 
 _SCHEMA: dict[str, Any] = {

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cluster.errors import ConfigError
 from router.tools.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
-from router.tools.pieces import Arguments, CallBegun, Content, Piece, Reasoning
+from router.tools.source import Arguments, CallBegun, Content, Piece, Reasoning
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 _MAYBE = {"anyOf": [{"type": "string"}, {"type": "null"}]}
