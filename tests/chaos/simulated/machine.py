@@ -231,8 +231,8 @@ def simulated_machine() -> Iterator[None]:
         "secrets.randbits": lambda bits: world().ids.getrandbits(bits),
     }
     replaced["worker.app.build_engine"] = _engine
-    replaced["worker.app.worker_grammars"] = lambda _: compiled_grammars()
-    replaced["router.app.grammar_checker"] = lambda _: Checked()
+    replaced["worker.app.worker_grammars"] = lambda *_: compiled_grammars()
+    replaced["router.app.grammar_checker"] = lambda *_: Checked()
     replaced["engine.grammar.compiled_grammars.ThreadPoolExecutor"] = AtOnce
     replaced["worker.app.StepLoop"] = SimulatedStepLoop
     replaced["worker.app.MonotonicClock"] = SimulatedClock
