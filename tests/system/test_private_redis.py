@@ -9,11 +9,9 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, NoPermissionError
 
-from cluster.accounts.gate import Gate
 from cluster.accounts.key_store import RecordedKeys, RedisKeyStore
-from cluster.accounts.keys import KeySet
+from cluster.accounts.keys import Gate, KeySet
 from cluster.accounts.limits import TenantLimits
-from cluster.accounts.shared_use import SharedUse, stored_usage
 from cluster.accounts.usage import Usage, UsageMeter
 from cluster.auth.keys import ClusterKeys
 from cluster.clock import MonotonicClock
@@ -22,6 +20,7 @@ from cluster.registry.redis_server import RIGHTS, RedisServer
 from cluster.registry.registry import Registry
 from cluster.registry.scale_registry import Following, ScaleTargets
 from cluster.registry.scale_target import ScaleTarget
+from router.accounts import SharedUse, stored_usage
 from tests.system.registry_rig import DEADLINE_S, member, until
 
 _KEYS = ClusterKeys(bytes(32))
