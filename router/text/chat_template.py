@@ -81,7 +81,7 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise InvalidRequest(f"the model's chat template refuses these messages: {error.message}") from error
-        except (TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
+        except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
             raise InvalidRequest(f"the model's chat template fails on these messages: {error}") from error
 
 

@@ -157,6 +157,7 @@ def test_a_template_that_draws_at_random_is_refused_at_load(tmp_path: Path) -> N
         ("{{ messages[0].__class__.__mro__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),
         ("{{ messages[0].content + 1 }}", "fails on these messages"),
+        ("{{ 5 | xmlattr }}", "fails on these messages"),  # an AttributeError
     ],
 )
 def test_an_exception_of_a_template_reaches_the_client(tmp_path: Path, template: str, reason: str) -> None:
