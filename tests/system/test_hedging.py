@@ -1,6 +1,6 @@
 """Requests of a worker that does not answer start elsewhere too. The execution with the next token first continues.
 
-Workers are suspect after half a second here, and lost after a minute, so that only hedges act.
+Workers are suspect after one and a half seconds here, and lost after a minute, so that only hedges act.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ _DEADLINE_S = 20.0
 
 @asynccontextmanager
 async def _router() -> AsyncIterator[RouterUnderTest]:
-    async with router_under_test(silence_s=0.6, grace_s=60.0, placement="round-robin") as router:
+    async with router_under_test(silence_s=1.5, grace_s=60.0, placement="round-robin") as router:
         yield router
 
 
