@@ -3,7 +3,8 @@
 Real router processes over paced workers (worker.py) with a real Redis. 64 clients ask for 16 tokens and for 208 in
 turns; the slope between the two is the cost of a token, the rest that of a request. CPU is that of the router's
 process by its own clock, and the load generator's is apart. `--baseline FOLDER` measures the router of another checkout
-in turns with this one, and prints ratios.
+in turns with this one, and prints ratios. `--observed` measures this checkout's router with everything on that watches
+it (traces of 1 % of the requests, scrapes, an open page) in turns with the same one unwatched.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from benchmarks import machine
 from benchmarks.router.figures import ALL_IN_TOKENS, Interval, Pair, Round, interval, of_pairs, percentile, ratio
 from benchmarks.router.load import Job
 from benchmarks.router.parties import Arm, Parties, Router, parties
+from benchmarks.router.watchers import receiver, watching
 
 _RESULTS = Path(__file__).parents[1] / "results"
 _SHORT, _LONG = 16, 208  # tokens of an answer
@@ -96,27 +99,44 @@ async def _measure(options: argparse.Namespace) -> dict[tuple[str, str], Measure
     arms = {_OURS: Arm(Path(__file__).parents[2], options.processes)}
     if options.baseline:
         arms[_BASELINE] = Arm(options.baseline.resolve())
+    async with AsyncExitStack() as stack:
+        if options.observed:
+            arms[_BASELINE] = arms[_OURS]
+            endpoint = await stack.enter_async_context(receiver())
+            arms[_OURS] = replace(arms[_OURS], flags=(f"--otlp-endpoint={endpoint}", "--trace-sample-ratio=0.01"))
+        return await _measure_arms(options, arms)
+
+
+async def _measure_arms(options: argparse.Namespace, arms: dict[str, Arm]) -> dict[tuple[str, str], Measured]:
     with_tls = sorted({path.startswith("https") for path in options.paths})
     measured = {(path, arm): Measured() for path in options.paths for arm in arms}
     with tempfile.TemporaryDirectory(prefix="tandem-bench-router-") as folder:
         async with parties(arms, Path(folder), with_tls) as present:
             bench = Bench(present, dict(json.loads(options.extra)))
-            for turn in range(-1, options.rounds):  # the first turn warms up
-                for path in options.paths:
-                    routers = present.routers[path.startswith("https")]
-                    for router in routers if turn % 2 else reversed(routers):
-                        pair = await bench.pair(path, router)
-                        long_prompt_ms = await bench.long_prompt_ms(path, router) if path in LONG_PATHS else None
-                        if turn >= 0:
-                            measured[path, router.arm].pairs.append(pair)
-                        if turn >= 0 and long_prompt_ms is not None:
-                            measured[path, router.arm].long_prompt_ms.append(long_prompt_ms)
-                print(".", end="", flush=True)
-            print()
+            watched = [router for router in present.routers[False] if router.arm == _OURS] if options.observed else []
+            async with watching(watched):
+                await _take_turns(options, present, bench, measured)
             for path in options.paths if options.delays else ():
                 for router in present.routers[path.startswith("https")]:
                     await _measure_delays(bench, path, router, measured[path, router.arm], options.rounds)
     return measured
+
+
+async def _take_turns(
+    options: argparse.Namespace, present: Parties, bench: Bench, measured: dict[tuple[str, str], Measured]
+) -> None:
+    for turn in range(-1, options.rounds):  # the first turn warms up
+        for path in options.paths:
+            routers = present.routers[path.startswith("https")]
+            for router in routers if turn % 2 else reversed(routers):
+                pair = await bench.pair(path, router)
+                long_prompt_ms = await bench.long_prompt_ms(path, router) if path in LONG_PATHS else None
+                if turn >= 0:
+                    measured[path, router.arm].pairs.append(pair)
+                if turn >= 0 and long_prompt_ms is not None:
+                    measured[path, router.arm].long_prompt_ms.append(long_prompt_ms)
+        print(".", end="", flush=True)
+    print()
 
 
 async def _measure_delays(bench: Bench, path: str, router: Router, measured: Measured, rounds: int) -> None:
@@ -185,6 +205,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8, help="pairs of rounds per path")
     parser.add_argument("--paths", type=lambda text: text.split(","), default=list(PATHS), help="separated by commas")
     parser.add_argument("--baseline", type=Path, help="another checkout, whose router is measured in turns")
+    parser.add_argument("--observed", action="store_true", help="measure what all that watches a router costs it")
     parser.add_argument("--processes", type=int, default=1, help="router processes on one HTTP port")
     parser.add_argument("--no-delays", dest="delays", action="store_false")
     parser.add_argument("--extra", default="{}", help="more fields of the HTTP requests, as JSON")
@@ -193,7 +214,7 @@ def main() -> None:
     measured = asyncio.run(_measure(options))
     about, table = machine.about() | {"load average": f"{os.getloadavg()[2]:.0f}"}, _table(measured)
     print("\n".join(table))
-    if options.baseline:
+    if options.baseline or options.observed:
         print("\n".join(["", *_ratios(measured, options.paths)]))
     if options.write:
         (_RESULTS / "router.md").write_text(_page(about, table))

@@ -1,8 +1,8 @@
 """`python -m tests.faults.faulty_decode ...`: a decode worker whose reads have faults.
 
-Its flags are the decode worker's. With FAULT_CONTROL, the path of a Unix socket, faults come on command; otherwise
-FAULT_RATE and FAULT_SEED draw them at random, and one line `faults flipped=3 ...` at the end counts them. FAULT_LATE_S
-is the delay of a late read.
+Its flags are the decode worker's. With FAULT_CONTROL, the path of a Unix socket, faults come on command; with
+FAULT_ALWAYS each read has this one; otherwise FAULT_RATE and FAULT_SEED draw them at random, and one line
+`faults flipped=3 ...` at the end counts them. FAULT_LATE_S is the delay of a late read.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from cluster.settings.transfer_settings import TransferSettings
 from kvtransfer.transports.available import Available, available_transports
 from kvtransfer.transports.base import TransportSetup
 from tests.faults.control import OrderedFaults
-from tests.faults.faulty_transport import Dice, FaultSource, FaultyTransport
+from tests.faults.faulty_transport import Always, Dice, Fault, FaultSource, FaultyTransport
 from worker import transfer as worker_transfer
 from worker.life import run_worker
 
@@ -29,6 +29,9 @@ async def _main() -> None:
         orders = OrderedFaults()
         await orders.connect(control, config.member_id)
         await _serve(config, orders)
+        return
+    if always := os.environ.get("FAULT_ALWAYS"):
+        await _serve(config, Always(Fault(always)))
         return
     dice = Dice(rate=float(os.environ["FAULT_RATE"]), seed=int(os.environ["FAULT_SEED"]))
     try:

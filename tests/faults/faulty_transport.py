@@ -40,6 +40,22 @@ class FaultSource(Protocol):
         ...
 
 
+class Always:
+    """Injects one fault into every read."""
+
+    def __init__(self, fault: Fault) -> None:
+        self._fault = fault
+
+    def next(self, transport: str) -> Fault:
+        return self._fault
+
+    def injected(self, fault: Fault) -> None:
+        pass
+
+    async def may_go_on(self) -> None:
+        raise AssertionError("nothing holds a read")
+
+
 class Dice:
     """Injects a fault into a share of all reads, and counts them."""
 

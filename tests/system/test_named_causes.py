@@ -1,0 +1,141 @@
+"""Four faults of a real cluster: the line of what is wrong and an alert name the cause."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from cli.top.watch import Watch
+from cluster.registry.redis_server import RedisServer
+from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
+from tests.system.alert_rules import Scrapes, fires, needs_promtool, scrapes_of
+from tests.system.asking import ask, question
+from tests.system.local_cluster import LocalCluster
+from tests.system.polling import until
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow, needs_promtool, pytest.mark.timeout(400)]
+
+_FLAGS = ("--dtype", "float32", "--num-blocks", "96", "--prefix-caching", "off", "--kv-transports", "tcp")
+_ROUTER = ("--port", "0", "--grpc-port", "0", "--placement", "round-robin", "--breaker-failures", "2")
+_LONG_S = 180.0
+_SHORT = question([20 + i % 700 for i in range(200)], max_tokens=8, ignore_eos=True)
+
+
+@dataclass
+class Stage:
+    cluster: LocalCluster
+    redis: RedisServer
+    folder: Path
+
+    async def wrong(self) -> str:
+        """Return what the page and `tandem top` say is wrong."""
+        async with self.cluster.channel() as channel:
+            answer = await admin_pb2_grpc.AdminStub(channel).Overview(admin_pb2.OverviewRequest(), timeout=60)
+        watch = Watch()
+        watch.update(answer)
+        return "; ".join(watch.faults())
+
+    async def names(self, cause: Callable[[str], bool], alert: str, **labels: str) -> None:
+        """Wait until the cause is named in the overview, and by the alert."""
+        before = await scrapes_of(self.cluster)
+        await until(self.wrong, cause, what="the overview names the cause", deadline_s=_LONG_S)
+
+        async def fired() -> bool:
+            return await asyncio.to_thread(self._fires, alert, before, await scrapes_of(self.cluster), labels)
+
+        await until(fired, what=f"{alert} fires", deadline_s=_LONG_S)
+
+    def _fires(self, alert: str, before: Scrapes, now: Scrapes, labels: dict[str, str]) -> bool:
+        return fires(alert, before, now, self.folder, **labels)
+
+    @asynccontextmanager
+    async def load(self, request: inference_pb2.GenerateRequest, num_clients: int) -> AsyncIterator[None]:
+        """Send requests all the time. Some may fail: this is about what an operator sees of it."""
+
+        async def keep_asking() -> None:
+            while True:
+                with suppress(grpc.aio.AioRpcError):
+                    await ask(self.cluster, request)
+
+        clients = [asyncio.create_task(keep_asking()) for _ in range(num_clients)]
+        try:
+            yield
+        finally:
+            for client in clients:
+                client.cancel()
+            await asyncio.gather(*clients, return_exceptions=True)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
+    """Three workers that decode well; the KV of another one is read slowly, and that of the last one never."""
+    folder = tmp_path_factory.mktemp("causes")
+    redis = await RedisServer.start()
+    cluster = LocalCluster(redis.url, folder, flags=_FLAGS)
+    try:
+        await cluster.start_member("prefill0", "prefill_worker", _FLAGS)
+        for number in range(3):
+            await cluster.start_member(f"decode{number}", "decode_worker", _FLAGS)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("FAULT_LATE_S", "0.2")
+            for name, fault in (("decode-far", "late"), ("decode-cut", "refused")):
+                patch.setenv("FAULT_ALWAYS", fault)
+                await cluster.start_member(name, "tests.faults.faulty_decode", _FLAGS)
+        await cluster.start_member("router0", "router", _ROUTER)
+        yield Stage(cluster, redis, folder)
+    finally:
+        await cluster.stop()
+        await redis.stop()
+
+
+async def test_a_slow_link_is_named(stage: Stage) -> None:
+    async with stage.load(_SHORT, 3):
+        await stage.names(
+            lambda wrong: "decode-far reads KV from prefill0 by tcp" in wrong, "TandemSlowLink", instance="decode-far"
+        )
+
+
+async def test_an_open_breaker_is_named(stage: Stage) -> None:
+    async with stage.load(_SHORT, 3):
+        cause = "hand-offs from prefill0 to decode-cut fail"
+        await stage.names(lambda wrong: cause in wrong, "TandemPairBreakerOpen", instance="router0")
+
+
+async def test_a_worker_with_a_third_of_its_core_is_named(stage: Stage) -> None:
+    slow = stage.cluster.members["decode1"]
+
+    async def slow_down() -> None:
+        """Let it run a third of the time, in slices of about a step."""
+        try:
+            while True:
+                slow.send_signal(signal.SIGSTOP)
+                await asyncio.sleep(0.02)
+                slow.send_signal(signal.SIGCONT)
+                await asyncio.sleep(0.01)
+        finally:
+            slow.send_signal(signal.SIGCONT)
+
+    slowing = asyncio.create_task(slow_down())
+    try:
+        async with stage.load(question([20 + i for i in range(40)], max_tokens=200, ignore_eos=True), 6):
+            await stage.names(lambda wrong: "decode1 decodes" in wrong, "TandemSlowWorker", instance="decode1")
+    finally:
+        slowing.cancel()
+        await asyncio.gather(slowing, return_exceptions=True)
+
+
+async def test_a_stopped_redis_is_named(stage: Stage) -> None:
+    os.kill(stage.redis.pid, signal.SIGSTOP)
+    try:
+        await stage.names(
+            lambda wrong: "router0 has not read the registry" in wrong, "TandemRedisAway", instance="router0"
+        )
+    finally:
+        os.kill(stage.redis.pid, signal.SIGCONT)
