@@ -157,6 +157,9 @@ class StepMasks:
         expected = state.output_from(matcher.num_tokens)
         if matcher.advance(expected) == len(expected) and not matcher.is_over:
             return matcher
+        if limit := matcher.error:
+            state.refusal = _too_complex(matcher.num_tokens, limit)
+            return None
         place, end = matcher.num_tokens, " after the end of the answer" if matcher.is_over else ""
         named = f"token {expected[0]} " if len(expected) == 1 else ""
         state.refusal = GrammarRejected(f"output {named}at index {place} does not follow the request's grammar{end}")
@@ -179,10 +182,12 @@ def _write_draft_masks(matcher: Matcher, draft_tokens: tuple[int, ...], rows: to
         matcher.rollback(accepted)
 
 
+def _too_complex(index: int, error: str) -> GrammarRejected:
+    return GrammarRejected(f"the request's grammar became too complex at index {index}: {error}")
+
+
 def _refuse_if_empty(state: GrammarState, matcher: Matcher, is_possible: bool) -> None:
     if error := matcher.error:
-        state.refusal = GrammarRejected(
-            f"the request's grammar became too complex at index {state.num_output}: {error}"
-        )
+        state.refusal = _too_complex(state.num_output, error)
     elif not is_possible:
         state.refusal = GrammarRejected(f"no token may follow at index {state.num_output} of the answer")

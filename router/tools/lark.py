@@ -41,6 +41,18 @@ class Lark:
             at = found.end()
         return " ".join(part for part in (*parts, _quoted(text[at:])) if part) or '""'
 
+    def one_of(self, words: Sequence[str], end: str) -> str:
+        """One of these texts, before the text `end`; empty for none. Most are alternatives of one terminal: the library
+        limits those of a rule to 2,000. A text with a character at which `end` may begin, a marker, or no character is
+        an alternative of its own."""
+        plain = [word for word in words if word and end[:1] not in word and not self._marked(word)]
+        others = [self.literal(word) for word in words if not word or end[:1] in word or self._marked(word)]
+        terminal = [self._terminal(" | ".join(map(_quoted_whole, dict.fromkeys(plain))))] if plain else []
+        return " | ".join(terminal + others)
+
+    def _marked(self, word: str) -> bool:
+        return bool(self._token_ids) and self._marker.search(word) is not None
+
     def text(self, without: Sequence[str], patterns: Sequence[str] = (_ANY_TEXT,)) -> str:
         """Any text that matches these patterns and contains none of these words."""
         words = [_escaped(word) for word in without if not self.is_token(word)]

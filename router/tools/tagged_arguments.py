@@ -24,6 +24,8 @@ _ANNOTATIONS = {
     "$id",
     *_DEFINITIONS,
 }
+_ROOT = "arguments"  # the name of the tool's schema among the definitions of an argument's
+_DATA = {"const", "enum", "default", "examples"}  # keywords whose values are no schemas
 _OF_OBJECTS = {"type", "properties", "required", "additionalProperties", *_ANNOTATIONS}
 _ANY = "(?s:.*)"
 _NO_JSON = r"([^\s\[{](?s:.*))?"  # a text that begins as JSON would be read as that where the schema admits it
@@ -54,23 +56,20 @@ def tagged_arguments(lark: Lark, schema: Mapping[str, Any], tags: TagValue, *, i
         _refuse_others(schema, _OF_OBJECTS)
         if missing := [key for key in required if key not in properties]:
             raise InvalidGrammar(f"{missing[0]!r} is required, but properties do not have it")
-    definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
     parts = []
     for key, inner in properties.items():
         if set(str(key)) & set("<>\n") or str(key).strip() != key:
             raise InvalidGrammar(f"this model's calls cannot be written with an argument {key!r}")
-        value = _value(lark, inner if isinstance(inner, Mapping) else {}, definitions, tags, is_strict=is_strict)
+        value = _value(lark, inner if isinstance(inner, Mapping) else {}, schema, tags, is_strict=is_strict)
         part = f"{lark.literal(tags.before_key + key + tags.after_key)} {value} {lark.literal(tags.end)}"
         parts.append(part if key in required else f"({part})?")
     return lark.rule(" ".join(parts)) if parts else '""'
 
 
-def _value(
-    lark: Lark, schema: Mapping[str, Any], definitions: Mapping[str, Any], tags: TagValue, *, is_strict: bool
-) -> str:
+def _value(lark: Lark, schema: Mapping[str, Any], root: Mapping[str, Any], tags: TagValue, *, is_strict: bool) -> str:
     types = schema_types(schema)
     if "string" not in types:
-        return lark.json({**schema, **definitions}, is_lenient=not is_strict)
+        return lark.json(_standalone(schema, root), is_lenient=not is_strict)
     if is_strict:
         _refuse_others(schema, _OF_TEXTS | {"anyOf", "oneOf"})
     pattern = _NO_JSON if types & {"object", "array"} else _ANY
@@ -79,6 +78,28 @@ def _value(
     if not any(texts):
         raise InvalidGrammar("an argument admits texts, but none that this model's calls can be written with")
     return lark.rule(" | ".join(text for text in texts if text))
+
+
+def _standalone(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schema of one argument as a document of its own: its references lead into the tool's schema, `root`,
+    which becomes a definition."""
+    moved = _moved(schema)
+    if moved == schema:
+        return schema
+    return {**moved, "$defs": {_ROOT: _moved({key: value for key, value in root.items() if key != "$id"})}}
+
+
+def _moved(part: Any) -> Any:
+    """Return a part of a schema with its references into the document changed to those into the definition."""
+    if isinstance(part, list):
+        return [_moved(each) for each in part]
+    if not isinstance(part, Mapping):
+        return part
+    moved = {key: value if key in _DATA else _moved(value) for key, value in part.items()}
+    reference = part.get("$ref")
+    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+        moved["$ref"] = f"#/$defs/{_ROOT}{reference[1:]}"
+    return moved
 
 
 def _texts(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -97,7 +118,7 @@ def _text(lark: Lark, schema: Mapping[str, Any], tags: TagValue, pattern: str, *
         _refuse_others(schema, _OF_TEXTS)
     if "enum" in schema or "const" in schema:
         words = schema.get("enum", [schema.get("const")])
-        return " | ".join(lark.literal(word) for word in words if isinstance(word, str) and not _ends(word, tags))
+        return lark.one_of([word for word in words if isinstance(word, str) and not _ends(word, tags)], tags.end)
     patterns = [pattern]
     if "minLength" in schema or "maxLength" in schema:
         patterns.append(f"(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})")

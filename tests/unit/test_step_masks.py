@@ -103,6 +103,14 @@ def test_tokens_that_the_grammar_rejects_end_their_request_alone_with_a_named_er
     assert answers.tokens[wrong] == [seven, letter]
 
 
+def test_a_grammar_that_exceeds_the_librarys_limits_ends_its_request_with_that_reason(engine: Engine) -> None:
+    words = " | ".join(f'"v{number:04}"' for number in range(2500))  # of a rule; the library allows 2,000
+    bench = GrammarBench(engine)
+    (wide,) = bench.admit(Grammar(GrammarKind.GRAMMAR, f'start: "<" word\nword: {words}'))
+    error = bench.run().ends[wide]
+    assert isinstance(error, GrammarRejected) and "became too complex at index" in error.message
+
+
 def test_no_step_is_planned_behind_one_whose_token_a_grammar_needs(engine: Engine) -> None:
     bench = GrammarBench(engine)
     bench.admit(GRAMMARS["regex"])

@@ -241,3 +241,46 @@ def test_names_that_a_form_cannot_write_and_gbnf_beside_reasoning_are_refused() 
         model.grammar(ToolUse((CallableTool("a b", {}),), must_call=True))
     with pytest.raises(InvalidGrammar, match="in Lark"):
         model.grammar(None, "", Grammar(GrammarKind.GRAMMAR, 'root ::= "x"'))
+
+
+_NODE: dict[str, Any] = {
+    "$id": "https://example.org/node",
+    "type": "object",
+    "properties": {
+        "word": {"type": "string", "enum": [f"v{number:04}" for number in range(2500)] + ["v", "a\nb", "<b>", ""]},
+        "child": {"$ref": "#"},
+        "count": {"$ref": "#/$defs/Count"},
+        "least": {"$ref": "#/properties/count"},
+    },
+    "required": ["word"],
+    "additionalProperties": False,
+    "$defs": {"Count": {"type": "integer", "minimum": 0, "maximum": 9}},
+}
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "hermes"])
+def test_a_tool_whose_schema_refers_to_itself_and_has_many_words_can_be_called(name: str, tokens: Tokens) -> None:
+    """The schema of one argument is a document of its own where each argument has its tags, and a rule of the library
+    has 2,000 alternatives at most."""
+    model = Model(tokens, AnswerFormat.named(name, ""))
+    use = ToolUse((CallableTool("f", _NODE),), must_call=True, is_named=True)
+    grammar = model.grammar(use)
+    for seed in range(4):
+        pieces = model.pieces(model.answer(grammar, "", seed), use)
+        jsonschema.validate(json.loads("".join(piece.text for piece in pieces if isinstance(piece, Arguments))), _NODE)
+
+
+def test_arguments_between_tags_follow_references_and_words_of_every_kind() -> None:
+    model = Model(Tokens([]), AnswerFormat.named("qwen3_coder", ""))
+    grammar = model.grammar(ToolUse((CallableTool("f", _NODE),), must_call=True, is_named=True))
+
+    def admits(**values: str) -> bool:
+        written = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+        return model.admits(grammar, f"<tool_call>\n<function=f>\n{written}</function>\n</tool_call>", whole=True)
+
+    assert all(admits(word=word) for word in ("v0000", "v2499", "v", "a\nb", "<b>", ""))
+    assert not any(admits(word=word) for word in ("v2500", "v00", "a", "v\n"))
+    assert admits(word="v", child='{"word": "v0007", "child": {"word": "v"}}', count="3", least="9")
+    assert not admits(word="v", child='{"count": 3}')
+    assert not admits(word="v", count="30")
+    assert not admits(word="v", least="30")
