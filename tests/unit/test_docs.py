@@ -29,6 +29,7 @@ _FOREIGN_FLAGS |= {"--no-compile", "--upgrade", "--target", "--cacert", "--scale
 _FOREIGN_NAMES = {"pidfd_getfd", "GRPC_EXPERIMENTS", "CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME"}
 _FOREIGN_NAMES |= {"COMPOSE_PROFILES"}
 _FOREIGN_NAMES |= {"terminationGracePeriodSeconds", "test_expired_lease_frees_its_blocks"}  # the last one is an example
+_MOST_LINES = 2_170  # of docs/ without the decisions
 _WRITTEN_PATHS = {"benchmarks/results/test_repeat.jsonl", "tandem/kernels/"}  # written when they are first needed
 
 
@@ -187,6 +188,12 @@ def test_a_name_that_does_not_exist_is_found(check: Callable[[Path], Iterator[st
     page = tmp_path / "page.md"
     page.write_text(f"# Page\n\n{text}\n")
     assert list(check(page))
+
+
+def test_the_documentation_has_a_bounded_number_of_lines() -> None:
+    """What is said twice, history and measured figures have no place in it; decisions and results have folders."""
+    pages = [page for page in PAGES if page.is_relative_to(ROOT / "docs") and page.parent.name != "decisions"]
+    assert sum(len(_text(page).splitlines()) for page in pages) <= _MOST_LINES
 
 
 def test_the_hand_off_page_names_every_reason_of_a_failed_hand_off() -> None:
