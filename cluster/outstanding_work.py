@@ -178,6 +178,14 @@ class OutstandingWork:
         elapsed_s = now_s - self._began_s if computing is not None else 0.0
         return {router: _without(router, number, shares, computing, elapsed_s) for router in routers}
 
+    def total(self) -> tuple[PromptWork, SequenceWork]:
+        """Return the prompts that are not computed and the sequences that have not ended, of all routers."""
+        shares = self._shares().values()
+        return (
+            sum((share.prompts for share in shares), NO_PROMPT),
+            sum((share.sequences for share in shares), NO_SEQUENCE_WORK),
+        )
+
     def _add_prompt(self, key: Hashable, prompt: "_Prompt", now_s: float) -> None:
         if not self._prompts:
             self._began_s = now_s

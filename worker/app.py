@@ -104,7 +104,7 @@ class WorkerApp:
             num_steps=lambda: self._steps.progress.steps,
             watch=self._watch,
             service_times=self._service_times,
-            publish=lambda inspected: self._metrics.publish(inspected, self._prefill.figures()),
+            publish=self._publish,
             links=lambda: link_speeds_to_wire(self._transfer.links.speeds()),
         )
         self._add_services()
@@ -208,6 +208,10 @@ class WorkerApp:
             publish_cache_events=self._prefill.cache_events.subscribe,
         )
         worker_pb2_grpc.add_WorkerServicer_to_server(service, server)
+
+    def _publish(self, inspected: commands.Inspected) -> None:
+        self._metrics.publish(inspected, self._prefill.figures())
+        self._metrics.publish_outlook(self._service_times(), *self._decode.outstanding.total())
 
     def _service_times(self) -> ServiceTimes | None:
         """Return how fast this worker computes; None before `run` has timed its first steps."""

@@ -13,6 +13,7 @@ from cluster.clock import Clock
 from cluster.errors import Unavailable, Unhealthy
 from cluster.observe.stand_still import StuckLimits
 from cluster.observe.telemetry import Telemetry
+from cluster.outstanding_work import PromptWork, SequenceWork
 from cluster.protocol.report_wire import service_times_to_wire
 from cluster.service_times import ServiceTimes, StepWork
 from cluster.settings.config import WorkerConfig
@@ -182,6 +183,15 @@ class WorkerMetrics:
             self._telemetry.gauge("vllm:num_requests_running", figures["running"], model_name=model_name)
             self._telemetry.gauge("vllm:num_requests_waiting", figures["waiting"], model_name=model_name)
             self._telemetry.gauge("vllm:kv_cache_usage_perc", usage, model_name=model_name)
+
+    def publish_outlook(self, times: ServiceTimes | None, prompts: PromptWork, sequences: SequenceWork) -> None:
+        """Publish for how long the worker has work, by which its pool can be scaled. `times`: None if not known yet."""
+        if times is None:
+            return
+        batch = sequences.num_running + sequences.num_joining
+        queued = StepWork(num_new=round(prompts.num_new), attended=prompts.attended)
+        self._telemetry.gauge("tandem_queued_prompt_seconds", times.seconds(queued))
+        self._telemetry.gauge("tandem_predicted_itl_seconds", times.step_s(batch, sequences.context))
 
     def record_step(self, work: StepWork, time: StepTime) -> None:
         """Record a step that has ended, on the step thread. Its parts are published with the next inspection."""

@@ -153,6 +153,8 @@ WORKER: dict[str, Metric] = {
     "tandem_unhealthy_total": _counter("times that a worker became unhealthy, by the check that found it", "finder"),
     "tandem_kv_blocks": _gauge("blocks of the KV pool by state, about once a second", "state"),
     "tandem_kv_cache_usage_ratio": _gauge("blocks of the KV pool in use; neither free nor cached"),
+    "tandem_queued_prompt_seconds": _gauge("predicted seconds to compute the prompts that routers have at this worker"),
+    "tandem_predicted_itl_seconds": _gauge("predicted seconds of a step that decodes all sequences of this worker"),
     "tandem_sequences": _gauge(
         "sequences of this worker: running, waiting for room, or frozen until their KV was handed over", "state"
     ),
