@@ -6,7 +6,7 @@ apply, in router/request/validation.py.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from cluster.accounts.keys import Caller
 from cluster.messages import FinishReason, Grammar, TokenLogprobs
@@ -138,9 +138,9 @@ class GenerateRequest:
     reader: "DirectReader | None" = None  # gets deltas past the stream of outputs, where it can
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceDelta:
-    """New tokens and text of one choice. `token_ids` may be empty when only text that was held back is released."""
+class ChoiceDelta(NamedTuple):
+    """New tokens and text of one choice. `token_ids` may be empty when only text that was held back is released. One
+    per token, so it is a tuple, as `SequenceToken` in router/fleet/decode_events.py is."""
 
     choice: int
     first_index: int  # how many tokens of this choice came before

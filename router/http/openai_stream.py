@@ -66,7 +66,7 @@ async def _merged(pipeline: Generates, requests: Sequence[GenerateRequest]) -> A
         try:
             async with aclosing(pipeline.generate(request)) as outputs:
                 async for output in outputs:
-                    deltas = tuple(replace(delta, choice=first_choice + delta.choice) for delta in output.deltas)
+                    deltas = tuple(delta._replace(choice=first_choice + delta.choice) for delta in output.deltas)
                     await queue.put(replace(output, deltas=deltas))
             await queue.put(None)
         except Exception as error:  # noqa: BLE001  # raised again where the queue is read

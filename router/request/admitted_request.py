@@ -11,7 +11,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import replace
 
 from cluster.clock import Clock
 from cluster.errors import DeadlineExceeded, InvalidRequest, NoWorkerLargeEnough
@@ -112,7 +111,7 @@ class Choice:
             return None
         if ending is None or not (missed or self.ended):
             return None
-        return replace(ending, first_index=len(has.token_ids), token_ids=(), text=missed)
+        return ending._replace(first_index=len(has.token_ids), token_ids=(), text=missed)
 
     def _finish_reason(self, token_id: int) -> FinishReason | None:
         """Return the finish reason that the worker gave when it sampled this token."""

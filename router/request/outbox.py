@@ -48,15 +48,16 @@ class Outbox:
     def put(self, delta: ChoiceDelta) -> None:
         if self._failure is not None:
             return
-        waiting = self._waiting.setdefault(delta.choice, [])
+        choice, waiting = delta.choice, self._waiting.get(delta.choice)
+        if waiting is None:
+            waiting = self._waiting[choice] = []
         waiting.append(delta)
-        if delta.choice not in self._readable and self._completes(waiting[0], delta):
-            self._readable[delta.choice] = None
+        is_readable = choice in self._readable
+        if not is_readable and self._completes(waiting[0], delta):
+            is_readable, self._readable[choice] = True, None
             self._hand_out()
-        if delta.choice in self._readable:
-            self.share.add_readable(weight(delta), self._clock.now_s())
-        else:
-            self.share.add_unreadable(weight(delta), self._clock.now_s())
+        add = self.share.add_readable if is_readable else self.share.add_unreadable
+        add(weight(delta), self._clock.now_s())
 
     def on_failure(self, stop: Callable[[], object]) -> None:
         """Register a function that is called when the outbox fails."""
@@ -160,6 +161,13 @@ class Outbox:
 
     def _portion(self) -> tuple[ChoiceDelta, ...]:
         """Return the oldest deltas of each choice. A choice that is cut short waits behind the others."""
+        if len(self._readable) == 1:
+            (choice,) = self._readable
+            if len(waiting := self._waiting[choice]) == 1:  # most portions
+                self._readable.clear()
+                del self._waiting[choice]
+                self.share.subtract_read(weight(waiting[0]), self._clock.now_s(), can_read_more=False)
+                return (waiting[0],)
         left, portion = MAX_PORTION_TOKENS, []
         while self._readable and left > 0:
             choice = next(iter(self._readable))

@@ -6,15 +6,14 @@ tokens: the EOS or stop token that ends a sequence is not pushed, unless the req
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from router.text.detokenizer import Detokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """The text that a push released. `stopped_by`: the stop string that ended it; tokens after `num_tokens_used` are
-    void."""
+    void. One per token, so it is a tuple: a frozen dataclass takes four times as long to make."""
 
     text: str
     stopped_by: str | None
@@ -42,6 +41,9 @@ class TextStream:
         assert not self._ended, "the text has ended"
         if self._detokenizer is None:
             return TextDelta("", None, len(token_ids))
+        if self._matcher is None and len(token_ids) == 1:
+            self._num_tokens += 1
+            return TextDelta(self._detokenizer.push(token_ids[0]), None, 1)
         released: list[str] = []
         for index, token_id in enumerate(token_ids):
             self._num_tokens += 1
