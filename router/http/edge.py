@@ -93,7 +93,8 @@ class Edge:
         except ClientGone:
             answer.status = answer.status or 499  # nginx's status for it, used by the counter only
         except TandemError as error:
-            await error_response(error, scope["path"])(scope, receive, answer)
+            if answer.status is None:
+                await error_response(error, scope["path"])(scope, receive, answer)
         except Exception as error:  # noqa: BLE001  # logged there; the last one who can answer
             failure = internal_error(error, request_id)
             if answer.status is None:

@@ -4,10 +4,12 @@ This module owns the routes only. openai_schema.py reads requests, openai_respon
 openai_stream.py sends them, and openai_errors.py shapes refusals. The pipeline, which gRPC shares, generates.
 """
 
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
@@ -15,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.accounts.audit import Audit
 from cluster.accounts.keys import Gate
@@ -32,7 +35,7 @@ from router.http.bodies.openapi_bodies import (
 )
 from router.http.bodies.request_headers import RequestHeaders
 from router.http.divided_chat import chat_shape
-from router.http.edge import Edge
+from router.http.edge import ClientGone, Edge
 from router.http.endpoints.operations import add_models, add_operations
 from router.http.endpoints.tokens import add_tokens
 from router.http.openai_errors import error_response, invalid_body, status_response
@@ -45,6 +48,8 @@ from router.requests import GenerateRequest
 from router.text.tokenization import Tokenization
 
 _Headers = Annotated[RequestHeaders, Header()]
+_NO_WISHES = RequestHeaders.model_validate({})
+_WISHES = frozenset(name.replace("_", "-").encode() for name in RequestHeaders.model_fields)
 _NO_PARSERS = ChatSettings()
 _NO_PATH = "there is no such path; GET /openapi.json lists the paths"
 
@@ -73,6 +78,8 @@ def build_app(
         docs_url=None,  # these pages would load their scripts from another site
         redoc_url=None,
     )
+    endpoints: dict[str, _Endpoint] = {}
+    app.add_middleware(ShortPath, endpoints=endpoints)
     app.add_middleware(
         Edge,
         gate=gate,
@@ -93,7 +100,7 @@ def build_app(
     app.add_exception_handler(RequestValidationError, _invalid_body)
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_exception_handler(TandemError, _tandem_error)
-    _add_generation(app, pipeline, live_requests, tokenization, chats)
+    endpoints |= _add_generation(app, pipeline, live_requests, tokenization, chats)
     add_messages(app, pipeline, live_requests, tokenization, chats)
     add_models(app, tokenization.model_info)
     add_operations(app, telemetry, ready)
@@ -112,7 +119,8 @@ def build_app(
 
 def _add_generation(
     app: FastAPI, pipeline: Generates, live_requests: LiveRequests, tokenization: Tokenization, chats: ChatSettings
-) -> None:
+) -> "dict[str, _Endpoint]":
+    """Return the endpoints by their paths."""
     model = tokenization.model_info.name
 
     @app.post(
@@ -167,6 +175,77 @@ def _add_generation(
         if body.stream:
             return EventStream(pipeline, requests, shape, envelope)
         return WholeResponse(pipeline, live_requests, requests, shape, envelope)
+
+    routes = {route.path: route for route in app.routes if isinstance(route, Route)}
+    hot = (
+        _Endpoint(routes["/v1/completions"], CompletionRequest, completions),
+        _Endpoint(routes["/v1/chat/completions"], ChatCompletionRequest, chat_completions),
+    )
+    return {endpoint.route.path: endpoint for endpoint in hot}
+
+
+@dataclass(frozen=True, slots=True)
+class _Endpoint:
+    route: Route
+    body: type[CompletionRequest] | type[ChatCompletionRequest]
+    answer: Callable[[Any, RequestHeaders, Request], Awaitable[Response]]
+
+
+class ShortPath:
+    """ASGI middleware that answers requests of the hot endpoints without the framework's routing and dependencies. It
+    passes on every request that is not plain JSON with a valid body: the framework words the refusals."""
+
+    def __init__(self, app: ASGIApp, *, endpoints: Mapping[str, _Endpoint]) -> None:
+        self._app, self._endpoints = app, endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._endpoints.get(scope["path"]) if scope["type"] == "http" else None
+        if endpoint is None or scope["method"] != "POST" or not _is_plain(scope["headers"]):
+            await self._app(scope, receive, send)
+            return
+        body = await _whole_body(receive)
+        try:
+            parsed = endpoint.body.model_validate(json.loads(body))
+        except Exception:  # noqa: BLE001  # the framework meets it again, and answers
+            await self._app(scope, _replayed(body, receive), send)
+            return
+        scope["route"] = endpoint.route
+        response = await endpoint.answer(parsed, _NO_WISHES, Request(scope, receive))
+        await response(scope, receive, send)
+
+
+def _is_plain(headers: Sequence[tuple[bytes, bytes]]) -> bool:
+    """Return whether the body is JSON and no header has a wish."""
+    is_json = False
+    for name, value in headers:
+        if name in _WISHES:
+            return False
+        if name == b"content-type":
+            if value != b"application/json":
+                return False
+            is_json = True
+    return is_json
+
+
+async def _whole_body(receive: Receive) -> bytes:
+    """Raises ClientGone, and the errors of the body's bounds."""
+    parts, has_more = list[bytes](), True
+    while has_more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        parts.append(message.get("body", b""))
+        has_more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replayed() -> Message:
+        return first.pop() if first else await receive()
+
+    return replayed
 
 
 def _label(body: CompletionRequest | ChatCompletionRequest, request: Request) -> str:

@@ -303,3 +303,51 @@ def test_a_latency_target_that_is_no_positive_number_is_refused_by_its_header(
 ) -> None:
     answer = shared.post("/v1/completions", {"prompt": "x"}, **{name: value})
     refused(answer, 400, "invalid_request", name, name)
+
+
+_DEEP = b'{"prompt": ' + b"[" * 90_000 + b"]" * 9_000 + b"}"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"prompt": "x", "messages": 7}',
+        b'{"prompt": "x", "temperature": "hot"}',
+        b'{"prompt": "x", "n": 0}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": [[1], "a"]}',
+        b'{"messages": [{"role": "user"}]}',
+        b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": -1}',
+        b'{"prompt": "x", "model": "another"}',
+        _DEEP,
+        b'"' + b"x" * 100_001 + b'"',
+    ],
+)
+def test_a_refusal_is_the_same_on_the_short_path_and_by_the_framework(
+    shared: Endpoint, path: str, content: bytes
+) -> None:
+    named = {"x-request-id": "same"}
+    short = shared.post(path, content, **named)
+    framework = shared.post(path, content, **named, **{"x-tandem-ledger": "0"})  # a wish: not on the short path
+    assert short.status_code >= 400
+    assert (short.status_code, short.content, short.headers["content-type"]) == (
+        framework.status_code,
+        framework.content,
+        framework.headers["content-type"],
+    )
+
+
+def test_both_ways_to_an_endpoint_give_the_same_answer_under_one_route(demo: Tokenization) -> None:
+    with endpoint(demo) as running:
+        body = {"messages": USER, "seed": 7, "request_id": "same"}
+        answers = [running.post("/v1/chat/completions", body, **more).json() for more in ({}, {"x-tandem-ledger": "0"})]
+        for answer in answers:
+            del answer["created"]
+        assert answers[0] == answers[1]
+        counted = running.telemetry.by_labels("tandem_http_responses_total")  # the last one perhaps not yet
+        assert set(counted) == {("/v1/chat/completions", "200")}
