@@ -17,6 +17,7 @@ async def until(
         async with asyncio.timeout(deadline_s):
             while not holds(sight := await look()):
                 seen = sight
+                await asyncio.sleep(0)  # lets the deadline pass although `look` may never wait
             return sight
     except TimeoutError:
         raise AssertionError(f"{what}: not so within {deadline_s:g} s; seen last: {seen}") from None

@@ -19,10 +19,13 @@ from cluster.registry.registry import Registry
 from tests.system.registry_rig import DEADLINE_S, KEYS, kept, member, until
 
 
-async def on_own_server(act: Callable[[RedisServer, Registry], Awaitable[None]], *, ttl_s: float = 1.0) -> None:
-    """Run `act` with a Redis of its own. `ttl_s`: longer than a loaded machine keeps this process waiting."""
+async def on_own_server(
+    act: Callable[[RedisServer, Registry], Awaitable[None]], *, ttl_s: float = 1.0, timeout_s: float = 0.5
+) -> None:
+    """Run `act` with a Redis of its own. `ttl_s`: longer than a loaded machine keeps this process waiting. `timeout_s`:
+    of one command; longer where Redis answers."""
     server = await RedisServer.start()
-    registry = Registry(url=server.url, cluster_name="own", ttl_s=ttl_s, keys=KEYS, timeout_s=0.5)
+    registry = Registry(url=server.url, cluster_name="own", ttl_s=ttl_s, keys=KEYS, timeout_s=timeout_s)
     try:
         await act(server, registry)
     finally:
@@ -156,7 +159,7 @@ async def test_a_redis_that_refuses_writes_counts_as_unavailable_and_no_member_i
                 async with kept(registry, member("d0")):
                     assert await news == (member("d0"), member())
 
-    await on_own_server(act)
+    await on_own_server(act, timeout_s=DEADLINE_S)
 
 
 async def test_a_loading_redis_counts_as_unavailable() -> None:

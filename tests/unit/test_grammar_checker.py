@@ -50,7 +50,7 @@ async def test_a_hostile_schema_is_refused_while_others_are_checked(checker: Gra
     await asyncio.sleep(0)
     await checker.check(schema({"type": "array", "maxItems": 3}))
     for refused in await asyncio.gather(*hostile, return_exceptions=True):
-        assert isinstance(refused, InvalidGrammar) and "CPU time" in refused.message
+        assert isinstance(refused, InvalidGrammar) and "compiling it takes longer than" in refused.message
     await checker.check(schema({"type": "array", "maxItems": 4}))
 
 
