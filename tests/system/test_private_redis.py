@@ -45,7 +45,7 @@ async def test_the_redis_of_tandem_up_serves_nobody_without_its_password(server:
 
 
 async def test_everything_that_members_keep_in_redis_works_with_the_rights_of_members(server: RedisServer) -> None:
-    registry = Registry(url=server.url, cluster_name="own", ttl_s=5.0)
+    registry = Registry(url=server.url, cluster_name="own", ttl_s=5.0, keys=_KEYS)
     async with asyncio.timeout(DEADLINE_S):
         async with aclosing(registry.watch()) as watch:
             assert await anext(watch) == ()

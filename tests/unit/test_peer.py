@@ -3,10 +3,11 @@
 import asyncio
 import itertools
 
+from cluster.auth.keys import ClusterKeys
+from cluster.auth.member_channel import open_member_channel
 from cluster.member import Member
 from cluster.messages import MemberId, Role
 from cluster.observe.telemetry import Telemetry
-from cluster.serving.serving import open_channel
 from router.fleet.peer import Peer
 from router.fleet.supervision import WorkerTimeouts
 from router.fleet.worker_stream import RouterSide
@@ -15,7 +16,7 @@ from router.fleet.worker_stream import RouterSide
 async def test_a_ticket_given_up_after_the_channel_closed_stays_until_its_deadline_without_a_stack_trace() -> None:
     unhandled: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
-    channel = open_channel("127.0.0.1:1")
+    channel = open_member_channel("127.0.0.1:1", keys=ClusterKeys(b"k" * 32), caller="r0@1")
     member = Member(id=MemberId("p0", "a1"), role=Role.PREFILL, address="127.0.0.1:1", model="m")
     timeouts = WorkerTimeouts(heartbeat_timeout_s=1.0, recovery_timeout_s=1.0)
     side = RouterSide(MemberId("r0", "1"), timeouts, itertools.count(1), lambda: None, Telemetry())

@@ -133,7 +133,10 @@ class Harm:
         process.clock_ahead_s = 0.0
 
     async def _refuse_memory(self, member: Member, mishap: Mishap) -> None:
+        """Without memory a process that starts would end, and be started again: this one is ready first."""
         process = member.process
+        if not await member.until_ready():
+            return
         process.num_refusals = NUM_REFUSALS
         await asyncio.sleep(mishap.for_s)
         process.num_refusals = 0

@@ -116,6 +116,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self.world = Process("world")
         self.set_exception_handler(lambda _, context: self.errors.append(context))
         self.errors: list[dict[str, Any]] = []  # unhandled exceptions
+        self._owners: dict[int, Process] = {}  # of async generators that have begun, by id
 
     def time(self) -> float:
         return self._now_s
@@ -197,6 +198,16 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def soon_s(self, most_s: float) -> float:
         """Return a random short delay. Most are much shorter than the longest."""
         return most_s * float(self._dice.random()) ** 3
+
+    def _asyncgen_firstiter_hook(self, agen: Any) -> None:
+        super()._asyncgen_firstiter_hook(agen)  # type: ignore[misc]
+        self._owners[id(agen)] = _PROCESS.get(self.world)
+
+    def _asyncgen_finalizer_hook(self, agen: Any) -> None:
+        """An async generator that its process has dropped is closed in that process; a dead process closes nothing."""
+        owner = self._owners.pop(id(agen), self.world)
+        if owner.is_alive and not self.is_closed():
+            self.call_soon(self.create_task, agen.aclose(), context=owner.context)
 
     def _put(self, handle: asyncio.Handle) -> None:
         process = handle._context.get(_PROCESS, self.world)  # type: ignore[attr-defined]
