@@ -26,14 +26,14 @@ Config = TypeVar("Config", bound=WorkerConfig | RouterConfig)
 
 
 class TlsReload(Protocol):
-    """What is needed of ClusterTls: pure modules do not import it."""
+    """The part of ClusterTls that reloading uses. Pure modules do not import that class."""
 
     def reload(self, *, is_forced: bool = False) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
 class SettingsSource(Generic[Config]):
-    """Where a process's settings come from."""
+    """Reads the settings of a process again, and tells when there is reason to."""
 
     read: Callable[[], Config]  # raises ConfigError
     version: Callable[[], object]  # differs when the file of the settings does

@@ -45,7 +45,7 @@ class ApiError(Unavailable):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Where the API server is and how this process shows who it is. The token's file changes; it is read at each
+    """The address of the API server and the credentials of this process. The token's file changes; it is read at each
     call."""
 
     url: str

@@ -156,7 +156,7 @@ def _build(settings: EngineSettings, config: PreTrainedConfig, device: str) -> P
 
 
 def _source(settings: EngineSettings) -> dict[str, Any]:
-    """What transformers is told of where a model comes from."""
+    """Return the arguments by which transformers finds the model."""
     return {"revision": settings.revision or "main", "trust_remote_code": settings.trust_remote_code == "on"}
 
 

@@ -52,7 +52,9 @@ class CallForm:
     calls_too: tuple[str, ...] = ()  # other words by which the format's parser finds a call
 
     def after_trigger(self, lark: Lark, tools: Sequence[CallableTool], max_calls: int) -> str:
-        """From 1 to `max_calls` calls of these tools, without the trigger of the first one. Raises InvalidGrammar."""
+        """Return the expression for 1 to `max_calls` calls of these tools, without the trigger of the first one.
+
+        Raises InvalidGrammar."""
         call = lark.rule(" | ".join(lark.rule(self.call(lark, tool)) for tool in tools))
         expression = f"{lark.literal(self.opening)} {call}"
         if max_calls > 1:
