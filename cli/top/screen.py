@@ -24,6 +24,7 @@ _PHASE_STYLES = {
 }
 _KEYS = "q quit  tab members/requests  ↑↓ choose  s sort  e explain  d drain"
 _KV_WIDTH = 12
+_MAX_FAULTS = 3
 
 
 @dataclass(slots=True)
@@ -71,7 +72,7 @@ def chosen_member(members: Sequence[admin_pb2.MemberStatus], view: View) -> int:
 def draw(watch: Watch, view: View, width: int, height: int) -> Text:
     """Return the whole screen: `height` lines of at most `width` characters."""
     members, requests = members_shown(watch, view), requests_shown(watch, view)
-    lines = [_title(watch, width), _state(watch, view), *_figures(watch, width), Text()]
+    lines = [_title(watch, width), *_state(watch, view), *_figures(watch, width), Text()]
     left = height - len(lines) - 4  # two headings, a blank line, and the keys
     num_members = max(1, min(len(members), max(left // 2, left - len(requests))))
     num_requests = max(0, left - num_members)
@@ -100,15 +101,15 @@ def _title(watch: Watch, width: int) -> Text:
     return title
 
 
-def _state(watch: Watch, view: View) -> Text:
+def _state(watch: Watch, view: View) -> list[Text]:
     if view.problem:
-        return Text(view.problem, style="bold red")
-    if faults := list(islice(watch.faults(), 3)):
-        return Text("; ".join(faults), style="bold red")
+        return [Text(view.problem, style="bold red")]
+    if faults := list(islice(watch.faults(), _MAX_FAULTS)):
+        return [Text(fault, style="bold red") for fault in faults]
     if news := [event.text for event in watch.events()]:
-        return Text(news[-1], style="bright_black")
+        return [Text(news[-1], style="bright_black")]
     ready = sum(member.state == admin_pb2.MEMBER_STATE_READY for member in watch.members)
-    return Text(f"{ready} of {len(watch.members)} members are ready", style="bright_black")
+    return [Text(f"{ready} of {len(watch.members)} members are ready", style="bright_black")]
 
 
 def _figures(watch: Watch, width: int) -> list[Text]:

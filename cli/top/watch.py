@@ -95,14 +95,12 @@ class Watch:
         return (max(each.p50_s for each in found), max(each.p99_s for each in found)) if found else None
 
     def faults(self) -> Iterator[str]:
-        """Say what is wrong now, in a few words each."""
+        """Say what is wrong now, a sentence each."""
         for member in self.members:
             if member.state == admin_pb2.MEMBER_STATE_UNHEALTHY:
                 yield f"{member.member_id} is unhealthy"
             elif member.last_seen_s:
                 yield f"{member.member_id} has been silent for {member.last_seen_s:.1f} s"
-            if kv_use(member).share > 0.95:
-                yield f"the KV pool of {member.member_id} is full"
         for router in self.routers:
             name = short(router.router)
             if router.problem:

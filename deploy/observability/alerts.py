@@ -136,14 +136,13 @@ ALERTS = (
     ),
     Alert(
         "TandemKvPressure",
-        'tandem_kv_cache_usage_ratio > 0.95 and on (instance) (tandem_sequences{state="waiting"} > 0)',
+        # Preemption and the watermark of hand-offs keep blocks free, so that the share in use may stay below any bound.
+        "sum by (instance) (rate(tandem_preemptions_total[5m])) > 3 / 60"
+        " or sum by (instance) (avg_over_time(tandem_handoffs_waiting[5m])) > 0.5",
         2,
         "page",
-        "the KV pool of {{ $labels.instance }} is full, and sequences wait for room",
-        (
-            ('tandem_kv_cache_usage_ratio{instance="d"}', "0.99x30"),
-            ('tandem_sequences{instance="d",state="waiting"}', "4x30"),
-        ),
+        "the KV pool of {{ $labels.instance }} is full: sequences are preempted, or hand-offs wait for room",
+        (('tandem_preemptions_total{instance="d"}', "0+6x30"), ('tandem_handoffs_waiting{instance="d"}', "0x30")),
         (("instance", "d"),),
     ),
     Alert(

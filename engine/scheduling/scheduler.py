@@ -145,7 +145,7 @@ class SequenceScheduler:
             case Release(ticket_id):
                 self._exports.release(ticket_id)
             case Inspect(inspection_id):
-                events = (self._inspect(inspection_id),)
+                events = (self._inspect(inspection_id, now_s),)
             case _:
                 events = self._prefixes.apply(command)
         return events + self._admission.grant_blocks(now_s)
@@ -367,7 +367,7 @@ class SequenceScheduler:
         else:
             self._batch.remove(sequence)
 
-    def _inspect(self, inspection_id: int) -> Event:
+    def _inspect(self, inspection_id: int, now_s: float) -> Event:
         violation = ""
         try:
             self.check()
@@ -381,7 +381,7 @@ class SequenceScheduler:
             "sequences_done": self._sequences_done,
             "pulls": self._reservations.num_pulls,
             **self._exports.figures,
-            **self._batch.figures,
+            **self._batch.figures(now_s),
             **self._speculation.figures,
         }
         blocks = self._pool.counts()

@@ -32,11 +32,12 @@ from router.overview.overview_wire import (
     sample_to_wire,
     timelines_to_wire,
 )
-from router.overview.slowness import slow_links, slow_workers
+from router.overview.slowness import full_pools, slow_links, slow_workers
 from router.pipeline.worker_choice import PairHealth
 from router.policies.effect import NO_EFFECT, Comparison
 from router.request.explanations import MAX_EXPLAINED
 from router.request.live_requests import LiveRequests
+from tandem.enum_words import MEMBER_ROLES
 from tandem.v1 import admin_pb2, admin_pb2_grpc
 
 MAX_LIVE_SHOWN = 100
@@ -105,11 +106,10 @@ class Overview:
             self.members.recent(),
             asyncio.gather(*(self._of_router(other, asked, metadata) for other in self._others())),
         )
-        return admin_pb2.OverviewResponse(
-            members=members,
-            target=target_to_wire(self._watched.scaling.target),
-            routers=[self._of_this_router(request.seen), *others],
-        )
+        own = self._of_this_router(request.seen)
+        own.slow.extend(full_pools((each.member_id, _role(each), each.figures) for each in members if each.figures))
+        target = target_to_wire(self._watched.scaling.target)
+        return admin_pb2.OverviewResponse(members=members, target=target, routers=[own, *others])
 
     def explain(self, name: str) -> admin_pb2.ExplainResponse:
         """Explain requests of this router. Raises NotFound."""
@@ -226,6 +226,10 @@ class Overview:
         peer = self._watched.fleet.peer(member.id)
         answers = not member.role.is_worker or (peer is not None and peer.is_reachable)
         return SeenMember(str(member.role), str(member.state), answers)
+
+
+def _role(member: admin_pb2.MemberStatus) -> Role:
+    return Role(MEMBER_ROLES.label(member.role))
 
 
 def _faults(telemetry: Telemetry) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Four faults of a real cluster: the line of what is wrong and an alert name the cause."""
+"""Five faults of a real cluster: the line of what is wrong and an alert name the cause."""
 
 import asyncio
 import os
@@ -129,6 +129,13 @@ async def test_a_worker_with_a_third_of_its_core_is_named(stage: Stage) -> None:
     finally:
         slowing.cancel()
         await asyncio.gather(slowing, return_exceptions=True)
+
+
+async def test_a_full_kv_pool_is_named(stage: Stage) -> None:
+    await stage.cluster.start_member("decode-small", "decode_worker", (*_FLAGS, "--num-blocks", "24"))
+    async with stage.load(question([20 + i for i in range(40)], max_tokens=250, ignore_eos=True), 18):
+        cause = "the KV pool of decode-small is full"
+        await stage.names(lambda wrong: cause in wrong, "TandemKvPressure", instance="decode-small")
 
 
 async def test_a_stopped_redis_is_named(stage: Stage) -> None:

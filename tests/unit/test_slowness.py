@@ -1,8 +1,8 @@
-"""Links and workers that are much slower than the others are named, and differences that are usual are not."""
+"""Slow links, slow workers and full KV pools are named, and differences that are usual are not."""
 
-from cluster.messages import LinkSpeed, MemberId
+from cluster.messages import LinkSpeed, MemberId, Role
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
-from router.overview.slowness import slow_links, slow_workers
+from router.overview.slowness import full_pools, slow_links, slow_workers
 
 _PREFILL = MemberId("prefill-0", "a")
 _DECODES = [MemberId(f"decode-{number}", "a") for number in range(4)]
@@ -37,3 +37,25 @@ def test_the_slow_prefill_worker_of_three_is_named_and_small_differences_are_not
     prefills = {MemberId(f"prefill-{number}", "a"): _times(factor) for number, factor in enumerate((1.0, 1.2, 12.0))}
     [slow] = slow_workers({member: _times(1.0 + number / 10) for number, member in enumerate(_DECODES)}, prefills)
     assert slow.startswith("prefill-2 prefills 2.")
+
+
+def _pool(role: Role = Role.DECODE, used: float = 80.0, leased: float = 0.0, **figures: float) -> list[str]:
+    blocks = {"blocks_held": used - leased, "blocks_leased": leased, "blocks_cached": 10.0, "blocks_free": 90.0 - used}
+    return list(full_pools([("w", role, figures | blocks)]))
+
+
+def test_a_full_pool_is_named_by_its_preemptions_and_waiting_hand_offs_though_blocks_are_free() -> None:
+    [full] = _pool(preemptions_last_minute=37.0, handoffs_waiting=2.0)
+    assert full == "the KV pool of w is full (37 preemptions a minute, 2 hand-offs wait): add decode workers"
+    assert _pool(handoffs_waiting=1.0) == ["the KV pool of w is full (1 hand-offs wait): add decode workers"]
+    assert not _pool(preemptions_last_minute=2.0)
+
+
+def test_a_pool_without_free_blocks_is_named_and_cached_ones_count_as_free() -> None:
+    assert _pool(Role.BOTH, used=98.0) == ["the KV pool of w is full (98 blocks in use): add workers"]
+    assert not _pool(used=90.0)
+
+
+def test_of_a_prefill_worker_whose_blocks_are_leased_the_decode_workers_are_named() -> None:
+    [full] = _pool(Role.PREFILL, used=98.0, leased=70.0)
+    assert full.endswith("leased until decode workers have read it; look at them")

@@ -60,13 +60,17 @@ def test_the_screen_fits_the_terminal(num_members: int, num_requests: int, width
     assert any("request-with-a-long-na" in line for line in lines) == bool(num_requests)
 
 
-def test_what_is_wrong_is_the_second_line() -> None:
+def test_what_is_wrong_follows_the_title_a_line_each() -> None:
     watch = Watch()
     breaker = admin_pb2.PairBreaker(exporter="prefill-0@a", importer="decode-0@a", state="open")
-    watch.update(answer(router(breakers=[breaker]), router("router-1@s", problem="connection refused"), members=1))
-    assert draw(watch, View(), 120, 24).plain.split("\n")[1] == (
-        "the KV pool of decode-0 is full; hand-offs from prefill-0 to decode-0 fail; router-1 does not answer"
-    )
+    own = router(breakers=[breaker], slow=["the KV pool of decode-0 is full (9 preemptions a minute)"])
+    watch.update(answer(own, router("router-1@s", problem="connection refused"), members=1))
+    lines = draw(watch, View(), 80, 24).plain.split("\n")
+    assert len(lines) == 24 and lines[1:4] == [
+        "hand-offs from prefill-0 to decode-0 fail",
+        "the KV pool of decode-0 is full (9 preemptions a minute)",
+        "router-1 does not answer",
+    ]
 
 
 def test_a_chosen_request_stays_chosen_when_others_arrive_and_when_it_ends() -> None:

@@ -87,14 +87,14 @@ class Batch:
             return 0
         return max(0, self._pool.num_available - self._limits.num_watermark_blocks)
 
-    @property
-    def figures(self) -> dict[str, int]:
+    def figures(self, now_s: float) -> dict[str, int]:
         return {
             "running": self._queues.running.num_slots,
             "waiting": self.num_waiting,
             "frozen": len(self._queues.frozen),
             "handoffs_waiting": self._reservations.num_waiting,
             "preemptions": self._preemption.preemptions,
+            "preemptions_last_minute": self._preemption.num_last_minute(now_s),
             "displaced": self._preemption.displaced,
             "tokens_cached": self._tables.tokens_cached,
             "blocks_evicted": self._pool.num_evicted,

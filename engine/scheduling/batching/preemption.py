@@ -11,7 +11,7 @@ sequences start, so a plan never preempts what it has just started.
 
 import heapq
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -22,6 +22,9 @@ from engine.scheduling.batching.queues import BlockRequest, Ranking, Reservation
 from engine.scheduling.batching.sequences import Sequence
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policies import Rank
+
+_RECENT_S = 60.0
+_MAX_RECENT = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +107,19 @@ class Preemption:
     ) -> None:
         self.preemptions = 0
         self.displaced = 0
+        self._recent_s: deque[float] = deque(maxlen=_MAX_RECENT)  # when sequences lost their blocks
         self._ranking = ranking
         self._queues = queues
         self._tables = tables
         self._pool = pool
         self._reservations = reservations
         self._watermark = watermark
+
+    def num_last_minute(self, now_s: float) -> int:
+        """Return how many sequences lost their blocks within the last 60 s."""
+        while self._recent_s and self._recent_s[0] < now_s - _RECENT_S:
+            self._recent_s.popleft()
+        return len(self._recent_s)
 
     def may_preempt(self) -> bool:
         """Return whether a sequence or a hand-off waits and the last sequence may be preempted for it."""
@@ -208,6 +218,7 @@ class Preemption:
     def _preempt(self, sequence: Sequence, now_s: float) -> None:
         """Move a sequence to the waiting queue and free its blocks. It keeps its tokens."""
         self.preemptions += 1
+        self._recent_s.append(now_s)
         self._queues.remove(sequence)
         self._tables.evict(sequence)
         self._queues.add_waiting(sequence, now_s)

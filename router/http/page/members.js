@@ -95,8 +95,6 @@ export function summary(model) {
   for (const member of model.members) {
     if (member.state === "unhealthy") faults.push(`${member.member_id} is unhealthy`);
     else if (member.last_seen_s > 2) faults.push(`${member.member_id} has been silent for ${durationText(member.last_seen_s)}`);
-    const { total, used } = kvBlocks(member);
-    if (total && used / total > 0.95) faults.push(`the KV pool of ${member.member_id} is full (${percent(used / total)})`);
   }
   for (const router of model.routers()) {
     if (router.problem) faults.push(`${shortName(router.name)} does not answer`);
