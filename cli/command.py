@@ -1,7 +1,4 @@
-"""Dispatches a `tandem` command to its verb and turns its end into an exit status.
-
-A command that needs an extra of the package, which the installation lacks, ends with one line that names the extra.
-"""
+"""Dispatches a `tandem` command to its verb and converts the result to an exit status."""
 
 import argparse
 import os

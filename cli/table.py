@@ -29,7 +29,7 @@ def bytes_text(num_bytes: float) -> str:
 
 
 def ledger_text(result: Result) -> str:
-    """A table of the phases with their shares of the wall time, then their sum."""
+    """Return a table of the phases with their shares of the wall time, then their sum."""
     ledger = result.ledger
     wall_s = ledger.wall_s or 1e-9
     rows = [(phase.name, *_duration(phase.duration_s, wall_s)) for phase in ledger.phases]

@@ -24,8 +24,9 @@ Signature = tuple[type | None, tuple[type, ...]]  # the types of the result and 
 
 
 class NotCompiled(Exception):
-    """There is no compiled form for this processor, device or model. The message is a few words that end in a worker's
-    report."""
+    """There is no compiled form for this processor, device or model. The message is a short reason, which a worker
+    prints at its start.
+    """
 
 
 @dataclass(frozen=True, slots=True)

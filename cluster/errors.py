@@ -176,8 +176,9 @@ class SloUnattainable(Overloaded):
 
 
 class TooManyFrozen(Overloaded):
-    """A decode worker has as many frozen sequences as it allows. It freezes another one only after one of them has
-    left or continues."""
+    """A decode worker has its maximum number of frozen sequences. It freezes another one only after one of them has
+    left or continues.
+    """
 
     reason = "too_many_frozen"
 
@@ -357,7 +358,7 @@ def _row(error: TandemError) -> tuple[str, HTTPStatus, str]:
 
 
 def grpc_status(error: TandemError) -> str:
-    """The name of the `grpc.StatusCode` that this error travels as."""
+    """Return the name of the `grpc.StatusCode` for this error."""
     return _row(error)[0]
 
 
@@ -366,5 +367,5 @@ def http_status(error: TandemError) -> int:
 
 
 def openai_error_type(error: TandemError) -> str:
-    """The `error.type` of an OpenAI-style error body."""
+    """Return the `error.type` of an OpenAI-style error body."""
     return _row(error)[2]

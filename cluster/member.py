@@ -1,5 +1,5 @@
-"""One running router or worker, as it registers itself, and the protocol versions that members support. Values only;
-cluster/registry/registry.py keeps them in Redis.
+"""Members: running routers and workers as they register themselves, and the protocol versions that they support. Values
+only; cluster/registry/registry.py keeps them in Redis.
 """
 
 import json
@@ -77,7 +77,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One member as it registered itself. A router has no fingerprint, transports or capacity."""
+    """A member as it registered itself. A router has no fingerprint, transports or capacity."""
 
     id: MemberId
     role: Role
@@ -102,7 +102,7 @@ class Member:
         return replace(self, state=state)
 
     def speaks_with(self, other: "Member") -> bool:
-        """Return whether both support a common version of the protocol."""
+        """Return whether both members support a common version of the protocol."""
         return self.protocol.common(other.protocol) is not None
 
     def may_exchange_kv(self, other: "Member") -> bool:

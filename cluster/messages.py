@@ -142,7 +142,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """One token of one sequence; `finish_reason` is set when the sequence ends with it."""
+    """A token that was drawn for a sequence; `finish_reason` is set if the sequence ends with it."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
@@ -231,7 +231,7 @@ class CacheEvents:
 
 @dataclass(frozen=True, slots=True)
 class PrefillJob:
-    """One attempt at one prefill, as the router requests it from a prefill worker."""
+    """A router's request to a prefill worker: one attempt at the prefill of one prompt."""
 
     request_id: str
     attempt: int
@@ -261,7 +261,7 @@ class PrefillJob:
 
 @dataclass(frozen=True, slots=True)
 class SequenceStart:
-    """One choice of a decode job. `handle` identifies (request, choice, attempt) on its router's stream."""
+    """A choice of a decode job. `handle` identifies (request, choice, attempt) on its router's stream."""
 
     handle: int
     seed: int
@@ -270,7 +270,9 @@ class SequenceStart:
 
 @dataclass(frozen=True, slots=True)
 class DecodeJob:
-    """One attempt at the decode leg. Without a ticket the prompt is prefilled on the decode worker."""
+    """A router's request to a decode worker: one attempt to decode some choices. Without a ticket the worker prefills
+    the prompt itself.
+    """
 
     request_id: str
     attempt: int

@@ -1,11 +1,10 @@
-"""The work that routers have at one worker and that is not done yet: prompts to compute, sequences to decode. Pure.
+"""The outstanding work of a worker by router: prompts to compute, sequences to decode. Pure.
 
 `OutstandingWork` is the worker's own account, by router. The worker sends each router the sum over all other routers
 (`OthersWork`); a router counts its own work itself, from the moment it sends it (router/policies/work_ahead.py). So
-nothing counts twice, whatever is in flight between the two: a router's own work is never in what it receives.
-
-What a router expects of its own work, cached tokens and the length of the output, travels with the work, so that every
-router counts the same.
+nothing counts twice, whatever is in flight between the two: a router's own work is never in the reports that it
+receives. A router sends its predictions (cached tokens, output length) with the work, so that every router counts the
+same.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
@@ -42,7 +41,9 @@ NO_PROMPT = PromptWork()
 
 
 def expected_left(num_output: int, num_expected: float, max_tokens: int) -> float:
-    """Return how many tokens a sequence is expected to generate yet. `num_expected`: in all, when it began."""
+    """Return how many more tokens a sequence is expected to generate. `num_expected`: the total that was predicted at
+    its start.
+    """
     left = max(num_expected - num_output, _LEAST_LEFT_SHARE * num_expected)
     return min(left, max(0, max_tokens - num_output))
 
@@ -86,7 +87,7 @@ class OthersWork:
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutlook:
-    """The length of a sequence when it is sent to the worker, and what its router expects of it."""
+    """The length of a sequence when it is sent to the worker, and its predicted output."""
 
     num_prompt: int
     max_tokens: int  # to generate in all

@@ -1,4 +1,4 @@
-"""Runs a Tandem process until a signal stops it, and gives it an exit status that tells why it ended.
+"""Runs a Tandem process until a signal stops it, and ends it with an exit status that states the reason.
 
     async def main() -> None:
         config = parse_arguments(WorkerConfig, "prefill_worker", sys.argv[1:])
@@ -117,7 +117,7 @@ def stop_requested() -> asyncio.Event:
 
 
 def reload_requested() -> asyncio.Event:
-    """Return an event that each SIGHUP sets: the process shall read its files again. Call it on the running loop."""
+    """Return an event that each SIGHUP sets, so that the process reads its files again. Call it on the running loop."""
     asked = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, asked.set)
     return asked

@@ -1,4 +1,5 @@
-"""The size of a request in tokens and blocks: is it within the operator's limits, and can a worker ever hold it? Pure.
+"""The size of a request in tokens and blocks, and the checks that it is within the operator's limits and that a worker
+can hold it. Pure.
 
 Routers apply these rules at admission and placement, and workers apply them again.
 
@@ -15,7 +16,7 @@ from cluster.member import Capacity
 
 @dataclass(frozen=True, slots=True)
 class LengthLimits:
-    """`--max-input-length` and `--max-output-length`; 0: only `--max-model-len` applies."""
+    """The limits `--max-input-length` and `--max-output-length`; 0: only `--max-model-len` applies."""
 
     max_input_length: int = 0
     max_output_length: int = 0
@@ -52,7 +53,7 @@ class RequestSize:
 
     @property
     def num_known(self) -> int:
-        """The number of tokens that a prefill computes and a hand-off moves."""
+        """Return the number of tokens that a prefill computes and a hand-off moves."""
         return self.num_prompt + self.num_committed
 
     @property

@@ -38,7 +38,9 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTimes:
-    """seconds = step_s + per_token_s * new tokens + per_token_context_s * (new tokens * their mean context)."""
+    """The model of steps that compute prompts: seconds = step_s + per_token_s * new tokens + per_token_context_s * (new
+    tokens * their mean context).
+    """
 
     step_s: float
     per_token_s: float
@@ -70,7 +72,9 @@ class PrefillTimes:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTimes:
-    """seconds = step_s + per_sequence_s * batch + per_context_token_s * the sum of the sequences' lengths."""
+    """The model of decode steps: seconds = step_s + per_sequence_s * batch + per_context_token_s * the sum of the
+    sequences' lengths.
+    """
 
     step_s: float
     per_sequence_s: float
@@ -83,8 +87,9 @@ class DecodeTimes:
 
 @dataclass(frozen=True, slots=True)
 class MixedTimes:
-    """seconds = factor * (the larger step_s of prefill and decode + all other terms of both), and at least what either
-    of them takes alone."""
+    """The model of mixed steps: seconds = factor * (the larger step_s of prefill and decode + all other terms of both),
+    and at least what either of them takes alone.
+    """
 
     factor: float
     relative_error: float  # as in PrefillTimes
@@ -92,7 +97,7 @@ class MixedTimes:
 
 @dataclass(frozen=True, slots=True)
 class HandOffTimes:
-    """seconds = fixed_s + the bytes over the pair's `LinkSpeed.bytes_per_s`."""
+    """The model of hand-offs: seconds = fixed_s + bytes / `LinkSpeed.bytes_per_s` of the pair."""
 
     fixed_s: float
     relative_error: float  # of the seconds in all, as in PrefillTimes
@@ -144,8 +149,9 @@ class ServiceTimes:
         return max(prefill_s, decode_s, factor * self.both_s(work))
 
     def prompts_within_s(self, seconds: float, batch: int, context: int) -> float:
-        """Return for how long the tokens of prompts (`PrefillTimes.added_s`) may be computed in a step of at most
-        `seconds` that decodes as in `step_s`. Negative if the step's fixed part alone takes too long."""
+        """Return how many seconds of prompt computation (`PrefillTimes.added_s`) fit into a step of at most `seconds`
+        that decodes as in `step_s`. Negative if the step's fixed part alone takes too long.
+        """
         prefill_s = seconds
         if batch:
             factor = self.mixed.factor if self.mixed is not None else 1.0
@@ -212,7 +218,7 @@ class ServiceRate:
         self._last_end_s = now_s
 
     def retry_after_s(self) -> float:
-        """The expected time until the next place becomes free."""
+        """Return the expected seconds until the next place becomes free."""
         return bounded_retry_s(_FIRST_RETRY_S if self._mean_gap_s is None else self._mean_gap_s)
 
 

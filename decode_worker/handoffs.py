@@ -42,8 +42,9 @@ class _Import:
 
 
 class Imports:
-    """Runs on the worker's event loop. Every import ends with a call of `on_admitted` or `on_failed`, or is
-    cancelled."""
+    """The imports in progress, on the worker's event loop. Every import ends with a call of `on_admitted` or
+    `on_failed`, or is cancelled.
+    """
 
     def __init__(
         self,
@@ -104,7 +105,8 @@ class Imports:
 
     async def reserve(self, handoff_id: int, num_blocks: int) -> Reservation:
         """Return when the step thread has reserved all the blocks. `discard` must follow unless the hand-off is
-        admitted. Raises HandOffFailed if the pool can never hold so many."""
+        admitted. Raises HandOffFailed if the pool can never hold that many.
+        """
         command = commands.Reserve(handoff_id, num_blocks)
         if (entry := self._imports.get(handoff_id)) is not None:
             command = replace(command, block_hashes=self._block_hashes(entry.job), job=entry.job)
@@ -198,7 +200,9 @@ class _Thawing:
 
 
 class Exports:
-    """Runs on the worker's event loop. `on_forgotten` is called for a sequence that its router left frozen."""
+    """The exports of frozen sequences, on the worker's event loop. `on_forgotten` is called for a sequence that its
+    router left frozen.
+    """
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 
 
 class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
-    """All methods and callbacks run on the worker's event loop."""
+    """The service of a decode worker. All methods and callbacks run on the worker's event loop."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
                     self._forget(event.router, frozenset({self.exports.on_thawed(event)}))
 
     def beat(self, heartbeat: worker_pb2.Heartbeat) -> None:
-        """Send a heartbeat to every connected router, and what the others have here."""
+        """Send every connected router a heartbeat and the work of the other routers here."""
         self._streams.beat(worker_pb2.WorkerMessage(heartbeat=heartbeat))
         self._reports.send_to_all()
 

@@ -41,7 +41,7 @@ class RouterStream:
 
     @property
     def is_overfull(self) -> bool:
-        """The waiting messages exceed 32 MiB, so the router counts as lost."""
+        """Return whether the waiting messages exceed 32 MiB, so that the router counts as lost."""
         return self._waiting_bytes > _MAX_WAITING_BYTES
 
     @property
@@ -144,7 +144,7 @@ class RouterStreams:
 
     @property
     def waiting_bytes(self) -> int:
-        """The size of all messages that are not sent yet."""
+        """Return the size of all messages that are not sent yet."""
         return sum(stream.waiting_bytes for stream in self._streams.values())
 
     def broadcast(self, message: worker_pb2.WorkerMessage) -> None:
@@ -231,7 +231,9 @@ _MOST_SHARE = 0.01  # of the event loop's time
 
 
 class WorkReports:
-    """Belongs to the event loop. `outstanding`: the account from which reports are made."""
+    """Sends each router the work of the others. Belongs to the event loop. `outstanding`: the account from which
+    reports are made.
+    """
 
     def __init__(self, streams: RouterStreams) -> None:
         self.outstanding = OutstandingWork(self._on_change)

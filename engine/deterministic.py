@@ -351,7 +351,7 @@ def _computed(
 
 
 def _company(pool: KvPool, token_ids: list[int], company: Sequence[Sequence[int]]) -> tuple[Chunk, ...]:
-    """Return chunks of short sequences that share every step of the check."""
+    """Return chunks of short sequences that fill every step of the check beside the sequence that is checked."""
     chunks, first = [], 0
     for number, length in enumerate(itertools.chain.from_iterable(company), start=1):
         blocks = tuple(range(first, first + blocks_for(length, pool.layout.block_size)))

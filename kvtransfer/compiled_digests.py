@@ -58,10 +58,10 @@ class DigestForm:
 
 
 class CompiledDigests:
-    """Any thread may call it. Calls release the GIL."""
+    """The compiled implementation of digests. Any thread may call it. Calls release the GIL."""
 
     def __init__(self, form: DigestForm) -> None:
-        """Raises NotCompiled."""
+        """Load or build the library. Raises NotCompiled."""
         library = _LIBRARY.load()
         if not library.td_digests_supported():
             raise NotCompiled("this processor has no AVX-512 VNNI")

@@ -49,7 +49,9 @@ MAX_BYTES = 64 << 20
 
 
 class LinkCheckAccess:
-    """Owns the link check in progress and its end. Use it on the event loop."""
+    """Grants link checks to other workers, one at a time. Owns the check in progress and its end. Use it on the event
+    loop.
+    """
 
     def __init__(
         self,

@@ -195,7 +195,7 @@ _PIECE_BYTES = 1 << 20  # other threads that map memory wait for a piece
 
 
 class PopulatedPages:
-    """Call it on the event loop. A pool on a GPU has nothing to populate."""
+    """Populates the pages of a pool in advance. Call it on the event loop. A pool on a GPU has nothing to populate."""
 
     def __init__(self, memory: PoolMemory) -> None:
         self._block_bytes = memory.block_bytes

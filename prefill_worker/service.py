@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class _Call:
-    """One attempt in progress. It exists for the duration of its Prefill call."""
+    """An attempt in progress. It exists for the duration of its Prefill call."""
 
     job: PrefillJob
     accepted: asyncio.Future[bytes]  # the signed ticket; empty without an importer
@@ -46,7 +46,7 @@ class _Call:
 
 
 class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
-    """All methods and callbacks run on the worker's event loop."""
+    """The service of a prefill worker. All methods and callbacks run on the worker's event loop."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         return len(self._calls)
 
     def owners(self) -> Iterator[str]:
-        """The names of the calls in progress, as holders of blocks."""
+        """Return the names of the calls in progress, as holders of blocks."""
         return map(holders.ticket, self._calls)
 
     def end_work(self, error: Unhealthy) -> None:

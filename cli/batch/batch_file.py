@@ -5,7 +5,8 @@ One JSON object per line:
 {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "a"}}
 {"id": "...", "custom_id": "1", "response": {"status_code": 200, "request_id": "...", "body": {...}}, "error": null}
 
-`BatchSender` sends requests to a router's HTTP API, several at once, and retries what another attempt may mend.
+`BatchSender` sends requests to a router's HTTP API, several at once, and retries requests whose failure may be
+temporary.
 """
 
 import http.client
@@ -37,7 +38,7 @@ class BatchRequest:
 
 @dataclass(frozen=True, slots=True)
 class BatchAnswer:
-    """`status_code` 0: no router answered, as `problem` says."""
+    """The response to one request. `status_code` 0: no router answered; `problem` is the reason."""
 
     custom_id: str
     status_code: int
@@ -108,7 +109,7 @@ def is_final(status_code: int) -> bool:
 
 
 def _request(line: str) -> BatchRequest:
-    """Raises ValueError."""
+    """Parse one line of the input file. Raises ValueError."""
     try:
         request = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -158,8 +159,9 @@ class BatchSender:
         self._connections: list[http.client.HTTPConnection] = []  # of all threads
 
     def answers(self, requests: Iterable[BatchRequest]) -> Generator[BatchAnswer, None, None]:
-        """Yield each answer when it is there. At most `concurrency` requests are on their way at once. Where the reader
-        ends early, these are given up."""
+        """Yield each answer when it arrives. At most `concurrency` requests are in flight at once. If the reader ends
+        early, they are cancelled.
+        """
         waiting = iter(requests)
         running: set[Future[BatchAnswer]] = set()
         try:
@@ -175,7 +177,7 @@ class BatchSender:
             self._stop()
 
     def join(self) -> None:
-        """Return when no request is on its way any more."""
+        """Return when no request is in flight any more."""
         self._pool.shutdown(wait=True)
 
     def _stop(self) -> None:
@@ -197,7 +199,7 @@ class BatchSender:
         return answer
 
     def _attempt(self, request: BatchRequest) -> tuple[BatchAnswer, float]:
-        """Return the answer, and the seconds after which the router wants to be asked again; 0: it does not say."""
+        """Return the answer, and the router's Retry-After in seconds; 0: the response has none."""
         headers = {"content-type": "application/json"}
         if self._server.api_key:
             headers["authorization"] = f"Bearer {self._server.api_key}"

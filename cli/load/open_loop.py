@@ -18,7 +18,7 @@ from tandem.errors import TandemError
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One request, in seconds on the run's own clock. `error` is empty for a success."""
+    """The times of one request, in seconds on the run's own clock. `error` is empty for a success."""
 
     scheduled_s: float
     token_times_s: tuple[float, ...]  # when each generated token arrived
@@ -67,7 +67,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def report(records: Sequence[Record], objective: Objective) -> dict[str, object]:
-    """The run's figures for JSON. Latencies are of successful requests only; the numbers of both kinds are included."""
+    """Return the run's figures for JSON. Latencies are those of successful requests; failed ones are only counted."""
     good = [record for record in records if not record.error and record.token_times_s]
     errors: dict[str, int] = {}
     for record in records:

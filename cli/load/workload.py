@@ -109,7 +109,7 @@ def _azure(lines: Iterable[str]) -> Iterator[Arrival]:
 
 
 def _azure_time_s(text: str) -> float:
-    """`2023-11-16 18:15:46.6805900`, in steps of 100 ns: more digits than datetime reads."""
+    """Convert `2023-11-16 18:15:46.6805900` to seconds. It counts steps of 100 ns: more digits than datetime reads."""
     moment, _, fraction = text.partition(".")
     since = datetime.fromisoformat(moment) - datetime(2023, 1, 1)
     return since.total_seconds() + (float(f"0.{fraction}") if fraction else 0.0)

@@ -118,7 +118,7 @@ def environment_of(spec: ChildSpec) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class ChildEnd:
-    """`status` is negative for a signal, as in subprocess."""
+    """The end of a child. `status` is negative for a signal, as in subprocess."""
 
     status: int
     last_lines: tuple[str, ...]

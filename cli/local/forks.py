@@ -31,8 +31,9 @@ _WORKERS = ("worker", "prefill_worker", "decode_worker")
 
 
 class ForkServer:
-    """One process that imports `modules` and then forks on request. Its children are those of this process, which
-    becomes a subreaper, and survive the server. `environment`: what those modules read while they are imported."""
+    """A process that imports `modules` and then forks on request. Its children become children of this process, a
+    subreaper, and outlive the server. `environment`: what those modules read while they are imported.
+    """
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
         _become_subreaper(True)
@@ -122,7 +123,7 @@ class Forks:
 
 
 def _become_subreaper(is_one: bool) -> None:
-    """Make this process the next parent of its descendants whose parents have ended, or leave that to another one."""
+    """Start or stop being a subreaper: the parent of descendants whose own parents have ended."""
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, int(is_one), 0, 0, 0)
 
 

@@ -95,8 +95,9 @@ def find_admin_key(address: str, environment: Mapping[str, str] | None = None) -
 
 
 def find_key_file(told: str | None, address: str, environment: Mapping[str, str] | None = None) -> Path:
-    """Return the key file of the cluster whose router is at `address`: as told, else that of a cluster on this machine,
-    else the one of the default cluster name."""
+    """Return the key file of the cluster whose router is at `address`: the given one, else that of a cluster on this
+    machine, else that of the default cluster name.
+    """
     environment = os.environ if environment is None else environment
     known = (cluster.key_file for cluster in running(environment) if address in cluster.address.split(","))
     named = told or environment.get("TANDEM_CLUSTER_KEY_FILE") or next(known, "")

@@ -147,8 +147,9 @@ class PoolPlan:
 def pool_plan(
     staying: Iterable[Slot], leaving: Iterable[Slot], target: ScaleTarget, busy: Mapping[Slot, float]
 ) -> PoolPlan:
-    """New workers take the lowest free numbers; the least busy ones are retired, the newest among equals. `busy`: how
-    much each has to do; what is not in it has nothing."""
+    """Return which workers to start and which to retire. New workers get the lowest free numbers; the least busy ones
+    are retired, the newest among equals. `busy`: the load by slot; a slot that is missing has no load.
+    """
     taken = {*staying, *leaving}
     starts: list[Slot] = []
     retires: list[Slot] = []

@@ -27,7 +27,7 @@ _LEAVE_S = 5.0  # in addition to the grace period of a drain
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """`flags` by field name. `redis`: its URL; empty: the cluster starts its own."""
+    """The settings of a cluster. `flags` by field name. `redis`: its URL; empty: the cluster starts its own."""
 
     pools: Pools
     routers: Sequence[Ports]
@@ -44,7 +44,7 @@ class Plan:
 
 
 class LocalCluster:
-    """Call `start`, then `drain` to let running requests finish, and always `close` at the end.
+    """A cluster of processes. Call `start`, then `drain` to let running requests finish, and always `close` at the end.
 
     After `start`, `grpc` and `http` are the first router's addresses (host:port) and `more_grpc` the gRPC addresses of
     the others. `say` receives messages for the user, `echo(name, line)` the log lines of the processes.
@@ -186,7 +186,7 @@ class LocalCluster:
 
 
 async def first_of(*awaited: Coroutine[object, object, object]) -> None:
-    """Run these together until one has ended, then cancel the others. Raises the exception of the first one."""
+    """Run these coroutines together until one has ended, then cancel the others. Raises its exception."""
     tasks = [asyncio.ensure_future(each) for each in awaited]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

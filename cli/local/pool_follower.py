@@ -20,7 +20,7 @@ from cluster.registry.scale_target import ScaleTarget
 
 
 class Workers(Protocol):
-    """The methods of `Supervisor` by which workers are started, scaled and stopped; its docstrings say what they do."""
+    """The methods by which workers are started, scaled and stopped. `Supervisor` implements and documents them."""
 
     def start(self, specs: Sequence[ChildSpec]) -> None: ...
 

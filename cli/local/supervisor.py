@@ -29,7 +29,7 @@ class RestartLimits:
 
 @dataclass(slots=True)
 class _Kept:
-    """One child through all its restarts."""
+    """The state of one child over all its restarts."""
 
     spec: ChildSpec
     ready: asyncio.Future[dict[str, str]]
@@ -50,8 +50,9 @@ _LEFT = {
 
 
 class Supervisor:
-    """`say` receives messages for the user, `echo(name, line)` the log lines of the children. `launch` starts the
-    process of a child."""
+    """Keeps child processes running. `say` receives messages for the user, `echo(name, line)` the log lines of the
+    children. `launch` starts the process of a child.
+    """
 
     def __init__(
         self,
@@ -262,7 +263,7 @@ def _how(end: ChildEnd) -> str:
 
 
 def _retirement(end: ChildEnd) -> str:
-    """Say how a retired child ended."""
+    """Return a message about the end of a retired child."""
     if end.status in _LEFT:
         return _LEFT[ExitStatus(end.status)]
     return f"{_how(end)} instead of leaving in order"

@@ -1,4 +1,4 @@
-"""One run of `tandem top`: the screen, its keys, and the thread that asks the routers of the cluster."""
+"""A session of `tandem top`: the screen, its keys, and the thread that queries the routers of the cluster."""
 
 import argparse
 import json
@@ -107,7 +107,7 @@ def print_once(answer: admin_pb2.OverviewResponse, *, as_json: bool) -> None:
 
 
 class Session:
-    """The screen, its keys, and the thread that asks the cluster."""
+    """The screen, its keys, and the thread that queries the cluster."""
 
     def __init__(self, cluster: Cluster, interval_s: float) -> None:
         self._cluster, self._interval_s = cluster, interval_s
@@ -120,7 +120,7 @@ class Session:
         self._first_error: TandemError | None = None
 
     def run(self) -> None:
-        """Raises the error of the first question."""
+        """Show the screen until the operator quits. Raises the error of the first query."""
         self._ask()
         if self._first_error is not None:
             raise self._first_error
@@ -226,7 +226,7 @@ class Session:
         self._confirmed = partial(self._drain, member)
 
     def _drain(self, member: str) -> str:
-        """Return what became of it."""
+        """Drain the chosen member. Return the result as text."""
         try:
             return f"{self._cluster.drain(member).member} is draining"
         except TandemError as error:

@@ -1,4 +1,4 @@
-"""What `tandem top` knows: the overviews of all routers, merged. Pure; it is updated with each answer."""
+"""The data that `tandem top` shows: the overviews of all routers, merged. Pure; it is updated with each answer."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -95,7 +95,7 @@ class Watch:
         return (max(each.p50_s for each in found), max(each.p99_s for each in found)) if found else None
 
     def faults(self) -> Iterator[str]:
-        """Say what is wrong now, a sentence each."""
+        """Return what is wrong now, a sentence each."""
         for member in self.members:
             if member.state == admin_pb2.MEMBER_STATE_UNHEALTHY:
                 yield f"{member.member_id} is unhealthy"

@@ -1,4 +1,4 @@
-"""The audit log: one line of JSON for each thing that an administrator did or tried, and for each refused member."""
+"""The audit log: a line of JSON for each call of an administrator, refused or not, and for each refused member."""
 
 import json
 import logging
@@ -13,8 +13,9 @@ _LOG = logging.getLogger("tandem.audit")
 
 class Audit:
     def __init__(self, path: str = "", *, wall_clock: Callable[[], float] = time.time) -> None:
-        """`path`: of the file to which lines are added; empty: they go to the log, whatever its level. Raises
-        ConfigError."""
+        """Open the file at `path` for appending; empty: lines go to the process's log, whatever its level. Raises
+        ConfigError.
+        """
         self._wall_clock = wall_clock
         self._log = _LOG
         if path:
@@ -28,8 +29,9 @@ class Audit:
         self._log.setLevel(logging.INFO)
 
     def record(self, *, who: Caller | None, what: str, origin: str, outcome: str, **details: object) -> None:
-        """`who`: None is a caller that is not known. `what`: the method or event. `origin`: the peer's address.
-        `outcome`: ok, or the reason of a refusal. `details`: plain values, never a secret."""
+        """Write one line. `who`: None for an unknown caller. `what`: the method or event. `origin`: the peer's address.
+        `outcome`: ok, or the reason of a refusal. `details`: plain values, never a secret.
+        """
         line = {
             "time": round(self._wall_clock(), 3),
             "who": {"key": who.key_id, "tenant": who.tenant} if who is not None else None,

@@ -1,8 +1,7 @@
-"""Where the records of API keys are kept: in the cluster's Redis, or in a file.
-
-A store holds one signed document. A change replaces the document only if it is still the one that was read. Redis
-publishes every change, so every router reads it at once; a file is looked at twice a second. While a store does not
-answer, routers keep the keys that they have; a store that lost its document, or has an older one, gets it back.
+"""Stores the records of API keys: in the cluster's Redis, or in a file. A store holds one signed document. A change
+replaces the document only if it is still the one that was read. Redis publishes every change, so every router reads it
+at once; a file is checked twice a second. While a store does not answer, routers keep their keys; if a store has lost
+its document, or has an older one, a router restores it.
 """
 
 import asyncio
@@ -63,7 +62,9 @@ class RedisKeyStore:
 
 
 class FileKeyStore:
-    """One process changes it at a time: the last of two simultaneous changes counts."""
+    """Stores the records in a file. Only one process should change it at a time: the last of two simultaneous changes
+    wins.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -148,7 +149,7 @@ class RecordedKeys:
         raise Unavailable("other changes of the API keys came in between; try again")
 
     async def _restore(self, document: str) -> None:
-        """Put the present records in the place of a document."""
+        """Replace the document in the store by the present records."""
         await self._store.replace(document, self._gate.keys.signed(self._keys))
 
     def _parsed(self, document: str) -> KeySet:

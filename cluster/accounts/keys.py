@@ -1,12 +1,11 @@
-"""API keys: what a record states, and the signed set of all records. Pure.
+"""API keys: their records, and the signed set of all records. Pure.
 
 A key is 256 random bits that its owner is shown once; the record has only its SHA-256. All records of a cluster are one
 document with a version number, signed by the cluster. So a store can neither forge a record, nor give a router an older
 document than the router has, nor bring a revoked record back.
 
-`Gate` has the present set of keys and decides by the key that a caller shows whether a call is allowed. A router
-without any key, and one with an admin key alone, lets every caller generate; otherwise every call but a health check
-needs a key.
+`Gate` holds the present set of keys and decides by the caller's key whether a call is allowed. A router without any
+key, and one with an admin key alone, lets every caller generate; otherwise every call but a health check needs a key.
 """
 
 import hashlib
@@ -108,12 +107,12 @@ class KeySet:
     records: tuple[KeyRecord, ...] = ()
 
     def with_record(self, record: KeyRecord) -> "KeySet":
-        """Raises InvalidRequest where there are too many."""
+        """Return the set with one more record. Raises InvalidRequest if it would exceed the maximum."""
         _require(len(self.records) < MAX_KEYS, f"there are {MAX_KEYS} keys, the most; revoke one first")
         return KeySet(self.version + 1, (*self.records, record))
 
     def without(self, key_id: str) -> "KeySet":
-        """Raises NotFound."""
+        """Return the set without the record of this key. Raises NotFound."""
         left = tuple(record for record in self.records if record.key_id != key_id)
         if len(left) == len(self.records):
             raise NotFound(f"no API key has the id {key_id!r}; `tandem keys list` shows the ids")
@@ -126,7 +125,9 @@ class KeySet:
 
     @staticmethod
     def parse(document: str, keys: ClusterKeys) -> "KeySet":
-        """Raises ConfigError for a document that this cluster did not sign, or another version of it."""
+        """Read a document. Raises ConfigError for a document that this cluster did not sign, or of another format
+        version.
+        """
         try:
             signed = json.loads(document)
             body, signature = str(signed["body"]), bytes.fromhex(signed["signature"])
@@ -168,8 +169,9 @@ def key_digest(key: str) -> bytes:
 
 
 def tenant_salt(salt_key: bytes, tenant: str, cache_salt: str) -> str:
-    """Return the cache salt of a request: nothing that another tenant can send gives the same one. Without a tenant it
-    is `cache_salt` itself."""
+    """Return the cache salt of a request, which no request of another tenant can have. Without a tenant it is
+    `cache_salt` itself.
+    """
     if not tenant:
         return cache_salt
     named = tenant.encode()
@@ -213,9 +215,10 @@ class Gate:
     def __init__(
         self, *, api_key: str = "", admin_key: str = "", metrics_key: str = "", has_records: bool = False
     ) -> None:
-        """`api_key`: allows inference. `admin_key`: allows everything. `metrics_key`: allows metrics, which then need
-        a key. `has_records`: keys are also recorded in a store, whose set is given to `replace`; until then no recorded
-        key is valid."""
+        """Start with the configured keys. `api_key`: allows inference. `admin_key`: allows everything. `metrics_key`:
+        allows metrics, which then need a key. `has_records`: keys are also recorded in a store, whose set is given to
+        `replace`; until then no recorded key is valid.
+        """
         self._metrics_need_key = bool(metrics_key)
         self.asks_for_keys = bool(api_key) or has_records
         self._anonymous = _CLOSED if self.asks_for_keys else _CLIENTS_OPEN if admin_key else _OPEN
@@ -241,7 +244,7 @@ class Gate:
         return True
 
     def caller(self, authorization: str) -> Caller:
-        """Return the caller that shows this `Authorization` header. A key that is not known is like none."""
+        """Return the caller with this `Authorization` header. An unknown key counts as no key."""
         # Found by its digest: the time of the look-up says nothing about a key.
         key = authorization.removeprefix(_BEARER) if authorization.startswith(_BEARER) else ""
         return self._callers.get(key_digest(key), self._anonymous) if key else self._anonymous

@@ -1,9 +1,8 @@
-"""The use of this router by each tenant, and the limits of the keys with which they come. Pure.
-
-Limits belong to keys, use belongs to tenants: a tenant with many keys has no more of anything. Routers report their
-tenants' use to each other (shared_use.py). A request is refused where the use at all routers together would exceed the
-limit of its key; what other routers admitted since their last report is the slack. Without reports for `_STALE_S`, each
-router allows its part of the limit: the limit divided by the number of routers that reported last.
+"""The use of this router by each tenant, and the limits of their keys. Pure. Limits belong to keys, use belongs to
+tenants: more keys give a tenant no higher limit. Routers report their tenants' use to each other (shared_use.py). A
+request is refused where the use at all routers together would exceed the limit of its key; what other routers admitted
+since their last report is the slack. Without reports for `_STALE_S`, each router allows its part of the limit: the
+limit divided by the number of routers that reported last.
 """
 
 from collections import deque
@@ -70,8 +69,9 @@ class MinuteCount:
         return slot
 
     def take_back(self, amount: int, slot: Slot) -> None:
-        """Count so much less of what was added in this slot. It has no effect once that counts no more: an amount that
-        left the sum earlier than what it corrects would allow more than the limit."""
+        """Subtract an amount that was added in this slot. Does nothing once the slot has left the minute, because its
+        amount is no longer in the sum.
+        """
         if slot.is_counted:
             slot.amount -= amount
             self.total -= amount
@@ -83,7 +83,7 @@ class MinuteCount:
             self.total -= slot.amount
 
     def free_after_s(self, amount: int, now_s: float) -> float | None:
-        """Return after which time this much will have left the minute; None: it has not so much."""
+        """Return the seconds until `amount` has left the minute; None: the sum is smaller."""
         freed = 0
         for slot in self._slots:
             freed += slot.amount
@@ -118,7 +118,7 @@ class Reservation:
         self._slot = self._tenants.count_tokens(self._caller, num_tokens, now_s)
 
     def settle(self, num_tokens: int, now_s: float) -> None:
-        """Count what the request has used in the place of what it reserved."""
+        """Replace the reserved tokens by those that the request has used."""
         unused, self._num_tokens = self._num_tokens - num_tokens, num_tokens
         if unused < 0:
             self._tenants.count_tokens(self._caller, -unused, now_s)
@@ -127,7 +127,9 @@ class Reservation:
 
 
 def check_request(caller: Caller, num_sequences: int, priority: int) -> None:
-    """Check what a key says of a single request. Raises LimitReached without a time to retry, PermissionDenied."""
+    """Check a request against the limits of its key that concern single requests. Raises LimitReached without a retry
+    delay, PermissionDenied.
+    """
     most = caller.limits.max_sequences
     if most and num_sequences > most:
         raise LimitReached(
@@ -151,8 +153,9 @@ class TenantLimits:
     def place(
         self, caller: Caller, now_s: float, num_bytes: int = 0, *, is_resumed: bool = False
     ) -> Iterator[Reservation]:
-        """Count a request until the block is left, with the bytes of its message. A resumed one is never refused.
-        Raises LimitReached."""
+        """Count a request and the bytes of its message until the `with` block ends. A resumed request is never refused.
+        Raises LimitReached.
+        """
         if not caller.key_id:
             yield Reservation(self, caller)
             return
@@ -170,7 +173,7 @@ class TenantLimits:
             use.num_bytes -= 0 if is_resumed else num_bytes
 
     def hold_bytes(self, caller: Caller, num_bytes: int, now_s: float) -> None:
-        """Count bytes of requests that the router holds; negative: it holds them no more. Raises LimitReached."""
+        """Count bytes of requests that the router holds; negative: they were released. Raises LimitReached."""
         if not caller.key_id or not num_bytes:
             return
         most, use = caller.limits.max_buffered_bytes, self._tenants.setdefault(caller.tenant, _TenantUse())
@@ -184,7 +187,7 @@ class TenantLimits:
         use.num_bytes += num_bytes
 
     def check_tokens(self, caller: Caller, num_tokens: int, now_s: float) -> None:
-        """Raises LimitReached."""
+        """Check that the caller may use more tokens in this minute. Raises LimitReached."""
         most = caller.limits.tokens_per_minute
         if not most or not caller.key_id:
             return
@@ -209,18 +212,18 @@ class TenantLimits:
         return self._tenants.setdefault(caller.tenant, _TenantUse()).tokens.add(num_tokens, now_s)
 
     def take_back_tokens(self, caller: Caller, num_tokens: int, slot: Slot) -> None:
-        """Count so many tokens less where they were counted, if they still count."""
+        """Subtract tokens that were counted, if they are still in the minute."""
         if (use := self._tenants.get(caller.tenant)) is not None:
             use.tokens.take_back(num_tokens, slot)
 
     def use(self, tenant: str, now_s: float) -> Use:
-        """Return the use of a tenant at all routers, as far as this one can tell."""
+        """Return the use of a tenant at all routers, by their last reports."""
         own = self._tenants.get(tenant)
         use = own.now(now_s) if own is not None else NO_USE
         return use + self._others.get(tenant, NO_USE) if self._is_shared(now_s) else use
 
     def own(self, now_s: float) -> dict[str, Use]:
-        """Return the use of this router's tenants, and forget tenants without any."""
+        """Return the use of this router's tenants, and remove tenants without any."""
         found = {tenant: use.now(now_s) for tenant, use in self._tenants.items()}
         for tenant, use in found.items():
             if use == NO_USE:
@@ -236,7 +239,7 @@ class TenantLimits:
         self._others, self._num_routers, self._reported_s = others, 1 + len(reports), now_s
 
     def check(self) -> None:
-        """Raise AssertionError where something is held although no request is live."""
+        """Raise AssertionError if anything is held although no request is live."""
         assert all(not use.live and not use.num_bytes for use in self._tenants.values()), "a place was not freed"
 
     def _check_place(self, caller: Caller, now_s: float) -> None:

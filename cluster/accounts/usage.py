@@ -1,4 +1,4 @@
-"""What each tenant and key has used: requests, tokens of prompts, of them cached, and tokens of outputs. Pure.
+"""The usage of each tenant and key: requests, prompt tokens, cached prompt tokens and output tokens. Pure.
 
 A request counts once, at its end. One that is resumed at another router counts there only for the tokens that its
 client receives there.
@@ -41,8 +41,9 @@ class UsageMeter:
         self._new[tenant, key_id] = self._new.get((tenant, key_id), Usage()) + usage
 
     def batch(self) -> tuple[int, dict[str, int]]:
-        """Return what to store, by field, and the number of this batch. The same until `stored` was called, so that a
-        store that has it already can ignore it."""
+        """Return what to store, by field, and the number of this batch. Returns the same batch until `stored` is
+        called, so that a store can ignore a batch that it has already.
+        """
         if not self._batch:
             self._batch, self._new = self._new, {}
             self._number += 1

@@ -68,7 +68,7 @@ class AcceptingConnection:
         self.importer = ""  # the name in the hello; true once its proof was verified
 
     def challenge(self, hello: bytes) -> bytes:
-        """Raises MemberRefused: NO_PROOF, UNKNOWN_KEY."""
+        """Read a hello and return the challenge. Raises MemberRefused: NO_PROOF, UNKNOWN_KEY."""
         key_id, _, length, name = _fields(_HELLO, hello)
         self.importer = name[:length].decode(errors="replace")
         secret = self._keys.secret_of(key_id)
@@ -80,7 +80,7 @@ class AcceptingConnection:
         return _CHALLENGE.pack(_MAGIC, nonce, _mac(secret, b"exporter", transcript))
 
     def verify(self, proof: bytes) -> None:
-        """Raises MemberRefused: NO_PROOF, WRONG_PROOF."""
+        """Verify the importer's proof. Raises MemberRefused: NO_PROOF, WRONG_PROOF."""
         (mac,) = _fields(_PROOF, proof)
         expected, self._expected = self._expected, None  # one proof for each challenge
         if expected is None or not hmac.compare_digest(mac, expected):
@@ -88,7 +88,7 @@ class AcceptingConnection:
 
 
 def is_magic(first: bytes) -> bool:
-    """Return whether these are the first MAGIC_BYTES of each message. A peer of another protocol need not send more."""
+    """Return whether these are the first MAGIC_BYTES of a message of this protocol."""
     return first == _MAGIC
 
 

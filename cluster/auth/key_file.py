@@ -63,7 +63,7 @@ def load_keys(path: Path) -> ClusterKeys:
 
 
 def read_key_file(path: Path) -> KeyFile:
-    """Raises ConfigError as `load_keys` does, also if there is no such file."""
+    """Read a key file. Raises ConfigError as `load_keys` does, also if there is no such file."""
     try:
         if path.stat().st_mode & _FORBIDDEN_BITS:
             raise ConfigError(f"cluster key {path} is readable by other users; run: chmod 600 {path}")
@@ -94,8 +94,9 @@ def rotate(path: Path) -> KeyFile:
 
 
 def rotate_caches(path: Path) -> KeyFile:
-    """Replace the secret behind block hashes: members use it after their next start and find no cached block of
-    before. Raises ConfigError."""
+    """Replace the secret behind block hashes: members use the new one after their next start and then no longer find
+    earlier blocks. Raises ConfigError.
+    """
     present = read_key_file(path)
     fresh = replace(
         present.secrets, caches=secrets.token_bytes(SECRET_BYTES), generation=present.secrets.generation + 1

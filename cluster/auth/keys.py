@@ -1,8 +1,8 @@
 """The keys of a cluster, derived from the secrets of its key file. Standard library only, pure.
 
 A secret signs nothing itself: each purpose has a key of its own, derived by HKDF-SHA256 (RFC 5869). Every signature
-begins with the id of the secret that it belongs to, and two secrets are valid at once while one replaces the other.
-The hashes of blocks have a secret of their own, which changes only when the caches are given up.
+begins with the id of the secret that it belongs to, and two secrets are valid at once while one replaces the other. The
+hashes of blocks have a secret of their own, whose replacement invalidates all caches.
 """
 
 import hashlib
@@ -39,10 +39,11 @@ class CachePurpose(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Secrets:
-    """The content of a key file. `other` is valid too; it is the next secret or the previous one.
+    """The secrets of a cluster. `other` is valid too; it is the next secret or the previous one.
 
     `caches`: the secret behind block hashes and cache salts; None: derived from `current`. `generation` counts how
-    often it was replaced."""
+    often it was replaced.
+    """
 
     current: bytes
     other: bytes | None = None
@@ -92,7 +93,7 @@ class ClusterKeys:
 
     @property
     def hash_key(self) -> bytes:
-        """The key of the hashes of blocks and prompts."""
+        """Return the key of the hashes of blocks and prompts."""
         return self.cache_key(CachePurpose.BLOCK_HASHES)
 
     def _refresh(self, *, is_urgent: bool) -> None:

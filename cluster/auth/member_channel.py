@@ -1,7 +1,7 @@
 """A gRPC channel to a member: it opens a session with the first call, and proves membership with each call.
 
-A callee that does not know the session (it has restarted, or a secret was replaced) refuses the call before it reads
-it. The channel then opens another session and makes the call once more, so the caller does not notice.
+A callee without the session (it has restarted, or a secret was replaced) refuses the call before it reads it. The
+channel then opens another session and makes the call once more, so the caller does not notice.
 """
 
 import asyncio
@@ -157,7 +157,7 @@ class SignedStream:
             yield message
 
     async def write(self, message: Any) -> None:
-        """Raises AioRpcError; asyncio.InvalidStateError if the call is over."""
+        """Send a message. Raises AioRpcError; asyncio.InvalidStateError if the call is over."""
         call = await self._started()
         if self._written is not None:
             self._written.append(message)
@@ -179,7 +179,9 @@ class SignedStream:
         return bool(self._call.cancel()) if self._call is not None else True
 
     def _left_to_reader(self) -> tuple[type[Exception], ...]:
-        """The errors of a write that the reader receives too. It may make the call again with all that was written."""
+        """Return the errors of a write that need not be raised: the reader receives them too, and may repeat the call
+        with everything that was written.
+        """
         return (grpc.aio.AioRpcError, asyncio.InvalidStateError) if self._written is not None else ()
 
     async def _started(self) -> Any:
@@ -292,8 +294,9 @@ async def _within(opening: Coroutine[Any, Any, Session], ends_s: float | None) -
 
 @contextlib.contextmanager
 def _unless_closed() -> Iterator[None]:
-    """Begin a call in the block. The channel may have been closed while a session opened, of which gRPC would tell by
-    an exception that is none of a failed call."""
+    """Convert the exception that gRPC raises for a closed channel to AioRpcError: the channel may have been closed
+    while a session was opening.
+    """
     try:
         yield
     except grpc.aio.UsageError as error:

@@ -29,7 +29,7 @@ _MAX_SESSIONS = 16_384
 
 
 class Refusal(StrEnum):
-    """The reason for which a caller was refused as a member."""
+    """The reasons for which a caller is refused as a member."""
 
     NO_PROOF = "no_proof"
     UNKNOWN_KEY = "unknown_key"  # of another cluster, or a secret that was dropped
@@ -59,7 +59,7 @@ class Window:
 
 
 class Session:
-    """One side of an open session. The caller proves its calls, the callee verifies them."""
+    """An open session on one of its sides. The caller proves its calls, the callee verifies them."""
 
     __slots__ = ("_counter", "_key", "_window", "id", "key_id", "peer")
 
@@ -113,7 +113,9 @@ class OpeningSession:
 
 
 class SessionTable:
-    """The callee's side: its open sessions. A session without a call is forgotten first."""
+    """The callee's side: its open sessions. When there are too many, a session that has served no call is dropped
+    first.
+    """
 
     def __init__(self, keys: ClusterKeys, callee: MemberId) -> None:
         self._keys, self._callee = keys, str(callee)

@@ -74,8 +74,9 @@ class GrammarEngine:
         return self.num_words * WORD_BITS // 8
 
     def matcher(self, grammar: Grammar) -> "Matcher":
-        """Compile a grammar and return its state before the first token. The time and memory that this takes are
-        bounded by the grammar's author only. Raises InvalidGrammar."""
+        """Compile a grammar and return its state before the first token. Nothing bounds the time and memory that this
+        takes but the grammar itself. Raises InvalidGrammar.
+        """
         from llguidance import LLMatcher, LLParserLimits
 
         try:

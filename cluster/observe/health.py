@@ -36,7 +36,9 @@ _OPTIONS = (("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 4096))
 
 
 class HealthStatus:
-    """Written by the event loop, read by any thread. `problem` says why the process is not alive; empty if it is."""
+    """The health status of a process. The event loop writes it, any thread may read it. `problem`: why the process is
+    not alive; empty if it is.
+    """
 
     def __init__(self, service_names: Sequence[str]) -> None:
         self.names = ("", READINESS, LIVENESS, *service_names)
@@ -109,7 +111,7 @@ class LoopWatch:
 
 
 class HealthPort:
-    """Bound when created; answers from `start` to `stop`."""
+    """The port for health checks. It is bound when created and answers from `start` to `stop`."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """The HTTP port at which Prometheus reads the metrics of a process: `GET /metrics`.
 
 Threads of its own answer, so neither a busy event loop nor a long step delays a scrape. Like the health port it has no
-TLS. It asks for the keys that its process asks for; metrics contain no prompt, token or key.
+TLS. It requires the same keys as the process; metrics contain no prompt, token or key.
 """
 
 import socket
@@ -18,7 +18,7 @@ _TIMEOUT_S = 5.0  # of each read and write
 
 
 class MetricsPort:
-    """Bound when created; answers from `start` to `stop`."""
+    """The metrics port. It is bound when created and answers from `start` to `stop`."""
 
     def __init__(self, telemetry: Telemetry, gate: Gate, *, host: str, port: int) -> None:
         """`gate`: admits callers that may read metrics. `port` 0: a free port. Adds the process's metrics to
@@ -68,7 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(metrics)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Scrapes are not logged."""
+        """Log nothing: scrapes are frequent."""
 
 
 class _Server(ThreadingHTTPServer):
@@ -96,4 +96,4 @@ class _Server(ThreadingHTTPServer):
             self._places.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that left is no error of this process."""
+        """Ignore the error: a client that disconnects is no error of this process."""

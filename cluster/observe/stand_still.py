@@ -1,6 +1,6 @@
-"""Detects that a counter which should move has stood still for too long. Pure: the caller brings the time.
+"""Detects that a counter which should move has stood still for too long. Pure: the time is an argument.
 
-Only time during which the caller looked counts. A process that was stopped as a whole (SIGSTOP, a suspended machine)
+Only time during which the caller polls counts. A process that was stopped as a whole (SIGSTOP, a suspended machine)
 wakes up with a step that began long ago and has hung for none of that time.
 """
 
@@ -19,14 +19,14 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StuckLimits:
-    """A thread that stands still is stuck after `timeout_s`, and hopeless `exit_s` later."""
+    """The limits for a thread that stands still: stuck after `timeout_s`, its process exits `exit_s` later."""
 
     timeout_s: float
     exit_s: float
 
     @property
     def look_s(self) -> float:
-        """The interval at which to look."""
+        """The interval at which to poll."""
         return min(1.0, self.timeout_s / 4, self.exit_s / 4)
 
     def judge(self, stood_s: float, factor: float = 1.0) -> Verdict:
@@ -36,7 +36,7 @@ class StuckLimits:
 
 
 class StandStill:
-    """Measures for how long a counter has been seen not to move."""
+    """Measures for how long a counter has been observed not to move."""
 
     def __init__(self, look_s: float) -> None:
         self._max_gap_s = look_s * _GAP_FACTOR
@@ -45,7 +45,7 @@ class StandStill:
         self._stood_s = 0.0
 
     def is_late(self, now_s: float) -> bool:
-        """Return whether the last look is so long ago that this process must have been stopped."""
+        """Return whether the last poll is so long ago that this process must have been stopped."""
         return now_s - self._looked_s > self._max_gap_s
 
     def look(self, counter: int | None, now_s: float) -> float:

@@ -13,7 +13,7 @@ _SAMPLED = 1
 
 @dataclass(frozen=True, slots=True)
 class TraceParent:
-    """A span, as other processes refer to it."""
+    """The identity of a span: its trace id, its own id and its flags."""
 
     trace_id: int  # 128 bits, not 0
     span_id: int  # 64 bits, not 0

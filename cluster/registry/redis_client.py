@@ -61,14 +61,14 @@ class RedisUrl:
 
     @property
     def place(self) -> str:
-        """The address for messages, without credentials."""
+        """Return the address for messages, without credentials."""
         if self.form is RedisForm.SOCKET:
             return self.path
         hosts = ",".join(_shown(host, port) for host, port in self.hosts)
         return f"{hosts} (Sentinels of {self.service})" if self.form is RedisForm.SENTINEL else hosts
 
     def of_one(self) -> str:
-        """The URL for redis-py: the first host or the socket, with credentials, database and options."""
+        """Return the URL for redis-py: the first host or the socket, with credentials, database and options."""
         credentials = f"{self.credentials}@" if self.credentials else ""
         options = f"?{self.options}" if self.options else ""
         if self.form is RedisForm.SOCKET:
@@ -107,7 +107,7 @@ def read_redis_url(text: str) -> RedisUrl:
 
 
 class RedisClient:
-    """Created by `open_redis`. Connects at the first call that needs a connection."""
+    """A client of one Redis. `open_redis` creates it. It connects at the first call that needs a connection."""
 
     def __init__(self, url: RedisUrl, client: Redis | RedisCluster, sentinels: Sentinel | None) -> None:
         self.place = url.place
@@ -115,7 +115,7 @@ class RedisClient:
         self._sentinels = sentinels
 
     def register_script(self, text: str) -> AsyncScript:
-        """A callable that runs the script on the node of its keys and loads it there if it is missing."""
+        """Return a callable that runs the script on the node of its keys and loads it there if it is missing."""
         return self._client.register_script(text)
 
     def pubsub(self) -> PubSub:
@@ -124,8 +124,9 @@ class RedisClient:
         return self._client.pubsub()
 
     async def subscribe(self, news: PubSub, channel: str) -> None:
-        """Returns when the subscription is confirmed; later messages are delivered. Calling it again checks a silent
-        connection. Raises REDIS_ERRORS."""
+        """Subscribe, and return when the subscription is confirmed; later messages are delivered. Calling it again
+        checks a silent connection. Raises REDIS_ERRORS.
+        """
         await self._client.initialize()  # a cluster's client must know the nodes
         await news.subscribe(channel)
         await news.get_message(timeout=None)
@@ -163,14 +164,14 @@ def open_redis(text: str, timeout_s: float) -> RedisClient:
 
 
 def problem(place: str, error: BaseException) -> str:
-    """Say in one line why Redis does not serve, and what an operator can do."""
+    """Return in one line why Redis does not serve, and what an operator can do."""
     if isinstance(error, AuthenticationError) or "HELLO AUTH" in str(error):
         return f"Redis at {place} refuses the password; correct it in --redis"
     return f"cannot reach Redis at {place}: {words(error).rstrip('.')}; start it, or correct --redis"
 
 
 def words(error: BaseException) -> str:
-    """The error as one line for an operator, without the Sentinels' descriptions of themselves."""
+    """Return the error as one line for an operator, without the Sentinels' descriptions of themselves."""
     if isinstance(error, MasterNotFoundError):
         head, *answers = str(error).split(" - ")
         causes = "; ".join(answer.partition(", <redis.")[0] for answer in answers)

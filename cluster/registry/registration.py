@@ -113,8 +113,9 @@ class Registration:
 
 
 def refuse_unequal(member: Member, others: tuple[Member, ...]) -> None:
-    """Raises ConfigError, with both values, if a registered worker has another model, layout or fine-tune. Workers that
-    are still starting count only where no worker is ready: they may be the misfits."""
+    """Raise ConfigError, with both values, if a registered worker has another model, layout or fine-tune. Workers that
+    are still starting count only if no worker is ready, because they may be the wrong ones.
+    """
     accepted = [other for other in others if other.state is not MemberState.STARTING and other.fingerprint is not None]
     for other in accepted or others:
         if other.id.id == member.id.id or member.fingerprint is None or other.fingerprint is None:
@@ -137,12 +138,14 @@ _ANY_ADDRESS = ("0.0.0.0", "::", "")
 
 
 def new_member_id(settings: ClusterSettings, role: Role) -> MemberId:
-    """A new incarnation of the configured member id, or of a random one."""
+    """Return a new incarnation of the configured member id, or of a random one."""
     return MemberId(settings.member_id or f"{role}-{secrets.token_hex(3)}", secrets.token_hex(8))
 
 
 def advertised_host(settings: ClusterSettings) -> str:
-    """The address at which other members reach this process: as configured, else the bound address, else the host's."""
+    """Return the address at which other members reach this process: as configured, else the bound one, else the
+    host's.
+    """
     if settings.advertise_host:
         return settings.advertise_host
     if settings.host not in _ANY_ADDRESS:
@@ -151,5 +154,7 @@ def advertised_host(settings: ClusterSettings) -> str:
 
 
 def scraped_host(settings: ClusterSettings, advertised: str) -> str:
-    """The address at which metrics are read: that of the process, or this machine's own where no other may."""
+    """Return the address at which metrics are read: that of the process, or the loopback address if no other machine
+    may read them.
+    """
     return advertised if settings.metrics_host == settings.host else settings.metrics_host

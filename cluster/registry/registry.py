@@ -3,8 +3,9 @@
 A member is one key with a TTL, which the member renews. A second key holds for a day the incarnation that registered
 last. Renewal compares with it inside a script, so a process that was stopped and resumes never replaces its successor,
 whether or not either registration has expired. The generation is a number that grows with every registration, by the
-clock of Redis; it tells which incarnation is newer when a Redis that lost its data hears from the older one first.
-Every change is published, so watchers do not poll; they still read now and then, because an expiry publishes nothing.
+clock of Redis; it tells which incarnation is newer when Redis has lost its data and the older incarnation registers
+again first. Every change is published, so watchers do not poll; they still read at intervals, because an expiry
+publishes nothing.
 
 Owns the keys and scripts. Decides nothing about members: an expired registration means only that no renewal reached
 Redis. While Redis cannot be reached, refuses, or has lost data, a missing member may still be alive.
@@ -93,7 +94,7 @@ return found
 
 
 class Registry:
-    """One process's access to the registry. Every call ends within `timeout_s`, or raises RegistryUnavailable."""
+    """The registry as one process uses it. A call that does not end within `timeout_s` raises RegistryUnavailable."""
 
     def __init__(
         self,
@@ -143,7 +144,7 @@ class Registry:
 
     @property
     def age_s(self) -> float:
-        """The age of the newest snapshot."""
+        """Return the age of the newest snapshot in seconds."""
         return self._clock.now_s() - self._read_at_s
 
     async def ping(self) -> None:
@@ -180,8 +181,9 @@ class Registry:
         self._not_fenced(member, current)
 
     async def members(self) -> tuple[Member, ...]:
-        """All registered members, in the order of their ids. Entries that no member of this cluster has signed, and
-        those of a later version, are left out."""
+        """Return all registered members, in the order of their ids. Entries that no member of this cluster has signed,
+        and those of a later version, are left out.
+        """
         stored = await self._stored()
         self._read_at_s = self._clock.now_s()
         found = tuple(sorted(self._records.read(stored), key=lambda member: member.id))
@@ -292,8 +294,9 @@ class Registry:
 
 
 async def _heeding_cancel(answer: Awaitable[Answer]) -> Answer:
-    """redis-py sends through `asyncio.wait_for`, which on Python 3.11 drops a cancellation that arrives together with
-    the result: the task would never end. This function raises a cancellation that was dropped."""
+    """Await a call of redis-py, and raise a cancellation that it dropped: it sends through `asyncio.wait_for`, which on
+    Python 3.11 drops a cancellation that arrives together with the result.
+    """
     task = asyncio.current_task()
     assert task is not None
     cancels_before = task.cancelling()
@@ -304,12 +307,14 @@ async def _heeding_cancel(answer: Awaitable[Answer]) -> Answer:
 
 
 def with_missing(found: tuple[Member, ...], before: tuple[Member, ...]) -> tuple[Member, ...]:
-    """The members found, and those of `before` whose id is missing among them."""
+    """Return the members found, and those of `before` whose id is missing among them."""
     ids = {member.id.id for member in found}
     kept = [member for member in before if member.id.id not in ids]
     return tuple(sorted([*found, *kept], key=lambda member: member.id))
 
 
 def jittered(duration_s: float) -> float:
-    """Spread over 80 to 120 %: members that lost the registry at the same time must not return at the same time."""
+    """Return 80 to 120 % of a delay: members that lost the registry at the same time must not return at the same
+    time.
+    """
     return duration_s * random.uniform(1 - _JITTER, 1 + _JITTER)

@@ -1,9 +1,9 @@
 """The scale target in the registry, its follower, and the loads of the workers that the follower scales.
 
 Each cluster has one target with a version number, written by a script, so two concurrent changes are never mixed. The
-follower is the process that runs the workers; there is one at a time. It has a registration with a TTL, which also says
-how far it has come. Without a follower a change of the target is refused. If the registry loses its data, the follower
-writes back the target that it read last. This module starts and ends no worker.
+follower is the process that runs the workers; there is one at a time. It has a registration with a TTL, which includes
+its progress. Without a follower a change of the target is refused. If the registry loses its data, the follower writes
+back the target that it read last. This module starts and ends no worker.
 """
 
 import secrets
@@ -127,7 +127,7 @@ class ScaleTargets:
 
 
 class Following:
-    """The follower's side: one per process that runs the workers."""
+    """The follower's side of the scale target, in the process that runs the workers."""
 
     def __init__(self, registry: Registry, name: str, first: ScaleTarget) -> None:
         """`name`: for messages. `first`: the present sizes of its pools."""
@@ -157,7 +157,7 @@ class Following:
 
 
 class WorkerLoads:
-    """The loads by which a follower picks the workers that it ends."""
+    """The loads of workers, by which a follower chooses those that it ends."""
 
     def __init__(self, routers: Sequence[str], admin_key: str, tls: ClusterTls | None) -> None:
         self._routers = tuple(routers)

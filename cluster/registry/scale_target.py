@@ -15,7 +15,9 @@ _NAMES = {role: name for name, role in POOLS.items()}
 
 @dataclass(frozen=True, slots=True)
 class ScaleTarget:
-    """`reached`: the newest version that the follower has put into effect; `problem`: why it could not go further."""
+    """The desired sizes of the pools. `reached`: the newest version that the follower has put into effect; `problem`:
+    why it could not put a newer one into effect.
+    """
 
     prefill: int
     decode: int

@@ -1,8 +1,8 @@
-"""The records of members as they stand in Redis: signed by the member, so that who can only write to Redis adds none.
+"""The records of members in Redis. Members sign them, so that write access to Redis alone does not suffice to add one.
 
 A record is signed with the cluster's key over all that the member registers (id, incarnation, addresses, role and the
-rest) and over the cluster's name. It carries no time: an old record of a member can be put back, but the handshake of
-the first call fails, for it depends on the incarnation of the process that answers.
+rest) and over the cluster's name. It carries no time: an attacker can put an old record back, but the handshake of the
+first call then fails, because it depends on the incarnation of the process that answers.
 """
 
 import json
@@ -17,11 +17,12 @@ _LOG = logging.getLogger("tandem.registry")
 
 
 class SignedRecords:
-    """Signs this process's records and verifies all others. A record is verified once: it stays valid as long as it
-    stands in Redis unchanged, also when its secret is dropped before its member has renewed it."""
+    """Signs this process's records and verifies all others. A record is verified once. It stays valid while it is
+    unchanged in Redis, even if its secret is dropped before its member has renewed it.
+    """
 
     def __init__(self, keys: ClusterKeys, cluster_name: str, refused: Callable[[str], None]) -> None:
-        """`refused` is called with a Refusal, once for each record that is not signed as it must be."""
+        """`refused` is called with a Refusal, once for each record without a valid signature."""
         self._keys, self._cluster_name, self._on_refused = keys, cluster_name, refused
         self._valid: dict[str, tuple[str, Member]] = {}  # the last snapshot: records by the id under which they stand
         self._refused: dict[str, str] = {}  # likewise

@@ -1,4 +1,4 @@
-"""What the status of a failed client's call says beside its code: google.rpc's rich error details.
+"""The details in the status of a client's failed call beside its code: google.rpc's rich error details.
 
 `ErrorInfo` has the reason, in capitals as its specification demands, and the domain `tandem`; `BadRequest` the field
 that must change; `RetryInfo` the time after which a retry may succeed. Source: google/rpc/error_details.proto.

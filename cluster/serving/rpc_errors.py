@@ -64,8 +64,9 @@ _BY_STATUS: dict[grpc.StatusCode, type[TandemError]] = {
 async def abort(context: _Context, error: TandemError, method: str) -> None:
     """End the call with the error's status. Never returns: gRPC raises AbortError from here.
 
-    A malformed message is the caller's fault between members (INVALID_ARGUMENT). In a client's call it came from a
-    worker (INTERNAL)."""
+    A malformed message gives INVALID_ARGUMENT between members, whose caller sent it, and INTERNAL in a client's call,
+    where a worker sent it.
+    """
     status = grpc.StatusCode[grpc_status(error)]
     if method.startswith(_CLIENT_SERVICES):
         message = shortened(error.message)

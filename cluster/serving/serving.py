@@ -53,7 +53,8 @@ _CHANNEL_OPTIONS = (
 
 
 class GrpcServer:
-    """Use it in this order: construct, add services (`add_..._to_server(servicer, server.grpc)`), bind, start, stop.
+    """The gRPC server of a process. Use it in this order: construct, add services (`add_..._to_server(servicer,
+    server.grpc)`), bind, start, stop.
 
     The health service reports NOT_SERVING until `set_ready(True)` and again after `set_ready(False)`. Liveness is
     SERVING from the start, except while a problem is set. `status` gives the same answers to other threads.
@@ -159,7 +160,7 @@ async def is_serving(channel: grpc.aio.Channel, *, timeout_s: float, service: st
 
 
 def join_address(host: str, port: int) -> str:
-    """host:port, with the brackets that an IPv6 address needs."""
+    """Return host:port, with the brackets that an IPv6 address needs."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -39,7 +39,8 @@ class ClusterTls:
 
     def reload(self, *, is_forced: bool = False) -> bool:
         """Use the files from now on, if they have changed since they were last read, and return whether they are new.
-        Raises ConfigError for files that do not work; those of before stay in use."""
+        Raises ConfigError for files that do not work; the previous ones stay in use.
+        """
         with self._lock:
             versions = self._files.versions()
             if versions == self._seen and not is_forced:
@@ -64,7 +65,8 @@ class ClusterTls:
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Return credentials for a channel to a member, whose certificate must be signed by the cluster's authorities
-        and name the host that was dialled. gRPC has none that change: open another channel after a reload."""
+        and name the host of its address. A channel's credentials cannot change: open another channel after a reload.
+        """
         pem = self._verified.pem
         return grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
 
@@ -89,7 +91,7 @@ class ClusterTls:
         used = self._verified.pem
 
         def changed() -> grpc.ServerCertificateConfiguration | None:
-            """gRPC calls this at each handshake; None: as before."""
+            """Return new credentials, or None if they are unchanged. gRPC calls this at each handshake."""
             nonlocal used
             now = self._verified.pem
             if now is used:

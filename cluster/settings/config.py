@@ -84,7 +84,7 @@ class ClusterSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig(ClusterSettings, EngineSettings, TransferSettings):
-    """A prefill or decode worker."""
+    """The settings of a worker of either role."""
 
     port: int = setting(0, "gRPC port; 0: a free port")
     slo_tpot_ms: float = setting(
@@ -125,7 +125,7 @@ class WorkerConfig(ClusterSettings, EngineSettings, TransferSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig(ClusterSettings):
-    """A router."""
+    """The settings of a router."""
 
     model: str = setting("", "local folder or hub name of the model; only its tokenizer and configuration are read")
     revision: str = setting("", "commit, branch or tag of a hub name; pin a commit: what it names never changes")
@@ -250,7 +250,7 @@ def is_loopback(host: str) -> bool:
 
 
 def echo(config: WorkerConfig | RouterConfig) -> str:
-    """One line with every setting that differs from its default; secrets are not shown."""
+    """Return one line with every setting that differs from its default; secrets are not shown."""
     shown = []
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)

@@ -1,7 +1,7 @@
 """Settings that change while a process runs: on SIGHUP, and when the files that hold them change.
 
-Owns what is read again and what is said about it. A setting that cannot change is named in one line of the log, and
-files that do not work change nothing.
+Owns the settings that are read again and the log lines about them. A setting that cannot change is named in one line of
+the log, and files that do not work change nothing.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class TlsReload(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SettingsSource(Generic[Config]):
-    """Reads the settings of a process again, and tells when there is reason to."""
+    """Reads the settings of a process again, and reports when their files have changed."""
 
     read: Callable[[], Config]  # raises ConfigError
     version: Callable[[], object]  # differs when the file of the settings does
@@ -59,7 +59,7 @@ def file_version(path: str | Path) -> tuple[int, int, int] | None:
 
 
 class SettingsReload(Generic[Config]):
-    """Owns the present values of the settings that can change."""
+    """Applies changed settings. Owns the present values of the settings that can change."""
 
     def __init__(
         self,

@@ -108,7 +108,7 @@ NO_MASKS = PendingMasks()
 
 @dataclass(slots=True, eq=False)
 class StepMasks:
-    """Used by the step thread, which calls `begin` before the forward and `wait` before it draws."""
+    """Computes the masks of steps. The step thread calls `begin` before the forward and `wait` before it draws."""
 
     grammars: CompiledGrammars
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "grammar masks"))
@@ -167,8 +167,9 @@ class StepMasks:
 
 
 def _write_draft_masks(matcher: Matcher, draft_tokens: tuple[int, ...], rows: torch.Tensor) -> None:
-    """Write the mask before each draft token and after the last one. Behind a draft token that the grammar rejects
-    nothing is drawn that counts."""
+    """Write the mask before each draft token and after the last one. What is drawn after a draft token that the grammar
+    rejects does not count.
+    """
     rows.fill_(-1)
     accepted = 0
     for place in range(len(rows)):

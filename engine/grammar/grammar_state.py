@@ -11,7 +11,9 @@ from cluster.messages import Grammar
 
 
 class GrammarState:
-    """One sequence owns it. `matcher` and `masks` belong to engine/grammar/compiled_grammars.py."""
+    """The grammar of one sequence, which owns this state. `matcher` and `masks` belong to
+    engine/grammar/compiled_grammars.py.
+    """
 
     __slots__ = ("_num_prompt", "_token_ids", "grammar", "masks", "matcher", "refusal")
 

@@ -196,7 +196,7 @@ class BlockPool:
 
     @property
     def quarantined_for(self) -> frozenset[int]:
-        """The hand-offs that may still write to quarantined blocks."""
+        """Return the hand-offs that may still write to quarantined blocks."""
         return frozenset(self._quarantined.values())
 
     def quarantine(self, block_ids: Iterable[int], handoff_id: int) -> None:

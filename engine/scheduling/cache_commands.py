@@ -105,7 +105,7 @@ class PrefixFound(Answer):
 
 @dataclass(frozen=True, slots=True)
 class PrefixLeased(Answer):
-    """Holds no blocks when fewer than `min_blocks` are cached."""
+    """The leased blocks; none if fewer than `min_blocks` are cached."""
 
     ticket_id: bytes
     block_ids: tuple[int, ...]
@@ -129,7 +129,9 @@ class LeasedForCopy(Answer):
 
 @dataclass(frozen=True, slots=True)
 class PullReserved(Answer):
-    """The first `num_cached` blocks hold their content already. `block_ids` is None: too few blocks are available."""
+    """The blocks of a pull. The first `num_cached` hold their content already. `block_ids` is None: too few blocks are
+    available.
+    """
 
     pull_id: int
     block_ids: tuple[int, ...] | None

@@ -48,7 +48,7 @@ class Inspected(Answer):
 
 @dataclass(frozen=True, slots=True)
 class Inspect(Question[Inspected]):
-    """Run check() and report the blocks, the figures and who holds blocks."""
+    """Run check() and report the blocks, the figures and the holders of blocks."""
 
     inspection_id: int
 

@@ -63,7 +63,7 @@ from engine.scheduling.steps_in_flight import PlannedStep, StepsInFlight, starte
 
 
 class SequenceScheduler:
-    """Implements `engine.scheduling.step.Scheduler`."""
+    """The scheduler of a worker; it implements `engine.scheduling.step.Scheduler`."""
 
     def __init__(
         self,
@@ -305,7 +305,9 @@ class SequenceScheduler:
     def _apply_draft_outcome(
         self, sequence: Sequence, chunk: Chunk, drawn: tuple[DrawnToken, ...], now_s: float
     ) -> list[SequenceToken]:
-        """Accepted draft tokens have KV, like known tokens; the last drawn token has none yet."""
+        """Apply the outcome of a chunk with draft tokens. Accepted ones have KV, like known tokens; the last drawn
+        token has none yet.
+        """
         self._speculation.judge(sequence, chunk, drawn)
         *right, last = until_finished(sequence.group.job.stops, drawn, sequence.num_output)
         router, handle, first = sequence.group.router, sequence.choices[0][1].handle, sequence.num_output

@@ -179,8 +179,9 @@ class ChunkBudget:
         return taken
 
     def take_for_prompt(self, num_left: int, context: int) -> int:
-        """Like `take`, for the `num_left` last tokens of a prompt, of which `context` are computed already. There must
-        be room for prompts; at least one token fits."""
+        """Do what `take` does for a prompt with `num_left` tokens to compute after `context` computed ones. There must
+        be room for prompts; at least one token fits.
+        """
         fitting = min(num_left, self.left)
         return self.take(fitting if self._prompt_time is None else self._prompt_time.take(fitting, num_left, context))
 

@@ -37,7 +37,7 @@ class StepsInFlight:
 
     @property
     def only(self) -> PlannedStep | None:
-        """The step in flight if there is exactly one, else None."""
+        """Return the step in flight if there is exactly one, else None."""
         return self._in_flight[0] if len(self._in_flight) == 1 else None
 
     def begin(self, plan: StepPlan, sequences: tuple[Sequence, ...], now_s: float) -> None:

@@ -98,8 +98,9 @@ class ModelRunner:
         return self.forward(batch)
 
     def _feed(self, input_ids: torch.Tensor, fed: torch.Tensor) -> None:
-        """Feed drawn tokens of the step before into this one's inputs. On a GPU this follows those draws on the stream,
-        without reading them on the host."""
+        """Copy the tokens that the step before has drawn into this step's inputs. On a GPU this follows those draws on
+        the stream, without reading them on the host.
+        """
         assert self._newest is not None and self._newest.draws.token_ids is not None, (
             "there is no step before it to read the token from"
         )

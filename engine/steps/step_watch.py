@@ -1,4 +1,4 @@
-"""What a step loop calls around its steps while they are watched."""
+"""The hooks that a step loop calls around its steps while they are profiled."""
 
 import threading
 from collections.abc import Callable

@@ -63,7 +63,7 @@ class _Written:
 
 
 class Exporter:
-    """Call all methods on the event loop's thread. Only `start` and `close` wait."""
+    """The exporter of a worker. Call all methods on the event loop's thread. Only `start` and `close` wait."""
 
     def __init__(
         self,

@@ -139,7 +139,7 @@ Action = Send | Release | AttemptEnded
 
 @dataclass(frozen=True, slots=True)
 class ExporterState:
-    """One ticket. `leases` has an entry per attempt, `calls` one per attempt that has attached."""
+    """The state of one ticket. `leases` has an entry per attempt, `calls` one per attempt that has attached."""
 
     exporter: MemberId
     ticket_id: bytes

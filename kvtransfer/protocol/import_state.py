@@ -266,7 +266,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class ImporterState:
-    """One attempt. `offered` has None for each place that was not announced yet."""
+    """The state of one attempt. `offered` has None for each place that was not announced yet."""
 
     plan: HandOffPlan
     deadline_s: float  # of the hand-off as a whole; in DRAINING: of the wait for the end of the read
@@ -327,7 +327,7 @@ class ImporterState:
         )
 
     def to(self, phase: ImporterPhase) -> "ImporterState":
-        """Raises IllegalMove if MOVES does not allow the phase."""
+        """Return the state in another phase. Raises IllegalMove if MOVES does not allow the phase."""
         if phase not in MOVES[self.phase]:
             raise illegal(self.history, f"{self.phase} to {phase}")
         return changed(self, phase=phase)

@@ -43,10 +43,11 @@ class Codec(Protocol):
 
 
 class Int8Codec:
-    """Whole numbers from -127 to 127 times a power of two, stored in one byte with bias 127.
+    """Stores an element as a whole number from -127 to 127, with bias 127 in one byte, times a power of two.
 
     This is the arithmetic of MXINT8 (OCP Microscaling Formats 1.0) without clipping. A restored element is exact in
-    bfloat16, so a second hand-off changes nothing."""
+    bfloat16, so a second hand-off changes nothing.
+    """
 
     code_bits = 8
     code_dtype = torch.int8
@@ -61,9 +62,10 @@ class Int8Codec:
 
 
 class Fp8Codec:
-    """float8 e4m3 times a power of two: the arithmetic of MXFP8 without clipping.
+    """Stores an element as float8 e4m3 times a power of two: the arithmetic of MXFP8 without clipping.
 
-    A restored element is exact in bfloat16."""
+    A restored element is exact in bfloat16.
+    """
 
     code_bits = 8
     code_dtype = torch.float8_e4m3fn
@@ -81,10 +83,11 @@ class Fp8Codec:
 
 
 class Int4Codec:
-    """`(code + zero) * scale`, with codes from 0 to 15, a signed byte as zero, and a scale of one byte with 3 bits of
-    mantissa.
+    """Stores an element as `(code + zero) * scale`, with codes from 0 to 15, a signed byte as zero, and a scale of one
+    byte with 3 bits of mantissa.
 
-    The scale is wide enough for a zero of at most 120 steps, so a channel far from 0 keeps 0.4 % of its distance."""
+    The scale is wide enough for a zero of at most 120 steps, so a channel far from 0 keeps 0.4 % of its distance.
+    """
 
     code_bits = 4
     code_dtype = torch.uint8

@@ -1,8 +1,8 @@
 """Publishes the cache events of this worker's prefix cache to the routers that subscribe.
 
-Lives on the event loop. Owns the open subscriptions; each has at most one question at a time with the step thread,
-which answers with all changes since the last answer. A slow subscriber therefore gets fewer, larger messages, and no
-queue grows.
+Lives on the event loop. Owns the open subscriptions; each has at most one command at a time at the step thread, which
+answers with all changes since the last answer. A slow subscriber therefore gets fewer, larger messages, and no queue
+grows.
 """
 
 import asyncio

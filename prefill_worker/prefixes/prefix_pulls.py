@@ -63,8 +63,9 @@ class Pull:
 
 
 def choose_pull(job: PrefillJob, facts: PullFacts) -> Pull | None:
-    """The pull that saves most time, or None where no pull is clearly cheaper than computing. A source whose link was
-    never measured counts as infinitely fast, so that it gets measured; the timeout bounds what that may cost."""
+    """Return the pull that saves most time, or None if no pull is clearly cheaper than computing. A source whose link
+    was never measured counts as infinitely fast, so that it gets measured; the timeout bounds the cost of that.
+    """
     max_blocks = min(sealed_blocks(len(job.token_ids) - 1, facts.block_size), MAX_PREFIX_BLOCKS)
     best: tuple[float, Pull] | None = None
     for source in job.prefix_sources:
@@ -111,12 +112,13 @@ class PrefixPulls:
         return {"prefixes_pulled": float(self._num_pulls), "tokens_pulled": float(self._tokens_pulled)}
 
     def owners(self) -> Iterator[str]:
-        """The names of the pulls in progress, as holders of blocks."""
+        """Return the names of the pulls in progress, as holders of blocks."""
         return map(holders.hand_off, self._hashes)
 
     async def pull(self, job: PrefillJob) -> int:
-        """Pull the part of the prompt's prefix that is worth it. Return the number of tokens pulled. Raises nothing
-        for a pull that fails."""
+        """Pull the part of the prompt's prefix for which a pull pays. Return the number of tokens pulled; 0 for a pull
+        that fails.
+        """
         job = self._with_usable_sources(job)
         if not job.prefix_sources:
             return 0
@@ -228,7 +230,8 @@ class PrefixPulls:
 
 
 def _outcome(error: TandemError) -> str:
-    """The outcome to count for a failed pull: the reason that the source gave, or `unreachable` if no source answered.
-    A source that answers with an error always names a more exact kind than Unavailable."""
+    """Return the outcome to count for a failed pull: the reason that the source gave, or `unreachable` if no source
+    answered. An error that a source sends always has a more exact kind than Unavailable.
+    """
     outcome = "unreachable" if type(error) is Unavailable else error.reason
     return error.handoff_reason if isinstance(error, HandOffFailed) else outcome

@@ -39,7 +39,7 @@ class _Held:
 
 
 class TierIndex:
-    """Every operation costs O(1) per block, on average."""
+    """The index of the tiers. Every operation costs O(1) per block, on average."""
 
     def __init__(self, num_slots: int, max_files: int) -> None:
         self._num_slots = num_slots
@@ -52,7 +52,7 @@ class TierIndex:
 
     @property
     def num_in_host(self) -> int:
-        """The number of readable blocks: those that are still being copied in do not count."""
+        """Return the number of readable blocks: those that are still being copied in do not count."""
         return len(self._host) - self._num_filling
 
     @property
@@ -65,7 +65,7 @@ class TierIndex:
         return tuple(self._disk.popitem(last=False)[0] for _ in range(len(self._disk) - self._max_files))
 
     def num_held(self, block_hashes: Sequence[bytes]) -> int:
-        """The number of leading blocks of this chain that the tiers can read without a gap."""
+        """Return the number of leading blocks of this chain that the tiers can read without a gap."""
         return next((n for n, h in enumerate(block_hashes) if not self._is_held(h)), len(block_hashes))
 
     def begin_read(self, block_hashes: Sequence[bytes]) -> tuple[Place, ...]:
@@ -94,7 +94,7 @@ class TierIndex:
             self._free.append(self._host.pop(lost).slot)
 
     def first_missing(self, block_hashes: Sequence[bytes]) -> int:
-        """The index of the first block that is not in host memory; the length of the chain if all are."""
+        """Return the index of the first block that is not in host memory; the length of the chain if all are."""
         return next((n for n, h in enumerate(block_hashes) if h not in self._host), len(block_hashes))
 
     def begin_store(self, block_hashes: Sequence[bytes]) -> tuple[Store, ...]:
@@ -131,7 +131,7 @@ class TierIndex:
         return tuple(reversed(places))[: max(0, self._max_files - len(self._disk) - len(self._moving))]
 
     def check(self) -> None:
-        """Raises AssertionError when slots are lost or used twice, or there are too many files."""
+        """Raise AssertionError if slots are lost or used twice, or there are too many files."""
         slots = [*self._free, *(held.slot for held in self._host.values())]
         assert sorted(slots) == list(range(self._num_slots)), f"slots lost or used twice: {sorted(slots)}"
         assert len(self._disk) + len(self._moving) <= self._max_files, "more files than allowed"

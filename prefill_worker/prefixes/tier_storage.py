@@ -1,4 +1,4 @@
-"""The bytes of the tiers: slots in host memory, and one file per block on disk. Never decides which block lies where.
+"""The bytes of the tiers: slots in host memory, and one file per block on disk. Never decides where a block is stored.
 
 All methods block and run on helper threads. The tier index keeps two of them from using one slot, and the scheduler
 pins the pool blocks that they read or write. Every block is compared with its digest before it enters the pool.
@@ -135,7 +135,7 @@ class TierStorage:
         return OK
 
     def _fetch(self, place: Place, block_id: int) -> tuple[str, bool]:
-        """(outcome, whether the block is verified)"""
+        """Fetch one block. Return the outcome, and whether the block is verified."""
         if place.slot is not None:
             row, stored = self._slots[place.slot], self._stored[place.slot]
         else:
@@ -178,11 +178,11 @@ class TierStorage:
 
 
 class BadBlockFile(ValueError):
-    """The file exists, but is not a complete file of the expected block and layout."""
+    """The file exists, but does not hold the expected block and layout completely."""
 
 
 class BlockFiles:
-    """The folder of one layout. Every method may raise OSError."""
+    """The files of blocks on disk, in a folder per layout. Every method may raise OSError."""
 
     def __init__(self, folder: Path, fingerprint: LayoutFingerprint, block_bytes: int) -> None:
         """Create and lock the folder. Raises BlockingIOError if another process uses it."""
@@ -202,7 +202,7 @@ class BlockFiles:
         return _HEADER.size + block_bytes
 
     def hashes(self) -> list[bytes]:
-        """The hashes of all files of the right size, the oldest first. Deletes incomplete drafts."""
+        """Return the hashes of all files of the right size, the oldest first. Deletes incomplete drafts."""
         found = []
         with os.scandir(self._folder) as entries:
             for entry in entries:

@@ -1,7 +1,7 @@
 """The tiers under the block pool: host memory and disk keep blocks that the pool evicts; a fetch brings them back.
 
-`PrefixTiers` lives on the event loop. It owns the tier index (which block lies where), the copies in progress, and what
-they hold of the pool: leases on blocks that are copied out, reservations of blocks that are copied in. Every copy
+`PrefixTiers` lives on the event loop. It owns the tier index (where each block is stored), the copies in progress, and
+what they hold of the pool: leases on blocks that are copied out, reservations of blocks that are copied in. Every copy
 releases what it holds without an await, whichever exception ends it. The tiers are best-effort: when a tier fails, is
 full or takes longer than computing would, the prompt is computed and a counter names the reason.
 """
@@ -43,8 +43,9 @@ _Answer = TypeVar("_Answer")
 
 
 def open_tiers(config: WorkerConfig, pool: PoolMemory, fingerprint: LayoutFingerprint) -> tuple[TierIndex, TierStorage]:
-    """The tiers that the settings ask for, with the files of an earlier run. A disk that cannot be used is logged and
-    left out."""
+    """Return the configured tiers, with the files of an earlier run. A disk that cannot be used is logged and left
+    out.
+    """
     files, hashes = _open_files(config, pool, fingerprint)
     num_slots = config.prefix_host_bytes // pool.block_bytes
     file_bytes = BlockFiles.file_bytes(pool.block_bytes)
@@ -134,18 +135,18 @@ class PrefixTiers:
         }
 
     def owners(self) -> Iterator[str]:
-        """The names of the copies in progress, as holders of blocks."""
+        """Return the names of the copies in progress, as holders of blocks."""
         yield from (holders.hand_off(fetch.pull_id) for fetch in self._fetches)
         yield from map(holders.ticket, self._copying_out)
 
     def chain(self, job: PrefillJob) -> BlockChain:
-        """The hashes of the prompt's blocks."""
+        """Return the hashes of the prompt's blocks."""
         chain = self._resources.new_chain(job.cache_salt, NATIVE)
         chain.extend(job.token_ids)
         return chain
 
     async def fetch(self, job: PrefillJob, chain: BlockChain) -> None:
-        """Copy the part of the prompt's prefix that is worth it into the pool. Raises CancelledError only."""
+        """Copy the part of the prompt's prefix for which a copy pays into the pool. Raises CancelledError only."""
         hashes = chain.hashes[: sealed_blocks(len(job.token_ids) - 1, self._resources.block_size)]
         if not any(self._resources.index.num_held((block_hash,)) for block_hash in hashes):
             return
@@ -193,8 +194,9 @@ class PrefixTiers:
                 executor.shutdown(wait=False, cancel_futures=True)
 
     def _compute_s_if_cheaper(self, hashes: Sequence[bytes], num_cached: int) -> float | None:
-        """The estimated time to compute these blocks; None where reading them is not clearly cheaper. A rate that
-        expired does not rule reading out, so that it is measured again."""
+        """Return the estimated seconds to compute these blocks; None if reading them is not clearly cheaper. If the
+        measured rate has expired, reading is tried, so that it is measured again.
+        """
         resources = self._resources
         if not hashes:
             return None
@@ -208,7 +210,7 @@ class PrefixTiers:
         return self._disk_rate if reads_disk else self._host_rate
 
     def _note_rate(self, fetched: Fetched, places: Sequence[Place]) -> None:
-        """A fetch without a result counts as one block."""
+        """Record the rate of a fetch. A fetch without a result counts as one block."""
         self._measured_s = asyncio.get_running_loop().time()
         num_bytes = max(1, fetched.num_blocks) * self._resources.block_bytes
         self._rate(any(place.slot is None for place in places)).note(num_bytes, fetched.seconds)
@@ -248,8 +250,9 @@ class PrefixTiers:
             return None
 
     def _release(self, fetch: _Fetch) -> None:
-        """Release what an ended fetch still holds; nothing if its blocks were admitted. Its blocks are quarantined as
-        long as the thread may write to them."""
+        """Release what an ended fetch still holds; nothing if its blocks were admitted. Its blocks are quarantined
+        while the thread may write to them.
+        """
         fetch.stop.set()  # a thread that starts only now copies nothing
         if fetch.work is None or fetch.work.cancel() or fetch.work.done():
             self._steps.post(commands.Discard(fetch.pull_id))
@@ -260,7 +263,7 @@ class PrefixTiers:
         fetch.work.add_done_callback(lambda _: loop.call_soon_threadsafe(self._on_late_end, fetch))
 
     def _on_late_end(self, fetch: _Fetch) -> None:
-        """The thread of a fetch that had timed out has ended."""
+        """Handle the end of the thread of a fetch that had timed out."""
         self._steps.post(Quiet(fetch.fresh))
         self._end_fetch(fetch)
 
@@ -285,7 +288,9 @@ class PrefixTiers:
             self._count("fetch", fetched.outcome, 1)
 
     async def _store(self, hashes: tuple[bytes, ...], first: int) -> None:
-        """Slots are emptied before pool blocks are leased, so a disk that hangs pins no block of the pool."""
+        """Demote blocks to empty their slots, then lease and copy pool blocks. In this order a disk that hangs pins no
+        block of the pool.
+        """
         index, storage = self._resources.index, self._resources.storage
         stores = index.begin_store(hashes[first:])
         demoted, stored = ["failed"] * len(stores), frozenset[bytes]()
@@ -303,7 +308,7 @@ class PrefixTiers:
             self._count("store", "failed", len(stores) - len(stored))
 
     async def _copy_out(self, stores: Sequence[Store], hashes: tuple[bytes, ...], first: int) -> frozenset[bytes]:
-        """The hashes of the blocks that were stored; blocks that the pool has evicted since are missing."""
+        """Return the hashes of the blocks that were stored; blocks that the pool has evicted since are missing."""
         ticket_id = secrets.token_bytes(tickets.TICKET_ID_BYTES)
         self._copying_out.add(ticket_id)
         try:

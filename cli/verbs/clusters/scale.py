@@ -72,7 +72,7 @@ def sizes_from(words: list[str]) -> dict[str, int]:
 
 
 def changes_between(before: admin_pb2.StatusResponse, after: admin_pb2.StatusResponse) -> Iterator[str]:
-    """One line per worker that came, went or changed its state."""
+    """Return one line per worker that joined, left or changed its state."""
     states_before, states_after = _states(before), _states(after)
     for member in sorted(states_after):
         if states_before.get(member) != states_after[member]:
@@ -82,7 +82,7 @@ def changes_between(before: admin_pb2.StatusResponse, after: admin_pb2.StatusRes
 
 
 class _Scaling:
-    """One `tandem scale`, at the first router that answers."""
+    """An execution of `tandem scale`, at the first router that answers."""
 
     def __init__(self, sizes: Mapping[str, int], arguments: argparse.Namespace) -> None:
         self._sizes = sizes

@@ -63,7 +63,7 @@ def _ask(sender: BatchSender, requests: Sequence[BatchRequest], output: TextIO) 
 
 
 def _shown(answers: Iterator[BatchAnswer], total: int) -> Iterator[BatchAnswer]:
-    """Show how far the batch is, if stderr is a terminal."""
+    """Show the progress of the batch, if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield from answers
         return

@@ -1,4 +1,4 @@
-"""`tandem bench`: load a running cluster in an open loop; latencies count from the scheduled arrivals."""
+"""`tandem bench`: send load to a running cluster in an open loop; latencies count from the scheduled arrivals."""
 
 import argparse
 import asyncio

@@ -51,8 +51,9 @@ class _Conversation:
         self._messages = list(self._system)
 
     def stream(self, text: str) -> None:
-        """Print the answer as it comes. An answer that Ctrl-C stops stays in the conversation as far as it came; one
-        that fails leaves no trace. Raises TandemError."""
+        """Print the answer as it comes. If Ctrl-C stops the answer, its part so far stays in the conversation; a failed
+        turn is removed from it. Raises TandemError.
+        """
         asked = [*self._messages, {"role": "user", "content": text}]
         parts: list[str] = []
         try:
@@ -68,7 +69,7 @@ class _Conversation:
 
 
 def _answer(conversation: _Conversation, text: str, *, is_terminal: bool) -> None:
-    """Answer one message. In a terminal a failure is told and the conversation continues. Raises TandemError."""
+    """Answer one message. In a terminal a failure is printed and the conversation continues. Raises TandemError."""
     try:
         conversation.stream(text)
     except TandemError as error:

@@ -1,4 +1,4 @@
-"""`tandem explain`: why a request's workers were chosen, what was predicted, and what really happened."""
+"""`tandem explain`: why a request's workers were chosen, what was predicted, and what was measured."""
 
 import argparse
 import json
@@ -142,7 +142,9 @@ def _candidate_object(candidate: admin_pb2.PlacementCandidate) -> dict[str, obje
 
 
 def explained_text(request: admin_pb2.RequestExplanation) -> str:
-    """One request: a table of candidates for each attempt, then the real times beside the first prediction."""
+    """Return the text about one request: a table of candidates for each attempt, then the measured times beside the
+    first prediction.
+    """
     label = f" (label {request.label})" if request.label else ""
     lines = [
         f"request {request.request_id}{label}: {request.outcome or 'live'}, {request.num_prompt_tokens} prompt tokens,"
@@ -188,7 +190,7 @@ def _row(candidate: admin_pb2.PlacementCandidate, *, is_predicted: bool) -> tupl
 
 
 def _real_text(request: admin_pb2.RequestExplanation) -> str:
-    """The real times, beside what was predicted at the first placement."""
+    """Return the measured times, beside what was predicted at the first placement."""
     first = request.placements[0] if request.placements else admin_pb2.PlacementExplanation()
     chosen = next((each for each in first.candidates if each.is_chosen and each.HasField("prediction")), None)
     real = []

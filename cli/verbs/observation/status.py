@@ -153,7 +153,7 @@ def _effect_object(effect: admin_pb2.LatencyEffect) -> dict[str, object]:
 
 
 def disaggregation_text(found: admin_pb2.Disaggregation) -> str:
-    """Whether disaggregation is worth it, by how much, and how that is known."""
+    """Return whether disaggregation pays, by how much, and what the estimate is based on."""
     if found.verdict not in _VERDICTS:
         return f"disaggregation: not known yet whether it is worth it here; {_advice(found)}"
     rows = [
@@ -171,7 +171,7 @@ def disaggregation_text(found: admin_pb2.Disaggregation) -> str:
 
 
 def _advice(found: admin_pb2.Disaggregation) -> str:
-    """Return what the operator can do to know more."""
+    """Return what the operator can do to get a better estimate."""
     if found.placement != "auto":
         return "start routers with --placement auto to predict it, and with --explore 0.02 to measure it"
     if found.verdict == admin_pb2.DISAGGREGATION_VERDICT_NOT_KNOWN:

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Raises ConfigError, and with --once the client library's errors."""
+    """Show the screen, or with --once print it. Raises ConfigError, and with --once the client library's errors."""
     if arguments.json and not arguments.once:
         raise ConfigError("--json needs --once")
     if arguments.interval_s <= 0:

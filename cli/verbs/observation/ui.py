@@ -18,8 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Browsers send no part of an address after # to a server; the page reads the key there and removes it. Raises
-    ConfigError."""
+    """Print the address, with the key after `#`: browsers do not send that part to a server; the page reads and removes
+    it. Raises ConfigError.
+    """
     address = find_http_address(arguments.http_address)
     scheme = "https" if find_tls_ca(arguments.tls_ca, address) else "http"
     key = connection.operator_key(arguments, address)

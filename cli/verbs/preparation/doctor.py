@@ -44,7 +44,7 @@ class PathReport:
 
 @dataclass(frozen=True, slots=True)
 class PairReport:
-    """`paths`: best first. Hand-offs use the first one that works."""
+    """The transports between two workers. `paths`: best first. Hand-offs use the first one that works."""
 
     importer: str
     exporter: str
@@ -58,7 +58,7 @@ class PairReport:
 
     @property
     def advice(self) -> str:
-        """A better setting, or empty."""
+        """Return a better setting, or an empty string."""
         first = next((path for path in self.paths if path.works), None)
         fastest = max((path for path in self.paths if path.works), key=lambda path: path.bytes_per_s, default=None)
         if first is None or fastest is None or fastest.bytes_per_s < _MUCH_FASTER * first.bytes_per_s:
@@ -82,7 +82,7 @@ class PairReport:
 
 @dataclass(frozen=True, slots=True)
 class ClusterReport:
-    """`problems` concern members; each pair has a list of its own."""
+    """The findings about a cluster. `problems` concern members; each pair has a list of its own."""
 
     router: str
     pairs: tuple[PairReport, ...]
@@ -153,7 +153,7 @@ def _cluster_report(arguments: argparse.Namespace) -> ClusterReport:
 def _wanted(
     members: list[admin_pb2.MemberStatus], pair: list[str] | None
 ) -> Iterator[tuple[admin_pb2.MemberStatus, admin_pb2.MemberStatus]]:
-    """Pairs of importer and exporter. Raises ConfigError for a name that no worker has."""
+    """Return the wanted pairs of importer and exporter. Raises ConfigError for a name that no worker has."""
     if pair is None:
         for importer in members:
             if importer.role == admin_pb2.MEMBER_ROLE_DECODE:
@@ -244,7 +244,9 @@ def unmeasured(importer: str, exporter: str, problem: str) -> PairReport:
 def report(
     importer: str, exporter: str, answer: worker_pb2.CheckLinkResponse, *, shared: Collection[str]
 ) -> PairReport:
-    """`shared`: transports that both members announce. One that reaches the other member and fails is a problem."""
+    """Return the report about a pair. `shared`: transports that both members announce. A transport that reaches the
+    other member and then fails is a problem.
+    """
     paths = tuple(PathReport(path.transport, path.bytes_per_s, path.latency_s, path.reason) for path in answer.paths)
     return PairReport(importer, exporter, answer.num_bytes, paths, tuple(_problems(paths, shared)))
 

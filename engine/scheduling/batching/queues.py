@@ -167,7 +167,7 @@ class RankedSequences:
 
     @property
     def last_decoded_here(self) -> Sequence | None:
-        """The last one that is not an export."""
+        """Return the last sequence that is not an export."""
         return next((s for s in reversed(self._sequences) if s.group.export is None), None)
 
     @property

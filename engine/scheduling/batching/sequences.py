@@ -73,9 +73,10 @@ class Swapped:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One choice as it is computed here, or several choices while their prompt is prefilled. `token_ids`: prompt,
+    """A choice as it is computed here, or several choices while their prompt is prefilled. `token_ids`: prompt,
     committed and drawn tokens, and a placeholder while a step is planned ahead. The KV of the first `num_computed`
-    tokens is in `block_ids`, or swapped out."""
+    tokens is in `block_ids`, or swapped out.
+    """
 
     number: int  # identifies it in plans
     group: Group

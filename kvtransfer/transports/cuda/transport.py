@@ -45,7 +45,7 @@ def importer(setup: TransportSetup) -> "CudaIpcImporter":
 
 
 class Mapping(Protocol):
-    """Mapped pages of another process. They are unmapped when nothing refers to this object any more."""
+    """The mapped pages of another process. They are unmapped when nothing refers to this object any more."""
 
     @property
     def address(self) -> int: ...

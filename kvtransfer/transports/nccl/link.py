@@ -104,7 +104,8 @@ class NcclLink:
     def withdraw(self) -> None:
         """Give up the communicator because one side refuses, which is not a failure. `abort` must follow.
 
-        The side that refuses calls it before it says so: its peer may make a new link as soon as it knows."""
+        The side that refuses calls it before it sends the refusal, after which its peer may make a new link at once.
+        """
         with self._lock:
             if self._owns_life and self._life.state is CommunicatorState.AGREEING:
                 self._life.withdraw()
