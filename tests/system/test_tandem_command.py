@@ -31,7 +31,7 @@ Command = Callable[..., tuple[int, str]]
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     """One prefill and one decode worker with the demo model in float32."""
-    started = Up(tmp_path_factory.mktemp("up"), "--dtype", "float32")
+    started = Up(tmp_path_factory.mktemp("up"), "--dtype", "float32", "--placement", "least-loaded")
     started.until("ready http=")
     yield started
     assert started.end() == 0
