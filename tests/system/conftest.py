@@ -77,7 +77,7 @@ async def _two_and_two(redis_url: str, directory: Path, transport: str) -> Async
     flags = ("--dtype", "float32", "--kv-transports", transport, "--max-prefill-tokens", "64", "--num-blocks", "512")
     cluster = LocalCluster(redis_url, directory, flags=flags)
     try:
-        yield await cluster.start(prefill=2, decode=2, router_flags=("--placement", "least-loaded"))
+        yield await cluster.start(prefill=2, decode=2)
         living = {name for name, member in cluster.members.items() if member.process.returncode is None}
     finally:
         codes = await cluster.stop()

@@ -120,11 +120,15 @@ class LocalCluster:
     async def start(
         self, *, prefill: int = 1, decode: int = 1, routers: int = 1, router_flags: Sequence[str] = ()
     ) -> "LocalCluster":
-        """Start all members. Returns when the first request would succeed."""
+        """Start all members. Returns when the first request would succeed.
+
+        Routers place strictly by load unless `router_flags` says otherwise: automatic placement may let one worker compute
+        and decode an answer, which on a busy machine it does, and then no KV travels.
+        """
         workers = [(f"prefill{i}", "prefill_worker") for i in range(prefill)]
         workers += [(f"decode{i}", "decode_worker") for i in range(decode)]
         await asyncio.gather(*(self.start_member(name, module, self._flags) for name, module in workers))
-        ports = ("--port", "0", "--grpc-port", "0", *router_flags)
+        ports = ("--port", "0", "--grpc-port", "0", "--placement", "least-loaded", *router_flags)
         await asyncio.gather(*(self.start_member(f"router{i}", "router", ports) for i in range(routers)))
         return self
 

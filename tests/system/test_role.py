@@ -62,7 +62,7 @@ async def test_two_of_four_workers_change_their_role_under_load_without_losing_a
     cluster = LocalCluster(redis_url, tmp_path, flags=flags)
     flipped = ("prefill1", "prefill2")
     try:
-        await cluster.start(prefill=3, decode=1, router_flags=("--placement", "least-loaded"))
+        await cluster.start(prefill=3, decode=1)
         before = {member.member_id: member.incarnation for member in (await cluster.status()).members}
         asked = [_prompt_heavy(number) for number in range(8)]
         load = [asyncio.create_task(ask(cluster, each)) for each in asked]

@@ -158,7 +158,7 @@ async def test_every_member_is_replaced_in_turn_under_load_and_no_answer_is_lost
 ) -> None:
     cluster = LocalCluster(redis_url, tmp_path, flags=("--dtype", "float32", "--num-blocks", "512"))
     try:
-        await cluster.start(prefill=2, decode=2, routers=2, router_flags=ROUTER_FLAGS[4:])
+        await cluster.start(prefill=2, decode=2, routers=2)
         addresses = [cluster.members[f"router{number}"].grpc_address for number in range(2)]
         expected = await answers(addresses[:1], max_tokens=48)
         done = asyncio.Event()
