@@ -16,7 +16,9 @@ HOSTS = ("localhost", "127.0.0.1")
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """`member` is right; `stranger` is, among those that trust its authority; the others are wrong in one thing."""
+    """The certificates of a test. `member` is valid; `stranger` is valid under another authority; each of the others
+    has one defect.
+    """
 
     authority: Pair
     other_authority: Pair
@@ -30,7 +32,7 @@ class Certificates:
         return tls_flags(self.member, self.authority)
 
     def stranger_flags(self) -> tuple[str, ...]:
-        """Its own authority is the one it trusts."""
+        """Return the flags of a process with a certificate of another authority, which it trusts."""
         return tls_flags(self.stranger, self.other_authority)
 
     def loaded(self) -> ClusterTls:

@@ -40,8 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """The modules of the tests, torch and transformers are a million objects that stay to the end. The garbage
-    collector would traverse them in each full collection, which costs a second."""
+    """Exclude the modules of the tests, torch and transformers from garbage collection: they are a million objects that
+    stay to the end, and each full collection would traverse them for a second.
+    """
     gc.freeze()
     gc.enable()
 
@@ -67,6 +68,7 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start processes come first, the longest of them before all: what is short fills the processes of the
-    run evenly to its end. The order within each kind stays as it was."""
+    """Put files that start processes first, the longest of them before all others, so that short tests fill the
+    processes of the run evenly at its end. The order within each kind stays as it was.
+    """
     items.sort(key=lambda item: ("tests/chaos/test_chaos" not in item.nodeid, "tests/unit" in item.nodeid))

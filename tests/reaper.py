@@ -1,4 +1,5 @@
-"""Ends the processes of a test run that can no longer end them itself: it was killed, or a test exceeded its timeout.
+"""Ends the processes of a test run that was killed, or whose test exceeded its timeout, and that can no longer end them
+itself.
 
     python tests/reaper.py PIDFD TOKEN
 
@@ -40,7 +41,9 @@ def start_reaper(environment: MutableMapping[str, str]) -> None:
 
 
 def is_readable(descriptor: int, timeout_s: float | None = None) -> bool:
-    """Wait until it is, for ever where there is no timeout. The descriptor of a process is when that has ended."""
+    """Wait until the descriptor is readable; without a timeout wait for ever. A process's descriptor is readable when
+    the process has ended.
+    """
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))

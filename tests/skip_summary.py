@@ -1,4 +1,4 @@
-"""Skipped tests in the summary: one line per reason with a count, not one per place."""
+"""Lists skipped tests in the summary: one line per reason with a count, not one per place."""
 
 from collections import Counter
 from collections.abc import Iterable

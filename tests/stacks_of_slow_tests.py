@@ -106,8 +106,9 @@ def _snapshot(age_s: float) -> str:
 
 
 def _tasks() -> list["asyncio.Task[object]"]:
-    """Return the tasks of all event loops that have not ended. asyncio has no public way to ask for those of other
-    threads."""
+    """Return the tasks of all event loops that have not ended. asyncio has no public function that returns those of
+    other threads.
+    """
     for _ in range(100):
         try:
             return [task for task in list(asyncio.tasks._all_tasks) if not task.done()]  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""One request to the cluster over one of its three APIs, and its outcome.
+"""Sends a request to the cluster over one of its three APIs, and records its outcome.
 
 Owns the judgement of one answer: complete, lost, or with repeated, missing or wrong tokens. Sends once; the client
 library resumes by itself.
@@ -95,7 +95,7 @@ class Asked:
 
     @property
     def worked(self) -> tuple[tuple[float, float], ...]:
-        """Return when workers queued and computed for it."""
+        """Return the intervals in which workers queued and computed the request."""
         spent = self.ledger.worker_times if self.ledger is not None else ()
         return tuple(
             (self.arrived_s + one.ended_s - one.queue_s - one.compute_s, self.arrived_s + one.ended_s) for one in spent

@@ -55,7 +55,7 @@ class Hold:
             self._say(f"gone {exporter}")
 
     def next(self, transport: str) -> Fault | None:
-        """The next fault, for HangingRunner."""
+        """Return the next fault, for HangingRunner."""
         is_to_hang, self._is_to_hang = self._is_to_hang, False
         return Fault.HELD if is_to_hang else None
 

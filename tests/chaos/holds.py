@@ -1,4 +1,6 @@
-"""The harness's end of `held_worker`: which workers' reads are held, by exporter, and whose step hangs."""
+"""The harness's end of `held_worker`: the held reads of each worker, by exporter, and the worker with a hanging
+step.
+"""
 
 import asyncio
 from collections import Counter

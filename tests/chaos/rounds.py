@@ -1,4 +1,4 @@
-"""One round: load, a victim in the right phase, the fault, recovery, and the check for leaks."""
+"""Runs one round: load, a victim in the right phase, the fault, recovery, and the check for leaks."""
 
 import asyncio
 import math

@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def on_loop() -> Iterator[Callable[[Coroutine[None, None, object]], object]]:
-    """Run coroutines on a loop that goes on between them."""
+    """Run coroutines on an event loop that continues between them."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()

@@ -20,7 +20,7 @@ EPOCH = Epoch(MemberId("p0", "a1"), b"t" * 16, 1)
 
 
 def patterned_pool(seed: int) -> KvPool:
-    """Every block's bytes tell its number."""
+    """Return a pool in which each block's bytes identify the block."""
     pool = KvPool(LAYOUT, NUM_BLOCKS, "cuda")
     words = pool.raw.view(torch.int32)
     rows = torch.arange(NUM_BLOCKS, device="cuda", dtype=torch.int32)[:, None] * 7919 + seed

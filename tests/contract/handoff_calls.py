@@ -42,7 +42,7 @@ class Calls:
         pass
 
     def sever(self, number: int) -> None:
-        """One of the calls breaks."""
+        """Break one of the calls."""
         calls = sorted(self._live, key=lambda call: call.number)
         if calls:
             calls[number % len(calls)].sever()

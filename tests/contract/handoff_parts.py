@@ -83,7 +83,7 @@ class Counters(TransferCounters):
 
 @dataclass
 class Read:
-    """One read of the importer. It is `arrived` when its bytes are there, and goes on when `gate` opens."""
+    """A read of the importer. `arrived` is set when its bytes have arrived; it continues when `gate` opens."""
 
     local_block_ids: tuple[int, ...]
     arrived: asyncio.Event = field(default_factory=asyncio.Event)

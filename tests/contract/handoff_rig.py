@@ -49,7 +49,7 @@ from tests.loopback import Fault, FaultSchedule
 
 @dataclass
 class Prefill:
-    """One prefill at the exporter: the work of the step thread, at the test's pace."""
+    """A prefill at the exporter: the work of the step thread, at the test's pace."""
 
     rig: "Rig"
     ticket_id: bytes

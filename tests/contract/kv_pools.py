@@ -1,4 +1,4 @@
-"""Two real pools for the tests of hand-offs, with bytes that tell where they came from."""
+"""Two real pools for the tests of hand-offs, whose bytes identify the pool and the block."""
 
 import torch
 

@@ -32,7 +32,7 @@ class Cable:
         _ip("-n", self.second.namespace, "link", "set", INTERFACE, "down")
 
     def heal(self) -> None:
-        """Returns when both sides see it."""
+        """Restore the link. Returns when both sides have it again."""
         _ip("-n", self.second.namespace, "link", "set", INTERFACE, "up")
         for side in (self.first, self.second):
             while "state UP" not in _ip("-n", side.namespace, "link", "show", INTERFACE):
@@ -74,7 +74,7 @@ class FarHost:
         _ip("-n", self.side.namespace, "link", "set", INTERFACE, "down")
 
     def heal(self) -> None:
-        """Returns when this side sees it."""
+        """Restore the link. Returns when this side has it again."""
         _ip("-n", self.side.namespace, "link", "set", INTERFACE, "up")
         while "state UP" not in _ip("link", "show", self.near_interface):
             pass

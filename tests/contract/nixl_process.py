@@ -1,4 +1,4 @@
-"""One side of a NIXL read in a separate process, to be stopped, killed and cut off; test_nixl.py starts it.
+"""The process of one side of a NIXL read, to be stopped, killed and cut off; test_nixl.py starts it.
 
 Forked from a server that has imported everything but the library, so that a start costs no imports.
 """
@@ -114,9 +114,10 @@ def exporting_gpu_memory(connection: "Connection[object, object]", byte: float) 
 
 
 def importing(connection: "Connection[object, object]", timeout_s: float) -> None:
-    """Does what it is asked: `open` an endpoint, `read` until the first bytes are there
-    (and then stop the exporting process, if it is named), `end` of the read, `destroy`,
-    `fill` the pool, does the pool hold (`holds`) only this byte."""
+    """Perform commands: `open` an endpoint; `read` until the first bytes have arrived, and then stop the exporting
+    process, if it is named; wait for the `end` of the read; `destroy` the channel; `fill` the pool; answer whether the
+    pool `holds` only this byte.
+    """
     asyncio.run(_import(connection, timeout_s))
 
 

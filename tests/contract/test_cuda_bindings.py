@@ -1,5 +1,6 @@
-"""Exported pages with the real cuda-bindings: every call, structure and answer, ours and theirs, between two processes
-over a driver that keeps its pages in host memory."""
+"""Tests of exported pages with the real cuda-bindings, between two processes over a driver that keeps its pages in host
+memory: all calls, structures and answers.
+"""
 
 import os
 import shutil

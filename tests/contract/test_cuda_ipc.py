@@ -1,4 +1,4 @@
-"""The `cuda_ipc` transport: the hand-over of the pool's pages, and what a dead exporter leaves behind.
+"""Tests of the `cuda_ipc` transport: the hand-over of the pool's pages, and the state after the exporter's death.
 
 Here with a file in host memory in place of a GPU's pages; on a GPU between two processes.
 """
@@ -48,7 +48,7 @@ async def two_sides(
 
 
 async def _unmapped(importer: CudaIpcImporter) -> None:
-    """The loop's reader brings it about."""
+    """Wait until the mapping is gone: the event loop's reader unmaps it."""
     async with asyncio.timeout(DEADLINE_S):
         while importer.num_mappings:  # noqa: ASYNC110
             await asyncio.sleep(0)

@@ -179,7 +179,7 @@ async def test_many_hand_offs_run_concurrently(rig: Rig) -> None:
             await prefill.released.wait()
 
 
-async def test_a_ticket_is_good_after_prefill_has_finished(rig: Rig) -> None:
+async def test_a_ticket_is_valid_after_prefill_has_finished(rig: Rig) -> None:
     prefill = rig.prefill(2 * BLOCK_SIZE + 1)
     prefill.compute()
     async with asyncio.timeout(DEADLINE_S):

@@ -1,4 +1,6 @@
-"""One attempt, several transports: what fails is left for the next one, and never before it is proven quiet."""
+"""Tests of an attempt with several transports: blocks whose read failed are read by the next transport, and not before
+the failed read is proven quiet.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -72,7 +72,7 @@ async def hand_off(rig: Rig, handoff_id: int = 1) -> tuple[Prefill, asyncio.Task
 
 
 async def changed(rig: Rig, broken: BrokenExporter, handoff_id: int, kind: str, change: Change) -> str:
-    """The reason of the failure; empty: the blocks arrived as they are. Nothing is held afterwards."""
+    """Return the reason of the failure; empty: the blocks arrived unchanged. No block is held afterwards."""
     prefill = rig.prefill(2 * BLOCK_SIZE + 1)
     broken.changes[prefill.ticket_id] = (kind, change)
     prefill.compute()
@@ -127,7 +127,7 @@ async def test_any_malformed_message_of_an_exporter_ends_that_hand_off_only(rig:
 async def test_an_invalid_lease_time_is_refused_and_starts_no_storm_of_renewals(
     rig: Rig, broken: BrokenExporter, lease_s: float
 ) -> None:
-    """The importer renewed at every tick, thousands of times per second."""
+    """Before this check the importer renewed at every tick, thousands of times per second."""
 
     def change(accepted: kv_pb2.Accepted) -> None:
         accepted.lease_s = lease_s

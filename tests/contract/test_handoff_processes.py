@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Side:
-    """One importer with its own pool."""
+    """An importer with its own pool."""
 
     def __init__(self, make: type[TcpImporter] | type[ShmImporter], read_timeout_s: float) -> None:
         self.pool: KvPool = random_pool(NUM_BLOCKS, seed=2)
@@ -61,7 +61,7 @@ class Side:
 
 @asynccontextmanager
 async def exporter_process(temporary: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, list[bytes]]]:
-    """`temporary`: where the process leaves what it cannot clean up when it is killed."""
+    """Run an exporter in a process. `temporary`: the folder for files that a killed process leaves behind."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",

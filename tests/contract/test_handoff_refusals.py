@@ -210,7 +210,7 @@ async def test_a_settle_without_outcome_is_refused(rig: Rig) -> None:
 
 
 async def test_settling_another_attempt_changes_nothing() -> None:
-    """Only the call that attached an epoch may settle it; the lease ends when that call does."""
+    """An epoch can be settled only by the call that attached it; the lease ends when that call does."""
     clock = ManualClock()
     async with handoff_rig("tcp", exporter_clock=clock) as rig:
         prefill = rig.prefill(BLOCK_SIZE)

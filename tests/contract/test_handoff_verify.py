@@ -1,4 +1,6 @@
-"""--kv-verify over real transports: what is compared, what is taken as it comes, and what is refused."""
+"""Tests of --kv-verify over real transports: the blocks that are compared, those that are accepted unverified, and
+refusals.
+"""
 
 import asyncio
 

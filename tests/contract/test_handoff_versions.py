@@ -1,4 +1,4 @@
-"""Hand-offs between workers of different versions: what they agree on, what is refused, what is passed over."""
+"""Tests of hand-offs between workers of different versions: the agreed version, refusals, and ignored fields."""
 
 import asyncio
 

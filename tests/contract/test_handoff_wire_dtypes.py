@@ -1,4 +1,4 @@
-"""Hand-offs whose KV travels quantised: what arrives, what is counted, what damage is caught, who is refused."""
+"""Tests of hand-offs with quantised KV: the blocks that arrive, the counters, detected damage, and refusals."""
 
 import asyncio
 from dataclasses import replace

@@ -68,7 +68,7 @@ async def test_a_cancellation_at_any_await_of_an_import_gives_its_blocks_back(wh
 async def test_an_exception_of_any_thread_of_a_hand_off_gives_its_blocks_back(
     error: type[Exception], where: Where
 ) -> None:
-    """The exporter's digests and the importer's."""
+    """The exceptions are raised where the exporter and the importer compute digests."""
     num_points = at = 0
     while at <= num_points:
         async with handoff_rig("loopback", wire_dtype="int8") as rig:

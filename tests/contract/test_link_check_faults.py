@@ -1,5 +1,6 @@
-"""A probe that is cancelled, once or twice, or fails at any await: blocks that are not proven quiet go to quarantine
-until they are, and no channel stays open."""
+"""Tests of link checks that are cancelled, once or twice, or fail at any await: blocks that are not proven quiet stay
+in quarantine until they are, and no channel stays open.
+"""
 
 import asyncio
 import contextlib
@@ -17,7 +18,7 @@ from tests.faults.injection import AwaitFaults, When
 
 
 class _Turn:
-    """Each call takes a turn of the loop."""
+    """A stand-in whose calls each take a turn of the event loop."""
 
     name = "tcp"
 

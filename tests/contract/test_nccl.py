@@ -107,7 +107,7 @@ async def test_a_links_communicator_is_made_once_and_kept() -> None:
 
 
 async def test_a_long_read_never_fills_the_librarys_queue() -> None:
-    """More runs than go into one group, each group waited for."""
+    """The read has more runs than fit into one group; the transport waits for each group."""
     num_blocks = 1200
     async with sides(num_blocks=num_blocks) as side:
         channel = await side.open_channel()

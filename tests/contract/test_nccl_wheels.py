@@ -40,7 +40,7 @@ with_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU
 
 
 def why_not_two_ranks() -> str:
-    """Two processes here, on one GPU."""
+    """Return why the library refuses two ranks in two processes on one GPU."""
     if not torch.cuda.is_available():
         return "needs a GPU"
     version = CupyNccl(0).version()
@@ -132,7 +132,9 @@ def test_a_constructor_without_a_gpu_fails_by_name() -> None:
 
 @without_gpu
 async def test_both_processes_return_in_time_when_a_communicator_cannot_be_created() -> None:
-    """Rendezvous, agreement, unique id and the attempt are real; the attempt fails for want of a device."""
+    """The processes connect, agree and exchange the unique id; creating the communicator fails because there is no
+    device.
+    """
     importer = NcclImporter(memory=random_pool(NUM_BLOCKS, seed=2), proofs=PROOFS, library=CupyNccl(0), limits=LIMITS)
     assert importer.endpoint() == b""  # and so no exporter would have chosen it
     async with exporter_process() as (process, endpoints):
@@ -157,7 +159,7 @@ async def test_both_processes_return_in_time_when_a_communicator_cannot_be_creat
 @pytest.mark.cuda
 @with_gpu
 def test_a_communicator_sends_runs_to_itself_by_address() -> None:
-    """One rank: what can be sent on any NCCL and one GPU. The group around both calls joins theirs."""
+    """A communicator of one rank can send to itself on one GPU, if one group contains both calls."""
     import cupy
     from cupy.cuda import nccl as library
 
@@ -228,7 +230,7 @@ async def test_a_killed_exporter_ends_the_read_and_the_next_link_works(monkeypat
 @pytest.mark.cuda
 @two_ranks
 async def test_a_receive_without_a_sender_is_aborted_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that waits on the device for its peer: the abort must reach it."""
+    """The abort must end a kernel that waits on the device for its peer."""
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     importer = NcclImporter(memory=device_pool(seed=2), proofs=PROOFS, library=CupyNccl(0), limits=LIMITS)
     async with exporter_process() as (process, endpoints):

@@ -128,8 +128,7 @@ async def _endpoint(exporter: Process) -> bytes:
 
 
 async def _read_something_else(here: NixlImporter, another: NixlExporter, pool: BytePool) -> None:
-    """The importer works with others, and what a woken exporter would send has had the time of a connection and a read
-    of 64 MiB to arrive."""
+    """Read 64 MiB from another exporter. In this time a message of the woken exporter would have arrived."""
     channel = await here.open_channel(EPOCH, another.grant(EPOCH))
     await channel.read(range(1024), [0] * 1024)
     assert bool((pool.raw[0] == 9).all())
@@ -158,7 +157,7 @@ async def test_a_killed_exporter_fails_the_read_at_once_and_its_successor_is_rea
 
 
 async def test_reads_do_not_use_the_exporters_processor() -> None:
-    """A stopped exporter can be read, a killed one cannot."""
+    """The importer can read from a stopped exporter, and not from a killed one."""
     pool = BytePool(0)
     async with process(exporting, 7) as there, importer(pool) as here:
         _require_reading(there.process_id)

@@ -100,7 +100,7 @@ def test_a_pool_that_is_no_file_is_not_offered_as_shared_memory() -> None:
 
 
 async def test_a_pool_that_its_exporter_could_truncate_is_not_mapped() -> None:
-    """Reading past the new end of a file that was cut ends the reading process with SIGBUS."""
+    """Reading a mapping past the end of a truncated file would end the importer with SIGBUS."""
     source, target = random_pool(2, seed=1), random_pool(2, seed=2)
     unsealed = os.memfd_create("unsealed")
     os.ftruncate(unsealed, source.num_blocks * source.block_bytes)

@@ -212,7 +212,7 @@ async def _read_through_an_outage(importer: TcpImporter, endpoint: bytes, far: F
 
 
 async def _opened(importer: TcpImporter, endpoint: bytes) -> Channel:
-    """Neighbours find each other again a moment after the link is back."""
+    """Open a channel, and retry until the restored link works."""
     while True:
         with suppress(TransportError):
             return await importer.open_channel(EPOCH, endpoint)

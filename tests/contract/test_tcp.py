@@ -73,7 +73,7 @@ async def test_a_tcp_exporter_that_stops_in_mid_answer_writes_nothing_once_the_c
 
 
 def _accepted(listener: socket.socket) -> socket.socket:
-    """Return a connection whose importer has been convinced that it is the exporter."""
+    """Accept a connection and prove to the importer that this side is the exporter."""
     connection, _ = listener.accept()
     PROOFS.accept(connection, "tcp")
     return connection

@@ -1,4 +1,4 @@
-"""One contract for every transport: what a read promises, and what destroying a channel proves."""
+"""Tests of the contract of every transport: the promises of a read, and that destroying a channel ends all writes."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

@@ -98,7 +98,7 @@ MODELS: tuple[tuple[str, Family, str, str, int], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """One signature with which a kernel was called, and for which it is compiled."""
+    """A signature with which a kernel was called, and for which it is compiled."""
 
     kernel: Any
     called_for: str
@@ -128,7 +128,9 @@ class _Noting:
 
 @contextlib.contextmanager
 def noting(target: GPUTarget, called_for: list[str], found: dict[tuple[str, str], Noted]) -> Iterator[None]:
-    """Launches inside the block compute nothing. `called_for`: its one item names their purpose."""
+    """Record launches inside the `with` block instead of computing them. `called_for`: its only item names their
+    purpose.
+    """
 
     def note(kernel: Any, key: str, packed: Any) -> None:
         options, signature, constants, attributes = packed
@@ -146,7 +148,9 @@ def noting(target: GPUTarget, called_for: list[str], found: dict[tuple[str, str]
 
 
 def steps(num_kv_tokens: int, block_size: int) -> Iterator[tuple[str, list[Chunk]]]:
-    """Decodes of one part, of several, and a chunk. Blocks may repeat, because nothing is computed."""
+    """Return steps with decodes of one part, of several parts, and with a chunk. Blocks may repeat, because nothing is
+    computed.
+    """
     width = -(-num_kv_tokens // block_size)
     yield "decodes", [Chunk(0, (1,), 2, (0,)), Chunk(1, (1,), 5, (1,))]
     yield "a decode", [Chunk(0, (1,), 2, (0,))]

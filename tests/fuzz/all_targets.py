@@ -21,7 +21,7 @@ def all_targets(group: str = "") -> Iterator[Target]:
 
 
 def corpus() -> Mapping[str, Sequence[bytes]]:
-    """The kept inputs by the name of their target."""
+    """Return the kept inputs by the name of their target."""
     kept: dict[str, list[bytes]] = {}
     for group in GROUPS:
         path = _CORPUS / f"{group}.txt"

@@ -1,4 +1,6 @@
-"""What is read from Redis and from disks that others can write to: registry, tiers, settings, model files, batches."""
+"""Fuzz targets for data from Redis and from disks that others can write to: registry, tiers, settings, model files,
+batches.
+"""
 
 import json
 import random
@@ -90,7 +92,7 @@ def _read_record(data: bytes) -> str:
 
 
 def _read_scale_target(data: bytes) -> str:
-    """The answer of a script in Redis: a list of texts."""
+    """Read the answer of a script in Redis: a list of texts."""
     try:
         answer = json.loads(data)
     except (ValueError, RecursionError):
@@ -122,7 +124,7 @@ def _read_tier_file(data: bytes) -> str:
 
 
 def _list_tier(data: bytes) -> str:
-    """A file of any name in the folder of a tier."""
+    """List the folder of a tier with a file of any name."""
     name = data.replace(b"/", b"").replace(b"\0", b"")[:200]
     if name in (b"", b".", b".."):
         raise Refused("no name of a file")
@@ -165,7 +167,7 @@ def _key_records() -> bytes:
 
 
 def _made_keys(draw: random.Random) -> bytes:
-    """Records of any content under a right signature: what another version may sign."""
+    """Return records of any content with a valid signature, as another version may sign them."""
     records = mutated_json(draw, [json.loads(json.loads(_key_records())["body"])])
     body = json.dumps(records)
     return json.dumps({"body": body, "signature": KEY.sign(Purpose.KEY_RECORDS, body.encode()).hex()}).encode()

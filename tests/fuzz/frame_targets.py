@@ -109,7 +109,7 @@ def _packed(message: nccl.Message) -> bytes:
 
 
 def _made_nccl(draw: random.Random) -> bytes:
-    """A right header before a body of any length."""
+    """Return a valid header before a body of any length."""
     body = draw.randbytes(draw.choice((0, 4, 8, 36, 40, 48, 56, 128, 300)))
     return nccl._HEADER.pack(b"TNC1", draw.randrange(1, 8), len(body)) + body
 
@@ -271,7 +271,9 @@ def _exporter() -> TcpExporter:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """An event loop on a thread until the process ends, for what must answer while an input is tried."""
+    """Return an event loop that runs on a thread until the process ends, for servers that must answer while an input is
+    tried.
+    """
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     return loop

@@ -94,7 +94,7 @@ _WORDS = (b"\r\n", b"\r\n\r\n", b"\0", b": ", b"content-length: 9999999999999999
 
 
 class ShortAnswers(ScriptedPipeline):
-    """Ends every answer early, also one that shall have thousands of tokens."""
+    """A pipeline that ends every answer early, also one with thousands of requested tokens."""
 
     def _sampled(self, token_id: int, index: int, resolved: ResolvedRequest) -> SampledToken:
         sampled = super()._sampled(token_id, index, resolved)
@@ -125,7 +125,7 @@ def _body_target(path: str, values: list[Any], names: Sequence[str]) -> Target:
 
 
 def _names(body: type[BaseModel]) -> set[str]:
-    """The names of all fields of a body, those of its parts among them."""
+    """Return the names of all fields of a body, including those of its parts."""
     text = json.dumps(body.model_json_schema())
     return set(json.loads(text).get("properties", {})) | {
         name for part in json.loads(text).get("$defs", {}).values() for name in part.get("properties", {})
@@ -133,7 +133,7 @@ def _names(body: type[BaseModel]) -> set[str]:
 
 
 def _answer_of(path: str, body: bytes) -> str:
-    """The outcome of one request, through the whole application in this process."""
+    """Return the outcome of one request, through the whole application in this process."""
     status, answer = _runner().run(_call(_app(), path, body))
     if status >= 500 or b'"internal' in answer:
         raise AssertionError(f"{status} {answer[-500:]!r}")
@@ -214,7 +214,7 @@ def _send_raw(data: bytes) -> str:
 
 @cache
 def _port() -> int:
-    """A server of the application, on a thread until the process ends."""
+    """Return the port of a server of the application, which runs on a thread until the process ends."""
     server = HttpServer(host="127.0.0.1", port=0, limits=HttpLimits(head_s=5, request_s=5))
     server._socket.listen(64)
     serving = server.serve(_app(), max_connections=100, telemetry=Telemetry(), stop=asyncio.Event(), grace_s=1.0)

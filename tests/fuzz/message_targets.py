@@ -1,5 +1,5 @@
-"""Every protobuf message that a Tandem process receives, and what travels inside of messages: tickets, acceptances,
-endpoints of transports.
+"""Fuzz targets for every protobuf message that a Tandem process receives, and for bytes inside of messages: tickets,
+acceptances, endpoints of transports.
 
 Messages between members pass through the receiver's own conversions. Clients' messages go over a socket to a real gRPC
 server with the router's service; only the workers' tokens are scripted.
@@ -112,7 +112,7 @@ def _signed(ticket: Any) -> bytes:
 
 
 def _made_ticket(draw: random.Random) -> bytes:
-    """A ticket of any content under a right signature: what another version of a member may sign."""
+    """Return a ticket of any content with a valid signature, as another version of a member may sign it."""
     return _signed(changed_message(draw, next(examples(_kind("Ticket")))))
 
 
@@ -137,7 +137,7 @@ def _parse(parse: Callable[[bytes], object], data: bytes) -> str:
 
 
 def _made_nixl(seed: bytes, draw: random.Random) -> bytes:
-    """Fields of any content under a right checksum."""
+    """Return an endpoint with fields of any content and a valid checksum."""
     body = bytearray(seed[len(MAGIC) + SIGNATURE_BYTES :])
     for _ in range(draw.choice((1, 2, 8))):
         body[draw.randrange(len(body))] = draw.randrange(256)
@@ -164,7 +164,7 @@ def _call(method: str, data: bytes) -> str:
 
 @cache
 def _channel() -> grpc.Channel:
-    """A channel to a server of the router's service, on a thread until the process ends."""
+    """Return a channel to a server of the router's service, which runs on a thread until the process ends."""
     ready, ports = threading.Event(), []
 
     async def serve() -> None:

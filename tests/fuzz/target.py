@@ -1,4 +1,6 @@
-"""What a fuzzer needs of a decoder: valid inputs, a way to make others, and the call that must withstand them."""
+"""The interface between a fuzzer and a decoder: valid inputs, a way to make others, and the call that must withstand
+them.
+"""
 
 import contextlib
 import random
@@ -20,12 +22,14 @@ class Refused(Exception):
 
 
 class Found(Exception):
-    """An input did what no input may do. `args`: what names the defect, and the details."""
+    """An input had a forbidden effect. `args`: the name of the defect, and the details."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """`run` returns a word about what it decoded, raises Refused, or raises what nothing may raise: a finding."""
+    """A decoder under test. `run` returns a word about the decoded value, or raises Refused; any other exception is a
+    finding.
+    """
 
     name: str
     make_seeds: Sequence[bytes] | Callable[[], Sequence[bytes]]  # a call where they need a server that runs
@@ -59,7 +63,7 @@ class Target:
 
 
 def _place(error: Exception) -> str:
-    """The line of Tandem in which the error was raised or passed on last."""
+    """Return the last line of Tandem's code in the traceback of the error."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
     own = [frame for frame in frames if "/tests/" not in frame.filename and "/lib/python" not in frame.filename]
     frame = (own or frames)[-1]

@@ -1,4 +1,4 @@
-"""Inputs that ended a process, or were answered with 500, until a fuzzer found them."""
+"""Tests of inputs that a fuzzer found: they ended a process, or were answered with 500."""
 
 import json
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_a_settings_file_with_a_malformed_value_is_refused_in_one_line(tmp_path:
         load_config(RouterConfig, {"config": str(path), "model": "m"}, {})
 
 
-def test_records_of_api_keys_that_cannot_be_read_are_refused_whoever_signed_them() -> None:
+def test_unreadable_records_of_api_keys_are_refused_even_if_they_are_signed() -> None:
     keys = ClusterKeys(b"k" * 32)
     for body in (_NESTED, "[]", "{}", '{"version": 1, "records": [{"id": 1}]}'):
         signed = json.dumps({"body": body, "signature": keys.sign(Purpose.KEY_RECORDS, body.encode()).hex()})

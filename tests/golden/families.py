@@ -46,8 +46,9 @@ class Family:
     seed: int = 0  # chosen so that what a test measures is far from its limit: near-ties differ between models
 
     def build(self) -> PreTrainedModel:
-        """Every parameter is drawn here, by its own name's generator: what the constructor has drawn from torch's
-        global generator, or has left uninitialised, does not remain."""
+        """Build the model and draw every parameter from a generator that its name seeds. No value remains that the
+        constructor has drawn from torch's global generator or has left uninitialised.
+        """
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             self.config_type(**self.settings)
         )
@@ -62,12 +63,12 @@ class Family:
         return model
 
     def save(self, folder: Path) -> None:
-        """A checkpoint as `--model` takes it."""
+        """Save the model as a checkpoint that `--model` accepts."""
         self.build().save_pretrained(folder)
 
 
 def _centre(vector: torch.Tensor) -> float:
-    """A norm's weights are ones or zeros, which its random weights keep near to; other vectors have no such centre."""
+    """Return the value around which a vector's weights are drawn: 1 or 0 for the weights of a norm, else 0."""
     return 1.0 if bool((vector == 1.0).all()) else 0.0
 
 

@@ -28,7 +28,9 @@ CONTINUATION_LEN = 2 * NUM_SEQUENCES + 8  # the first sequence still runs when t
 
 @dataclass(slots=True)
 class Forced:
-    """`observed[position]` has the engine's logits for the token after that position."""
+    """A sequence under teacher forcing. `observed[position]` has the engine's logits for the token after that
+    position.
+    """
 
     token_ids: tuple[int, ...]
     prompt_len: int
@@ -45,7 +47,7 @@ class Forced:
         return self.computed == len(self.token_ids)
 
     def next_chunk(self) -> Chunk:
-        """The rest of the prompt up to the size of a chunk, or the next token alone."""
+        """Return the rest of the prompt up to the size of a chunk, or the next token alone."""
         end = self.computed + 1 if self.decoding else min(self.prompt_len, self.computed + CHUNK_TOKENS)
         sample = Sample(seed=0, position=end, sampling=Sampling())
         return Chunk(
@@ -58,7 +60,7 @@ class Forced:
 
 
 def make_sequences(seed: int, vocab_size: int) -> list[Forced]:
-    """Sequences with every prompt length at least twice; their blocks are in random order and not shared."""
+    """Return sequences with every prompt length at least twice; their blocks are in random order and not shared."""
     dice = random.Random(seed)
     lengths = [PROMPT_LENS[index % len(PROMPT_LENS)] for index in range(NUM_SEQUENCES)]
     dice.shuffle(lengths)
@@ -80,7 +82,7 @@ def num_blocks() -> int:
 
 
 def run_step(runner: ModelRunner, members: Sequence[Forced]) -> None:
-    """One step that holds the next chunk of each."""
+    """Run one step with the next chunk of each sequence."""
     plan = StepPlan(tuple(member.next_chunk() for member in members))
     sampled = [(member, chunk) for member, chunk in zip(members, plan.chunks, strict=True) if chunk.samples]
     logits = runner.logits(plan)
@@ -103,7 +105,7 @@ class Verdict:
 
 @torch.inference_mode()
 def judge(reference: PreTrainedModel, sequences: Sequence[Forced]) -> Verdict:
-    """Against the model's own eager attention, each sequence alone, without a cache."""
+    """Compare the observed logits with the model's own eager attention on each sequence alone, without a cache."""
     worst, decisive, wrong, positions = 0.0, 0, 0, 0
     for sequence in sequences:
         logits = reference(input_ids=torch.tensor([sequence.token_ids]), use_cache=False).logits[0].float()
@@ -118,7 +120,9 @@ def judge(reference: PreTrainedModel, sequences: Sequence[Forced]) -> Verdict:
 
 
 def staggered(sequences: Sequence[Forced]) -> Iterator[list[Forced]]:
-    """The members of each step: another sequence joins when all running ones are decoding; finished ones leave."""
+    """Yield the sequences of each step: another sequence joins when all running ones are decoding; finished ones
+    leave.
+    """
     waiting = list(sequences)
     running: list[Forced] = []
     while waiting or running:

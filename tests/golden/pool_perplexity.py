@@ -31,7 +31,9 @@ _CHUNK = 64
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Against a pool in the model's own dtype: perplexity, and KL divergence of the next token in nats, on average."""
+    """The loss against a pool in the model's own dtype: perplexity, and mean KL divergence of the next token in
+    nats.
+    """
 
     increase: Increase
     divergence: float
@@ -54,8 +56,8 @@ def losses(kv_dtypes: Sequence[str], num_sequences: int) -> dict[str, Loss]:
 
 
 def _logits(kv_dtype: str, sequences: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-    """The logits after each token behind the prompt: computed in chunks, then token by token, over a pool of this
-    dtype.
+    """Return the logits after each token behind the prompt: computed in chunks, then token by token, over a pool of
+    this dtype.
     """
     loaded = demo_model()
     pool = KvPool(lay_out([place.shape for place in loaded.layout.layers], BLOCK_SIZE, kv_dtype), _NUM_BLOCKS)

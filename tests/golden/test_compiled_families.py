@@ -47,7 +47,9 @@ def kernels() -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Paths:
-    """One pool, two forwards over it, and the truth `[positions, vocab]`: of every sampled position in order."""
+    """A pool, two forwards over it, and the reference logits `[positions, vocab]` of every sampled position in
+    order.
+    """
 
     runner: ModelRunner
     plain: Forward
@@ -55,7 +57,7 @@ class Paths:
     truth: torch.Tensor
 
     def logits(self, forward_of: Callable[[int], Forward]) -> torch.Tensor:
-        """The logits of a run whose step i is computed by forward_of(i)."""
+        """Return the logits of a run whose step i is computed by forward_of(i)."""
         sequences = make_sequences(seed=1, vocab_size=self.truth.shape[1])
         for step, members in enumerate(staggered(sequences)):
             self.runner.forward = forward_of(step)
@@ -63,7 +65,7 @@ class Paths:
         return torch.stack([row for sequence in sequences for _, row in in_order(sequence)])
 
     def errors(self, logits: torch.Tensor) -> torch.Tensor:
-        """The error of each row, relative to the spread of the reference's logits."""
+        """Return the error of each row, relative to the spread of the reference's logits."""
         spread = self.truth - self.truth.mean(dim=-1, keepdim=True)
         errors: torch.Tensor = (logits - self.truth).norm(dim=-1) / spread.norm(dim=-1)
         return errors
@@ -100,7 +102,7 @@ def truth_of(reference: PreTrainedModel) -> torch.Tensor:
 
 
 def saved(name: str, folder: Path) -> Path:
-    """The family, in widths that the kernels take: heads of 16."""
+    """Save the family's model in widths that the kernels support: heads of 16."""
     family = FAMILIES[name]
     width = {"n_embd": 64} if name == "gpt2" else {"hidden_size": 64}
     dataclasses.replace(family, settings={**family.settings, **width}).save(folder)

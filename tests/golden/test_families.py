@@ -107,7 +107,7 @@ def test_logits_over_a_pool_of_eight_bits_are_near_the_models_own(golden: Golden
 
 @torch.inference_mode()
 def row_errors(reference: PreTrainedModel, sequences: Sequence[Forced]) -> list[float]:
-    """The error of each observed row, relative to the row's size."""
+    """Return the error of each observed row, relative to the row's size."""
     errors = []
     for sequence in sequences:
         logits = reference(input_ids=torch.tensor([sequence.token_ids]), use_cache=False).logits[0].float()
@@ -116,7 +116,7 @@ def row_errors(reference: PreTrainedModel, sequences: Sequence[Forced]) -> list[
 
 
 def hand_over(sequence: Forced, source: KvPool, target: KvPool) -> Forced:
-    """The bytes of its computed blocks, raw, into other blocks of another pool."""
+    """Copy the raw bytes of the sequence's computed blocks into other blocks of another pool."""
     block_ids = tuple(target.num_blocks - 1 - block_id for block_id in sequence.block_ids)
     num_computed = -(-sequence.computed // BLOCK_SIZE)
     for from_id, to_id in zip(sequence.block_ids[:num_computed], block_ids, strict=False):

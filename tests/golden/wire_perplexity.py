@@ -50,7 +50,7 @@ def demo_model() -> LoadedModel:
 
 
 def held_out(num_sequences: int) -> list[tuple[int, ...]]:
-    """The beginnings of as many files that the demo model was not trained on, of those that are long enough."""
+    """Return the beginnings of `num_sequences` sufficiently long files on which the demo model was not trained."""
     spec = importlib.util.spec_from_file_location("demo_corpus", EXAMPLES / "demo_corpus.py")
     assert spec is not None and spec.loader is not None
     corpus = importlib.util.module_from_spec(spec)
@@ -81,7 +81,9 @@ class HandedOver:
         self._layout = loaded.layout
 
     def losses(self, token_ids: tuple[int, ...], wire_dtypes: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Nats of every token after the prompt's first one, each predicted from KV that came by the wire dtype."""
+        """Return the loss in nats of every token after the prompt's first one, each predicted from KV in the wire
+        dtype.
+        """
         prompt = Chunk(0, token_ids[:PROMPT_TOKENS], 0, self._blocks)
         self._prefill.logits(StepPlan((prompt,)))
         prompt_blocks = range(-(-PROMPT_TOKENS // BLOCK_SIZE))

@@ -125,7 +125,7 @@ class Stack:
 
 
 class Load:
-    """Clients that ask all the time and compare each answer with the undisturbed one."""
+    """Clients that send requests without pause and compare each answer with the undisturbed one."""
 
     def __init__(self, address: str, key: str) -> None:
         self._client = Client(address, key, discover=False)
@@ -139,7 +139,7 @@ class Load:
             thread.start()
 
     def more(self, count: int) -> int:
-        """Wait for so many further answers. Return how many there are."""
+        """Wait for `count` more answers. Return the number of all answers."""
         with self._changed:
             goal = self.answers + count
             self._changed.wait_for(lambda: self.answers >= goal or bool(self.wrong), _DEADLINE_S)

@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from the files of the checkout as they are, and not in it: a build leaves files behind."""
+    """Build the wheel from a copy of the checkout's files, because a build leaves files behind."""
     folder = tmp_path_factory.mktemp("wheel")
     listing = subprocess.run(
         ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"),

@@ -26,7 +26,7 @@ _BUILD_S = 3600.0
 
 
 class NoEngine(Exception):
-    """Why no Docker Engine can be used on this machine, in a few words."""
+    """No Docker Engine can be used on this machine. The message is a short reason."""
 
 
 class Engine:
@@ -92,7 +92,9 @@ class Engine:
 
 
 def docker_program() -> str:
-    """Debian's client fits Debian's engine and builds with BuildKit; another one may lack its plugin."""
+    """Return the `docker` program: Debian's client if there is one, because it fits Debian's engine and has the plugin
+    for BuildKit.
+    """
     debian = Path("/usr/bin/docker")
     return str(debian) if debian.exists() else shutil.which("docker") or "docker"
 

@@ -48,7 +48,7 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def up(local: Installed, redis: str) -> Iterator[Up]:
-    """One prefill and one decode worker, and their router, all started by the installed command."""
+    """Run a prefill worker, a decode worker and their router, all started by the installed command."""
     flags = ("--redis", redis, "--dtype", "float32", "--prefill", "1", "--decode", "1")
     started = Up(local.folder, *flags, program=(str(local.tandem),), directory=local.folder)
     started.until("ready http=")
@@ -72,7 +72,9 @@ def test_the_wheel_has_two_top_level_names_and_no_source_of_tests(wheel: Path) -
 
 
 def test_other_packages_keep_the_names_of_our_folders(local: Installed, expected: str) -> None:
-    """`expected` was answered in this environment, by members that import Tandem's own cli, engine and router."""
+    """The answer equals `expected`, which members of this environment gave that import Tandem's own cli, engine and
+    router.
+    """
     assert local.run(local.python, "-c", "import router; print(router.OWNER)").strip() == "another project"
     assert "tandem 0." in local.run(local.tandem, "--version")
     assert expected
@@ -114,7 +116,7 @@ def test_a_router_without_torch_serves_the_same_cluster(
 
 
 def test_the_worker_extra_brings_no_http_server(local: Installed, wheel: Path) -> None:
-    """Pip reports what the extra asks for; `local` has it, and a second torch would cost a gigabyte."""
+    """Pip only reports the extra's dependencies: installing a second torch would cost a gigabyte."""
     report = local.run(
         *(local.python, "-m", "pip", "install", "--dry-run", "--ignore-installed", "-q", "--report", "-"),
         *("--no-deps", f"tandem-serving[worker] @ {wheel.as_uri()}"),
@@ -130,7 +132,7 @@ def _grpc(up: Up) -> str:
 
 
 def _router(installed: Installed, redis: str, up_folder: Path) -> subprocess.Popen[str]:
-    """A second router beside the one of `up`, which is told the same Redis, model and key."""
+    """Run a second router beside that of `up`, with the same Redis, model and key."""
     settings = {"model": MODEL, "redis": redis, "cluster_key_file": up_folder / "key", "port": 0, "grpc_port": 0}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     return subprocess.Popen(

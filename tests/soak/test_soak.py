@@ -20,7 +20,7 @@ def _whole() -> Soak:
     )
 
 
-def test_only_a_run_with_faults_and_without_harm_is_good() -> None:
+def test_only_a_run_with_faults_and_without_failures_passes() -> None:
     assert _whole().is_good
     harmed = [_whole() for _ in range(8)]
     harmed[0].num_wrong = 1
@@ -42,6 +42,6 @@ def test_busy_loops_end_with_the_block() -> None:
 
 
 @pytest.mark.slow
-async def test_a_short_soak_is_good() -> None:
+async def test_a_short_soak_passes() -> None:
     soak = await main(minutes=0.3, fault_rate=0.2, seed=5)
     assert soak.is_good, soak.as_markdown()

@@ -1,7 +1,6 @@
-"""Whether alerts would fire for what a cluster publishes, as Prometheus' own rule engine evaluates them.
-
-Two scrapes become series: what the counters gained between them is taken for a minute's gain, and gauges stay as the
-second scrape has them. `promtool test rules` then lets enough minutes pass.
+"""Evaluates the alerts on the metrics of a cluster, by Prometheus' own rule engine. Two scrapes become series: the
+increase of a counter between them counts as a minute's increase, and gauges keep the values of the second scrape.
+`promtool test rules` then lets enough minutes pass.
 """
 
 import re

@@ -141,7 +141,8 @@ class HandOff:
 @asynccontextmanager
 async def held_hand_off(cluster: LocalCluster, request: inference_pb2.GenerateRequest) -> AsyncIterator[HandOff]:
     """Send a request with a long prompt, and stop its prefill worker between its first chunk and the end of the
-    hand-off, until the block is left. What was seen of a running worker may be over: then another one is sent."""
+    hand-off, until the block is left. If the hand-off has ended before the worker is stopped, send another request.
+    """
     while True:
         request.cache_salt = secrets.token_hex(8)
         before = {name: (await cluster.inspect(name)).figures for name in cluster.workers("prefill")}
@@ -157,7 +158,7 @@ async def held_hand_off(cluster: LocalCluster, request: inference_pb2.GenerateRe
 
 
 async def _computing(cluster: LocalCluster, before: Mapping[str, Mapping[str, float]]) -> str:
-    """Return a prefill worker that has computed more tokens than before."""
+    """Return a prefill worker that has computed more tokens since the last look."""
     for name, figures in before.items():
         if (await cluster.inspect(name)).figures["tokens_computed"] > figures["tokens_computed"]:
             return name

@@ -21,7 +21,7 @@ needs_chromium = pytest.mark.skipif(PROGRAM is None, reason=_WHY)
 
 
 class Browser:
-    """One browser process with one tab."""
+    """A browser process with one tab."""
 
     def __init__(self, folder: Path, *, width: int = 1280, height: int = 900) -> None:
         assert PROGRAM is not None

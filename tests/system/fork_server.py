@@ -34,8 +34,9 @@ _PID_BYTES = 8
 
 
 class ForkedProcess:
-    """One member, with the part of `asyncio.subprocess.Process` that tests use. It belongs to the event loop on which
-    it was made."""
+    """A member, with the part of `asyncio.subprocess.Process` that tests use. It belongs to the event loop on which it
+    was made.
+    """
 
     def __init__(self, pid: int, pidfd: int, report: socket.socket, stdout: asyncio.StreamReader) -> None:
         self.pid = pid

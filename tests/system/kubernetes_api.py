@@ -23,8 +23,9 @@ SCALED_OBJECTS = f"/apis/keda.sh/v1alpha1/namespaces/{NAMESPACE}/scaledobjects"
 
 
 class FakeApiServer:
-    """Use it as a context manager. Its Deployments have the workers that they want, ready at once, and end the pods
-    with the lowest deletion cost first. Any thread may call its methods."""
+    """An API server in this process. Use it as a context manager. Its Deployments have all their replicas ready at
+    once, and end the pods with the lowest deletion cost first. Any thread may call its methods.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -39,7 +39,7 @@ Launch = Callable[[str, Sequence[str], Mapping[str, str]], Awaitable[Process]]
 
 @dataclass(slots=True)
 class Member:
-    """One process. `ready` holds the words of its ready line as key=value."""
+    """A process of the cluster. `ready` has the words of its ready line as key=value."""
 
     name: str
     module: str
@@ -94,7 +94,7 @@ async def executed(
 
 
 class LocalCluster:
-    """Members by name: router0, prefill0, prefill1, decode0, ..."""
+    """A cluster of members by name: router0, prefill0, prefill1, decode0, ..."""
 
     def __init__(
         self,

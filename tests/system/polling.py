@@ -1,4 +1,4 @@
-"""A wait for a state that no event reports. A wait that ends by its deadline says what was seen last."""
+"""Waits for a state that no event reports. The error at the deadline has the state that was observed last."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -10,8 +10,9 @@ Seen = TypeVar("Seen")
 async def until(
     look: Callable[[], Awaitable[Seen]], holds: Callable[[Seen], object] = bool, *, what: str, deadline_s: float = 60.0
 ) -> Seen:
-    """Look again and again, and return the first sight of which the condition holds. `what`: the state that is waited
-    for, for the error at the deadline."""
+    """Poll until the condition holds, and return the value for which it does. `what`: the expected state, for the error
+    at the deadline.
+    """
     seen: Seen | str = "nothing"
     try:
         async with asyncio.timeout(deadline_s):

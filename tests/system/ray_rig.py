@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine, and a load of requests that counts what is lost.
+"""A Ray cluster of several nodes on this machine, and a load of requests that counts lost ones.
 
 The nodes are those of `ray.cluster_utils.Cluster`: each has its own raylet, and the workers of Tandem on a node descend
 from it. Ray's head keeps its tables in the test's Redis, so it can be restarted.
@@ -96,7 +96,9 @@ class RayNodes:
 
 
 class Load:
-    """Clients that ask again and again until the load is closed. `lost` has what each failed request ended with."""
+    """Clients that send requests without pause until the load is closed. `lost` has the error of each failed
+    request.
+    """
 
     def __init__(self, client: AsyncClient, undisturbed: Sequence[tuple[int, ...]]) -> None:
         self._client = client
@@ -106,7 +108,7 @@ class Load:
         self._served = asyncio.Event()
 
     async def more(self, count: int) -> None:
-        """Wait until so many more requests have ended."""
+        """Wait until `count` more requests have ended."""
         wanted = self.num_served + count
         async with asyncio.timeout(TIMEOUT_S):
             while self.num_served < wanted:

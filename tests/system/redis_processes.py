@@ -48,8 +48,9 @@ class RedisProcess:
 
 
 def _free_port() -> int:
-    """Return a free port whose cluster bus port is free too. Not by `random`: pytest-randomly seeds that equally in all
-    processes of a run."""
+    """Return a free port whose cluster bus port is free too. It does not use `random`, which pytest-randomly seeds
+    equally in all processes of a run.
+    """
     while True:
         port = _PORTS[0] + secrets.randbelow(_PORTS[1] - _PORTS[0])
         try:
@@ -61,7 +62,7 @@ def _free_port() -> int:
 
 @asynccontextmanager
 async def redis_process(folder: Path, *options: str, password: str = "") -> AsyncIterator[RedisProcess]:
-    """Run Redis. It answers when the block is entered. `options`: an optional configuration file, then flags."""
+    """Run Redis. It answers when the `with` block begins. `options`: an optional configuration file, then flags."""
     server = await _started(folder, options, password)
     try:
         yield server
@@ -102,8 +103,9 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 async def sentinel(
     folder: Path, master: RedisProcess, *lines: str, password: str = "", num_replicas: int = 0
 ) -> AsyncIterator[RedisProcess]:
-    """Run a sentinel that watches `master` as "mymaster" with a quorum of one. It knows all replicas when the block is
-    entered."""
+    """Run a sentinel that watches `master` as "mymaster" with a quorum of one. It has found all replicas when the
+    `with` block begins.
+    """
     file = folder / f"sentinel-{master.port}.conf"
     settings = [f"monitor mymaster {HOST} {master.port} 1", *lines]
     settings += ["down-after-milliseconds mymaster 1000", "failover-timeout mymaster 3000"]

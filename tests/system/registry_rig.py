@@ -31,8 +31,9 @@ def member(name: str = "p0", incarnation: str = "first", role: Role = Role.PREFI
 
 @asynccontextmanager
 async def kept(registry: Registry, *members: Member) -> AsyncIterator[None]:
-    """Register members and renew them until the block is left. A registration that nobody renews expires, on a loaded
-    machine before the watcher has read it. Fails if a renewal ends."""
+    """Register members and renew their registrations until the `with` block ends: without renewal they could expire, on
+    a loaded machine, before the watcher has read them. Fails if a renewal ends.
+    """
     registrations = [Registration(registry, registered) for registered in members]
     for registration in registrations:
         await registration.join()

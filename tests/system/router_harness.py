@@ -1,4 +1,4 @@
-"""A router in this process, over scripted workers in this process: everything between them is real."""
+"""A router and scripted workers in this process; everything between them is real."""
 
 import asyncio
 import random

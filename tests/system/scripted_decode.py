@@ -37,8 +37,9 @@ class Progress:
 
 
 class ScriptedDecode(ScriptedWorker):
-    """A worker that decodes, in whatever role it is registered. Its `tamper` may replace the tokens that it sends:
-    (index, token) -> token."""
+    """A worker that decodes, whatever its registered role. Its `tamper` may replace the tokens that it sends: (index,
+    token) -> token.
+    """
 
     def __init__(self, name: str, store: Store, incarnation: int = 1, role: Role = Role.DECODE) -> None:
         super().__init__(name, role, incarnation)

@@ -233,10 +233,12 @@ class StreamService(worker_pb2_grpc.DecodeWorkerServicer):
             reader.cancel()
 
     def on_cancelled(self, handles: tuple[int, ...]) -> None:
-        """A router cancelled these sequences."""
+        """Handle a router's cancellation of these sequences."""
 
     def on_router_began(self, router: str) -> None:
-        """A router connects that has no sequences here: it has lost this worker since it last had some."""
+        """Handle the connection of a router that has no sequences here, because it has lost this worker in the
+        meantime.
+        """
 
     async def _or_heartbeat(
         self, outgoing: "asyncio.Queue[worker_pb2.WorkerMessage | None]", step: int

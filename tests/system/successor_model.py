@@ -1,5 +1,6 @@
-"""A model whose logits are a script: each token has one successor, whatever came before. Its tokens are whole pieces of
-text, so that a test writes down what the model answers."""
+"""A model whose logits are a script: each token has one successor, whatever precedes it. Its tokens are whole pieces of
+text, so that a test can give the model's answer as text.
+"""
 
 import json
 from collections.abc import Sequence
@@ -55,7 +56,9 @@ def _write_config(folder: Path, chat_template: str) -> None:
 
 
 def _weights(successors: dict[int, int]) -> dict[str, torch.Tensor]:
-    """The layer adds nothing: the last hidden state is the token's own embedding, and the head maps it on."""
+    """Return weights under which the layer adds nothing: the last hidden state is the token's own embedding, which the
+    head maps to the successor.
+    """
     head = torch.zeros(_HIDDEN, _HIDDEN)
     for token, successor in successors.items():
         head[successor, token] = 4.0

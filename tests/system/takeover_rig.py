@@ -115,7 +115,7 @@ def tokens(responses: list[Response]) -> list[int]:
 
 
 class Live:
-    """A client's stream that has begun and is held before its fourth token."""
+    """A client's stream that has begun and is paused before its fourth token."""
 
     def __init__(self, at: Served, call: Any, first: Response) -> None:
         self._at, self._call = at, call

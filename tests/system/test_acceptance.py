@@ -59,7 +59,7 @@ async def test_a_mutated_or_shortened_acceptance_is_refused_and_ends_nothing() -
     ],
     ids=str,
 )
-async def test_an_acceptance_is_good_for_what_was_accepted_only(changes: dict[str, Any], reason: str) -> None:
+async def test_an_acceptance_is_valid_for_the_accepted_request_only(changes: dict[str, Any], reason: str) -> None:
     async with served() as router:
         live = await live_at(router)
         wrong = question(**changes)

@@ -1,5 +1,6 @@
-"""Moves at random, among workers that refuse, fail, forget and die at random: every token once, in order, and the right
-one; and no worker is left with a sequence."""
+"""Tests of random migrations among workers that refuse, fail, restart and die at random: the client gets every token
+once, in order, and the right one, and no worker keeps a sequence.
+"""
 
 import asyncio
 import random
@@ -17,7 +18,7 @@ _MAX_TOKENS = 40
 
 
 class Chaos:
-    """One request in progress, which advances a few tokens per round."""
+    """A request in progress, which advances a few tokens per round."""
 
     def __init__(self, router: RouterUnderTest, workers: list[ScriptedDecode], chance: random.Random) -> None:
         self.router, self.workers, self._chance = router, workers, chance
@@ -41,8 +42,9 @@ class Chaos:
         await asyncio.gather(*(self.router.fleet.connected_peer(w.id).inspect() for w in self._connected()))
 
     async def settle(self, answering: "asyncio.Task[Answer]") -> Answer:
-        """Let every worker continue, wait for the answer, and check that no worker still holds anything of the
-        request."""
+        """Let every worker continue, wait for the answer, and check that no worker keeps any resource of the
+        request.
+        """
         for worker in self.living:
             worker.transfer.open()
             worker.after_freezing.open()

@@ -171,7 +171,7 @@ async def test_a_target_is_refused_until_the_prompt_ahead_will_have_been_compute
         assert len((await answer_to(router, replace(ask(prompt=LONG), slo_ttft_s=6.0))).token_ids[0]) == 8
 
 
-async def test_targets_of_the_whole_cluster_refuse_nobody() -> None:
+async def test_targets_of_the_whole_cluster_refuse_no_request() -> None:
     async with router_under_test(placement="auto", targets=SloTargets(0.001, 0.000001)) as router:
         await _pool(router, 1, 1)
         assert len((await answer_to(router, ask(prompt=LONG))).token_ids[0]) == 8

@@ -170,7 +170,7 @@ async def test_no_process_of_the_cluster_wrote_a_stack_trace(cluster: LocalClust
 
 
 async def test_what_clients_send_and_receive_is_in_no_log(cluster: LocalCluster) -> None:
-    """Through each door, in requests that are served and in requests that are refused."""
+    """The texts are sent over each API, in requests that are served and in requests that are refused."""
     planted = "xyzzy plugh 7301"
     said = {"messages": [{"role": "user", "content": planted}], "max_tokens": 24}
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": f'{{"a": "{planted}"}}'}}

@@ -1,6 +1,6 @@
 """A flood, slow clients and a router that does not read cost bounded memory, leave nothing, and delay no other client.
 
-Processes are judged from outside, by /proc and by what they say of themselves.
+Processes are observed from outside, by /proc and by their own metrics.
 """
 
 import asyncio

@@ -73,8 +73,8 @@ def _cancel(*handles: int) -> worker_pb2.RouterMessage:
     return worker_pb2.RouterMessage(cancel=worker_pb2.CancelSequences(handles=wire.pack_ids(handles)))
 
 
-def _nobodys() -> str:
-    """Return a salt under which no prefix is cached, so that the whole prompt is computed and moved."""
+def _unused_salt() -> str:
+    """Return a new cache salt, under which no prefix is cached, so that the whole prompt is computed and moved."""
     return secrets.token_hex(8)
 
 
@@ -89,7 +89,7 @@ def _decode_job(prompt: tuple[int, ...], ticket: bytes | None, *, n: int = 1) ->
         sequences=tuple(SequenceStart(handle, handle, ()) for handle in range(n)),
         signed_ticket=ticket,
         timeout_s=_DEADLINE_S,
-        cache_salt=_nobodys(),
+        cache_salt=_unused_salt(),
     )
 
 
@@ -104,7 +104,7 @@ def _prefill_job(importer: str | None, *, n: int = 1) -> PrefillJob:
         num_committed=0,
         importer=wire.member_from_wire(importer) if importer else None,
         timeout_s=_DEADLINE_S,
-        cache_salt=_nobodys(),
+        cache_salt=_unused_salt(),
     )
 
 
@@ -188,7 +188,7 @@ async def test_a_client_that_disconnects_during_decode_leaves_no_block(cluster: 
 
 async def test_a_client_that_disconnects_during_prefill_leaves_no_block(cluster: LocalCluster) -> None:
     before = await cluster.figures("prefill")
-    async with asked(cluster, question(_LONG, max_tokens=8, cache_salt=_nobodys())):
+    async with asked(cluster, question(_LONG, max_tokens=8, cache_salt=_unused_salt())):
         figures = partial(cluster.figures, "prefill")
         began = before["tokens_computed"]
         await until(figures, lambda seen: seen["tokens_computed"] > began, what="a part of the prompt is computed")
@@ -197,7 +197,7 @@ async def test_a_client_that_disconnects_during_prefill_leaves_no_block(cluster:
 
 
 async def test_a_client_that_disconnects_during_the_transfer_leaves_no_block(cluster: LocalCluster) -> None:
-    async with asked(cluster, question(_LONG, max_tokens=8, n=3, cache_salt=_nobodys())):
+    async with asked(cluster, question(_LONG, max_tokens=8, n=3, cache_salt=_unused_salt())):
         await until(partial(_decode_blocks, cluster), any, what="a decode worker has a block in use")
     await _assert_all_over(cluster)
 

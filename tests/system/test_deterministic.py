@@ -1,4 +1,6 @@
-"""--deterministic on, 16 bits, real processes: batch mates, draft tokens and a worker's death change no bit."""
+"""Tests of --deterministic in 16 bits with real processes: other sequences of the batch, draft tokens and a worker's
+death change no bit.
+"""
 
 import asyncio
 import signal
@@ -69,7 +71,7 @@ def _bits(answer: Answer) -> tuple[tuple[int, ...], list[float]]:
     return answer.token_ids, [told.chosen.logprob for told in answer.logprobs]
 
 
-async def test_an_answer_has_the_same_bits_alone_in_company_and_after_its_worker_died(speculating: Speculating) -> None:
+async def test_an_answer_has_the_same_bits_alone_in_a_batch_and_after_its_worker_died(speculating: Speculating) -> None:
     cluster = speculating.cluster
     alone = [_bits(await ask(cluster, request)) for request in _questions()]
     together = await asyncio.gather(*(ask(cluster, request) for request in _questions()))

@@ -258,7 +258,7 @@ def test_top_shows_members_and_requests_and_explains_and_drains_by_keys(up: Up, 
     assert len(_addresses(tandem)[1]) == 2
 
 
-def test_status_says_whether_disaggregation_is_worth_it_once_requests_were_explored(tandem: Command) -> None:
+def test_status_reports_the_effect_of_disaggregation_once_requests_were_explored(tandem: Command) -> None:
     _, routers = _addresses(tandem)
 
     def ask(number: int) -> None:

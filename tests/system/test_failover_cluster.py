@@ -1,4 +1,4 @@
-"""Real workers die and freeze under clients that know nothing of retries."""
+"""Real workers die and freeze while clients without any retry logic are served."""
 
 import asyncio
 import signal

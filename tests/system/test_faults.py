@@ -1,4 +1,4 @@
-"""One fault suite for every transport: the reason is named, the answer is correct nevertheless, and nothing is left.
+"""The fault suite for every transport: the reason is named, the answer is correct nevertheless, and no resource leaks.
 
 Two prefill workers, and per transport a decode worker that has only this one and injects faults on order. With
 FAULTS_REPORT set, a table of the cost of each fault is written to it.

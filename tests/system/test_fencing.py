@@ -1,4 +1,5 @@
-"""A member exits when a newer incarnation takes its name; its requests continue at others and are never mixed up.
+"""A member exits when a newer incarnation takes its name; its requests continue at other members and are never mixed
+up.
 
 tests/contract/test_handoff_refusals.py tests the fencing of hand-offs, and test_wrong_messages.py a decode worker that
 was stopped and continues.

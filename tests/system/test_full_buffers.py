@@ -1,4 +1,6 @@
-"""Real HTTP clients of a real router whose buffers are full: one that stopped reading pays for one that reads."""
+"""Real HTTP clients of a real router whose buffers are full: the router ends a client that stopped reading, not one
+that reads.
+"""
 
 import asyncio
 import json

@@ -1,4 +1,5 @@
-"""Requests of a worker that does not answer start elsewhere too. The execution with the next token first continues.
+"""Tests of hedges: requests of a worker that does not answer start at another worker too, and the execution that has
+the next token first continues.
 
 Workers are suspect after one and a half seconds here, and lost after a minute, so that only hedges act.
 """

@@ -45,7 +45,7 @@ class Streams:
         ]
 
     async def more(self, count: int) -> None:
-        """Wait until so many more answers have arrived. Raises the error of a stream that has failed."""
+        """Wait until `count` more answers have arrived. Raises the error of a stream that has failed."""
         wanted = self.num_answers + count
         while self.num_answers < wanted:
             for task in self._tasks:

@@ -19,7 +19,7 @@ Scrape = dict[str, Metric]
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def scrapes(cluster: LocalCluster) -> dict[str, Scrape]:
-    """What each member publishes after a request."""
+    """Return the metrics that each member publishes after a request."""
     url = f"http://{cluster.members['router0'].ready['http']}/v1"
     async with openai.AsyncOpenAI(base_url=url, api_key="none") as client:
         await client.completions.create(model="", prompt=_PROMPT, max_tokens=8)
@@ -60,7 +60,7 @@ async def test_the_parts_of_steps_sum_to_the_steps_and_a_hand_off_has_a_bandwidt
     assert read["tandem_kv_read_seconds_total"] > 0
 
 
-async def test_every_process_says_what_it_is_and_how_far_its_clock_is_from_that_of_redis(
+async def test_every_process_publishes_its_identity_and_its_clock_skew_to_redis(
     scrapes: dict[str, Scrape],
 ) -> None:
     for name, scrape in scrapes.items():

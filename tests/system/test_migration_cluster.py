@@ -101,7 +101,7 @@ async def test_migrate_moves_at_most_the_given_number(
 
 @pytest.mark.parametrize("victim", [pytest.param("source", marks=pytest.mark.slow), "target"])
 async def test_a_worker_killed_during_migrations_loses_no_token(cluster: LocalCluster, victim: str) -> None:
-    """Each sequence may be at any point of its move at that moment."""
+    """At the kill, each sequence may be at any point of its move."""
     requests = [question(range(30, 90 + i), max_tokens=150, ignore_eos=True, n=2) for i in range(6)]
     undisturbed = await asyncio.gather(*(ask(cluster, request) for request in requests))
     async with AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Five faults of a real cluster: the line of what is wrong and an alert name the cause."""
+"""Five faults of a real cluster: the list of faults and an alert name the cause."""
 
 import asyncio
 import os
@@ -35,7 +35,7 @@ class Stage:
     folder: Path
 
     async def wrong(self) -> str:
-        """Return what the page and `tandem top` say is wrong."""
+        """Return the faults that the page and `tandem top` show."""
         async with self.cluster.channel() as channel:
             answer = await admin_pb2_grpc.AdminStub(channel).Overview(admin_pb2.OverviewRequest(), timeout=60)
         watch = Watch()
@@ -57,7 +57,7 @@ class Stage:
 
     @asynccontextmanager
     async def load(self, request: inference_pb2.GenerateRequest, num_clients: int) -> AsyncIterator[None]:
-        """Send requests all the time. Some may fail: this is about what an operator sees of it."""
+        """Send requests without pause. Some may fail: these tests are about an operator's view."""
 
         async def keep_asking() -> None:
             while True:
@@ -75,7 +75,7 @@ class Stage:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
-    """Three workers that decode well; the KV of another one is read slowly, and that of the last one never."""
+    """Run three workers that decode well, a worker whose KV is read slowly, and a worker whose KV is never read."""
     folder = tmp_path_factory.mktemp("causes")
     redis = await RedisServer.start()
     cluster = LocalCluster(redis.url, folder, flags=_FLAGS)
@@ -112,7 +112,7 @@ async def test_a_worker_with_a_third_of_its_core_is_named(stage: Stage) -> None:
     slow = stage.cluster.members["decode1"]
 
     async def slow_down() -> None:
-        """Let it run a third of the time, in slices of about a step."""
+        """Let the process run for a third of the time, in slices of about a step."""
         try:
             while True:
                 slow.send_signal(signal.SIGSTOP)

@@ -180,13 +180,13 @@ async def test_it_refuses_to_start_where_another_process_follows(fake: FakeApiSe
     assert (fake.replicas("tandem-prefill"), fake.replicas("tandem-decode")) == (2, 2)
 
 
-async def test_a_forbidden_call_names_what_the_api_server_says(fake: FakeApiServer) -> None:
+async def test_a_forbidden_call_reports_the_message_of_the_api_server(fake: FakeApiServer) -> None:
     fake.fail_next(403)
     with pytest.raises(ApiError, match="403: as the test wishes"):
         await api_of(fake).get("/api/v1/namespaces/tandem/pods")
 
 
-async def test_as_a_process_it_ends_with_one_line_where_it_may_not_follow(
+async def test_an_operator_process_without_the_right_to_follow_ends_with_one_line(
     fake: FakeApiServer, redis_url: str, cluster_name: str
 ) -> None:
     fake.add(AUTOSCALERS, "x", {"scaleTargetRef": {"kind": "Deployment", "name": "tandem-decode"}})

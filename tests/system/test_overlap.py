@@ -123,7 +123,7 @@ class _GateRunner:
 
 @dataclass
 class _Reads:
-    """(remote block, local block) of every read that has completed."""
+    """Records (remote block, local block) of every completed read."""
 
     pairs: list[tuple[int, int]] = field(default_factory=list)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
@@ -150,7 +150,7 @@ class _ShownChannel:
 
 
 class _ShownTransport:
-    """The real transport, which shows the test the reads that have completed."""
+    """The real transport, which reports completed reads to the test."""
 
     def __init__(self, inner: ImporterTransport, reads: _Reads) -> None:
         self._inner, self._reads = inner, reads

@@ -1,4 +1,4 @@
-"""The page at /ui: who gets it and its data, and what its security policy allows."""
+"""The page at /ui: which callers get it and its data, and what its security policy allows."""
 
 import re
 from collections.abc import AsyncIterator
@@ -48,7 +48,7 @@ async def page(
 
 
 class _Resources(HTMLParser):
-    """What a page loads, and everything in it that a strict policy forbids."""
+    """The resources that a page loads, and its elements that a strict policy forbids."""
 
     def __init__(self) -> None:
         super().__init__()

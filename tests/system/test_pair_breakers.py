@@ -1,5 +1,6 @@
-"""Two workers that cannot hand over to each other are not paired for a while; each serves with others, and clients see
-nothing."""
+"""Two workers that cannot hand over to each other are not paired for a while; each serves with others, and clients
+notice nothing.
+"""
 
 import asyncio
 

@@ -313,7 +313,7 @@ async def test_a_refused_request_gets_a_retry_time_before_any_work() -> None:
         (GenerateRequest(TokenPrompt((1,)), stop=StopConditions(2, min_tokens=3)), InvalidRequest, "min_tokens"),
     ],
 )
-async def test_bad_input_is_refused_with_what_to_change_and_reaches_no_worker(
+async def test_bad_input_is_refused_with_the_necessary_change_and_reaches_no_worker(
     request_: GenerateRequest, error: type[InvalidRequest], message: str
 ) -> None:
     async with router_under_test() as router:

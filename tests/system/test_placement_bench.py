@@ -22,7 +22,7 @@ VLLM_PYTHON = os.environ.get("VLLM_PYTHON", "")
 
 
 async def answer_in_lines(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answer as vllm_server.py does: two tokens at first, then one by one; a prompt of 3 tokens fails."""
+    """Answer as vllm_server.py does: two tokens at first, then single ones; a prompt of 3 tokens fails."""
     request = json.loads(await reader.readline())
     counts = [2] + [1] * (request["max_tokens"] - 2)
     lines = ["EngineDeadError"] if len(request["token_ids"]) == 3 else [str(count) for count in counts]

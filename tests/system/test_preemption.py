@@ -1,5 +1,6 @@
-"""A decode pool too small for its load, with real processes: sequences are swapped or recomputed, also with draft
-tokens, and every answer equals the one of a request alone."""
+"""Real processes with a decode pool too small for its load: sequences are swapped or recomputed, also with draft
+tokens, and every answer equals that of the request alone.
+"""
 
 import asyncio
 

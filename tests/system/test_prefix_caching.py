@@ -1,4 +1,6 @@
-"""Prompts that begin alike, with real processes: what is found is neither computed nor moved, and changes no token."""
+"""Prompts with equal beginnings, with real processes: cached blocks are neither computed nor moved, and change no
+token.
+"""
 
 import asyncio
 import random
@@ -113,7 +115,9 @@ async def _leave_early(cluster: LocalCluster, request: inference_pb2.GenerateReq
 
 
 async def test_a_prefix_is_pulled_from_another_worker_when_that_is_cheaper(cluster: LocalCluster) -> None:
-    """Prefill workers take turns: the one that did not compute a prompt pulls it, as soon as it knows that it helps."""
+    """Prefill workers take turns: the worker that did not compute a prompt pulls it once a pull is estimated to be
+    cheaper.
+    """
     for number in range(8):  # until both know what computing costs them
         await ask(cluster, question(_tokens(400 + number, 40), max_tokens=2))
     before = await cluster.figures("prefill")
@@ -222,8 +226,9 @@ async def test_a_restarted_prefill_worker_finds_its_prefixes_on_disk(redis_url: 
 
 
 async def _until_stored(cluster: LocalCluster, num_blocks: int) -> None:
-    """The next prompt needs the pool's blocks of this one. While they are copied to host memory they cannot be
-    reserved; those that are evicted before would not be found again. 80 blocks fit into host memory, 120 on disk."""
+    """Wait until the blocks of a prompt are in the tiers, because the next prompt needs its blocks of the pool: blocks
+    that are evicted before they are copied would not be found again. 80 blocks fit into host memory, 120 on disk.
+    """
     async with asyncio.timeout(60):
         figures: dict[str, float] = {}
         while figures.get("blocks_in_host_tier", 0) + figures.get("blocks_on_disk_tier", 0) < min(num_blocks, 200):

@@ -33,7 +33,7 @@ async def server() -> AsyncIterator[RedisServer]:
     await server.stop()
 
 
-async def test_the_redis_of_tandem_up_serves_nobody_without_its_password(server: RedisServer) -> None:
+async def test_the_redis_of_tandem_up_serves_no_client_without_its_password(server: RedisServer) -> None:
     for url in (f"redis://127.0.0.1:{server.port}/0", f"redis://tandem:wrong@127.0.0.1:{server.port}/0"):
         async with Redis.from_url(url) as stranger:
             with pytest.raises(AuthenticationError):

@@ -26,7 +26,9 @@ def _spec(name: str, key: Path, port: int = 0) -> ChildSpec:
     return ChildSpec(name, (sys.executable, "-m", "decode_worker", *flags))
 
 
-async def test_workers_that_cannot_start_on_ray_say_why_and_leave_nothing(cluster_name: str, tmp_path: Path) -> None:
+async def test_workers_that_cannot_start_on_ray_report_the_reason_and_leave_nothing(
+    cluster_name: str, tmp_path: Path
+) -> None:
     key = tmp_path / "key"
     key.write_text("0" * 64)
     key.chmod(0o600)

@@ -1,4 +1,4 @@
-"""The registry on every form of Redis that `--redis` may name, and on a Redis that is not itself."""
+"""The registry on every form of Redis that `--redis` may name, and on a Redis that fails."""
 
 import asyncio
 import signal

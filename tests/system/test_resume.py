@@ -92,7 +92,7 @@ REQUEST = ask(max_tokens=MAX_TOKENS, n=2)  # its seed is 1
 
 
 def undisturbed(router: RouterUnderTest) -> tuple[list[tuple[int, ...]], int]:
-    """The tokens of both choices, and the stop token that ends the first one early."""
+    """Return the tokens of both choices, and the stop token that ends the first one early."""
     first, second = (tuple(expected_tokens(router, REQUEST, choice)) for choice in (0, 1))
     assert first[3] not in second
     return [first[:4], second], first[3]

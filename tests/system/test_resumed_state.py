@@ -126,7 +126,7 @@ async def test_a_stop_token_after_a_failover_ends_the_choice() -> None:
 
 
 def _text_across(router: RouterUnderTest, request: GenerateRequest) -> tuple[list[int], str]:
-    """The answer's tokens, and a piece of its text that the death cuts in two."""
+    """Return the answer's tokens, and a piece of its text that spans the worker's death."""
     tokens = expected_tokens(router, request)
     before, whole = router.tokenization.decode(tokens[:_AT]), router.tokenization.decode(tokens)
     stop = whole[len(before) - 2 : len(before) + 2]

@@ -21,7 +21,7 @@ _ORDER = ("router0", "prefill0", "decode0", "router1", "prefill1", "decode1")
 
 @dataclass(slots=True)
 class _Load:
-    """Clients that ask the same questions in turn until they are told to stop."""
+    """Clients that send the same requests in turn until they are stopped."""
 
     expected: dict[tuple[int, ...], list[int]]
     num_answers: int = 0
@@ -43,7 +43,7 @@ class _Load:
                     self.answered.notify_all()
 
     async def until_more(self, number: int) -> None:
-        """Wait for so many further answers: the cluster serves as it is now."""
+        """Wait for `number` more answers, which show that the cluster still serves."""
         wanted = self.num_answers + number
         async with asyncio.timeout(_DEADLINE_S), self.answered:
             await self.answered.wait_for(lambda: self.num_answers >= wanted)

@@ -1,4 +1,4 @@
-"""The router as a process: what it refuses at its start, and how it leaves."""
+"""The router as a process: settings that it refuses at its start, and its exit."""
 
 import asyncio
 import signal
@@ -142,7 +142,9 @@ async def test_a_port_in_use_is_named(redis_url: str, flag: str) -> None:
         assert str(port) in stderr.decode().strip().splitlines()[-1]
 
 
-async def test_an_insecure_router_starts_and_says_so_in_its_log_and_a_metric(redis_url: str, cluster_name: str) -> None:
+async def test_an_insecure_router_starts_and_reports_it_in_its_log_and_a_metric(
+    redis_url: str, cluster_name: str
+) -> None:
     open_flags = ("--host", "0.0.0.0", "--advertise-host", "127.0.0.1")
     async with _router(redis_url, cluster_name, *open_flags, "--insecure") as (process, addresses):
         async with httpx.AsyncClient(timeout=20) as http:

@@ -1,4 +1,4 @@
-"""The router's gRPC face as a client meets it: statuses, reasons, keys, limits, and what operators ask."""
+"""The router's gRPC services as clients use them: statuses, reasons, keys, limits, and operators' calls."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""Sampling and stopping through real processes: what is drawn depends on the request, not on the path it took."""
+"""Sampling and stopping through real processes: the tokens depend on the request, not on the workers that served it."""
 
 import math
 from typing import Any
@@ -61,7 +61,7 @@ async def test_logprobs_are_the_models_own(cluster: LocalCluster, temperature: f
 
 @torch.inference_mode()
 def _logprobs(answer: Answer) -> torch.Tensor:
-    """Return the log probabilities of transformers under teacher forcing. [tokens, vocabulary]"""
+    """Return the log-probabilities `[tokens, vocabulary]` of transformers under teacher forcing."""
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
     logits: torch.Tensor = model(torch.tensor([[*_PROMPT, *answer.token_ids]])).logits[0]
     return logits[len(_PROMPT) - 1 : -1].log_softmax(-1)
@@ -76,7 +76,7 @@ class _OutputPenalties(LogitsProcessor):
 
 
 async def test_greedy_tokens_under_logit_rules_are_those_of_transformers(cluster: LocalCluster) -> None:
-    """From the prefill worker's first token on, with rules that change some of them."""
+    """The rules change some of the tokens, the prefill worker's first token included."""
     plain = (await ask(cluster, question(_PROMPT, max_tokens=20, ignore_eos=True))).token_ids
     biases = {plain[0]: -9.0, plain[3]: 2.5}
     rules = inference_pb2.SamplingParams(

@@ -1,4 +1,4 @@
-"""The scale target in a real Redis: who may set it, who follows it, what is left when Redis loses everything."""
+"""The scale target in a real Redis: setting it, following it, and restoring it after Redis has lost all data."""
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing

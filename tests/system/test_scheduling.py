@@ -35,10 +35,12 @@ def _long(number: int, *, priority: int = 0, is_batch: bool = False) -> inferenc
 
 
 @pytest.mark.parametrize("is_batch", [False, True], ids=["priority", "batch class"])
-async def test_a_request_that_goes_first_takes_the_slot_of_one_that_runs(
+async def test_a_request_with_a_higher_priority_takes_the_slot_of_a_running_one(
     two_slots: LocalCluster, is_batch: bool
 ) -> None:
-    """The request is answered while those before it are still decoded; the answers of all equal those of each alone."""
+    """The request is answered while earlier requests are still decoded; all answers equal those of the requests
+    alone.
+    """
     held = [_long(number, is_batch=is_batch) for number in range(_SLOTS)]
     urgent = question((*_PROMPT, 300), max_tokens=8, ignore_eos=True)
     urgent.priority = 0 if is_batch else -1

@@ -1,4 +1,5 @@
-"""Several routers over the real workers: each sees the work of the others, and one that starts again has its view back.
+"""Several routers over the real workers: each has the work of the others in its view, and a restarted router restores
+its view.
 
 A view is the fleet and the prefix locator of a router, as its process has them, in the process of the test.
 """
@@ -47,12 +48,12 @@ class View:
         return {load.member.id: (load.depth, load.work.prompts.work.num_new) for load in loads if load.work is not None}
 
     def num_running(self) -> dict[str, int]:
-        """By worker: the sequences whose prompts are computed."""
+        """Return the number of sequences by worker whose prompts are computed."""
         loads = self.loads().values()
         return {load.member.id: load.work.batch.num_running for load in loads if load.work is not None}
 
     def cached(self) -> dict[str, int]:
-        """By worker: how many tokens of the prompt are cached there."""
+        """Return the number of cached tokens of the prompt by worker."""
         tokens = (*PROMPT, 1)
         return {
             member.id: number
@@ -60,7 +61,7 @@ class View:
         }
 
     async def until(self, num_sequences: int) -> None:
-        """Wait until this view has so many sequences at the workers, and no prompt."""
+        """Wait until this view has `num_sequences` sequences at the workers, and no prompt."""
         await until(
             self._work_now,
             lambda seen: list(map(sum, zip(*seen.values(), strict=True))) == [num_sequences, 0],
@@ -68,7 +69,7 @@ class View:
         )
 
     async def until_like(self, other: "View") -> None:
-        """Wait until this view and the other one are the same."""
+        """Wait until this view equals the other one."""
         await until(
             self._work_now,
             lambda seen: (seen, self.cached()) == (other.work(), other.cached()),
@@ -80,7 +81,7 @@ class View:
         return self.work()
 
     async def _receive(self) -> None:
-        """Ask every worker for something. Reports and cache events arrive meanwhile."""
+        """Call every worker once. Reports and cache events arrive meanwhile."""
         peers = [peer for peer in map(self.fleet.peer, self.fleet.connected()) if peer is not None]
         for peer in peers:
             await peer.inspect()
@@ -109,7 +110,9 @@ async def view(cluster: LocalCluster, incarnation: str) -> AsyncIterator[View]:
 
 @asynccontextmanager
 async def streams(cluster: LocalCluster, number: int) -> AsyncIterator[None]:
-    """Run so many requests through the router process of the cluster, each with its first tokens on entering."""
+    """Run `number` requests through the router process of the cluster. Each has its first tokens when the `with` block
+    begins.
+    """
     async with AsyncExitStack() as stack, AsyncClient(cluster.members["router0"].grpc_address) as client:
         for _ in range(number):
             generation = client.generate(token_ids=PROMPT, max_tokens=MAX_TOKENS, ignore_eos=True)

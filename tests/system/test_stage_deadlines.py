@@ -121,7 +121,8 @@ async def test_a_suspected_prefill_worker_is_waited_for_when_there_is_no_other()
 
 async def test_a_router_that_was_stopped_suspects_no_worker(caplog: pytest.LogCaptureFixture) -> None:
     """When the router continues, it has not yet read the messages that workers sent while it was stopped. It expects
-    one every three seconds, which workers beside other processes can keep."""
+    one every three seconds, which workers can keep on a loaded machine.
+    """
     async with router_under_test(silence_s=3.0, grace_s=0.2) as router:
         await router.add_prefill("p0")
         worker = await router.add_decode("d0")

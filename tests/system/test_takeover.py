@@ -79,7 +79,9 @@ async def test_among_concurrent_resumptions_the_highest_number_is_served_in_any_
 
 
 async def test_a_delayed_call_is_served_where_no_newer_stream_is_live() -> None:
-    """The router has nothing to compare it with. Its client no longer waits for it, so it ends with its connection."""
+    """The router has no newer stream to compare it with. Its client does not wait for it any more, so it ends with its
+    connection.
+    """
     async with served() as first, served() as second:
         expected = expected_tokens(first.router, ask(max_tokens=MAX_TOKENS))
         live = await live_at(first)
@@ -124,7 +126,9 @@ async def test_a_request_id_alone_does_not_take_over_a_live_stream() -> None:
 
 
 async def test_an_acceptance_of_another_stream_with_the_same_id_prompt_and_parameters_ends_nothing() -> None:
-    """An attacker who knows all of a request asks for the same at another router, and shows what it got there."""
+    """An attacker who has all fields of a request sends it to another router, and uses the acceptance that it received
+    there.
+    """
     async with served() as router, served() as elsewhere:
         expected = expected_tokens(router.router, ask(max_tokens=MAX_TOKENS))
         live = await live_at(router)

@@ -111,7 +111,9 @@ def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(up: Up) -> None:
 
 
 def interruptible() -> None:
-    """React to Ctrl-C, as what a shell starts in the foreground, also where these tests run in the background."""
+    """Let a process react to Ctrl-C, as one that a shell starts in the foreground, even if these tests run in the
+    background.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -315,13 +317,13 @@ def test_a_dead_worker_is_replaced_and_ctrl_c_leaves_nothing(tmp_path: Path) -> 
 
 
 def are_forked(children: dict[str, int]) -> bool:
-    """Whether the members are forks: the environment of a program would show where Redis is."""
+    """Return whether the members are forks: the environment of a program would have the URL of Redis."""
     environments = [Path(f"/proc/{children[name]}/environ").read_bytes() for name in ("worker", "router")]
     return all(b"TANDEM_REDIS" not in environment for environment in environments)
 
 
 def answered(client: Client) -> tuple[int, ...]:
-    """Wait until the router knows the worker's new incarnation. Until then it reports that there is none."""
+    """Wait until the router has the worker's new incarnation. Until then it reports that there is none."""
     deadline_s = time.monotonic() + DEADLINE_S
     while True:
         try:
@@ -440,7 +442,7 @@ def test_a_cluster_whose_record_cannot_be_written_still_runs(tmp_path: Path) -> 
 def test_all_ports_in_use_are_named_with_their_owners(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Otherwise a user who starts a second cluster would learn of one port after another."""
+    """Otherwise a user who starts a second cluster would get one error after another."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         http, grpc = (server.getsockname()[1] for server in (one, other))

@@ -1,4 +1,4 @@
-"""What a router does for the requests of tenants: separate caches, limits by name, and usage that counts once."""
+"""Requests of tenants at a router: separate caches, limits by name, and usage that counts once."""
 
 import asyncio
 import time

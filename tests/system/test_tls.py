@@ -1,4 +1,4 @@
-"""A cluster whose members speak TLS: it answers, over encrypted KV too, and who has no certificate stays outside."""
+"""A cluster whose members use TLS: it answers, over encrypted KV too, and refuses members without a certificate."""
 
 import asyncio
 import dataclasses
@@ -99,7 +99,9 @@ async def test_https_answers(tls_cluster: LocalCluster, certificates: Certificat
 async def test_processes_use_new_certificates_without_a_restart(
     tls_cluster: LocalCluster, certificates: Certificates
 ) -> None:
-    """The router sees its files change and a worker gets SIGHUP. A stream and an HTTPS connection of before go on."""
+    """The router detects that its files change and a worker gets SIGHUP. An open stream and an open HTTPS connection
+    continue.
+    """
     router = tls_cluster.members["router0"]
     host, _, port = router.ready["http"].rpartition(":")
     trusting = ssl.create_default_context(cafile=str(certificates.authority.cert))

@@ -29,7 +29,7 @@ _PHASES = {"tokenize", "admit", "prefill_queue", "prefill", "transfer", "decode_
 
 @dataclass(slots=True)
 class Receiver:
-    """Takes OTLP over HTTP."""
+    """A receiver of OTLP over HTTP."""
 
     port: int = 0
     spans: list[Span] = field(default_factory=list)
@@ -76,7 +76,7 @@ async def receiver() -> AsyncIterator[Receiver]:
 
 @pytest_asyncio.fixture(loop_scope="session", scope="module")
 async def traced(shm_cluster: LocalCluster, receiver: Receiver) -> AsyncIterator[dict[str, str]]:
-    """The ready line of one more router, which sends spans."""
+    """Start one more router, which sends spans, and yield its ready line."""
     await shm_cluster.mend()
     flags = ("--port", "0", "--grpc-port", "0", "--trace-sample-ratio", "0", "--placement", "least-loaded")
     endpoint = ("--otlp-endpoint", f"http://127.0.0.1:{receiver.port}")

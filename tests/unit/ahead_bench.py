@@ -110,7 +110,7 @@ class AheadBench(SchedulerBench):
         super().discard(handoff, quarantined)
 
     def finish(self, handoff: HandOff, *, is_verified: bool = True) -> None:
-        """A whole block is written, with nothing behind its last token."""
+        """Write the KV of a hand-off in whole blocks, with zeros after its last token."""
         assert handoff.block_ids is not None
         for block_id in handoff.block_ids[handoff.num_cached :]:
             self.runner.written[block_id] = [None] * self.limits.block_size
@@ -157,7 +157,7 @@ class AheadBench(SchedulerBench):
         super()._take_in(events)
 
     def settle_if_all_waits(self) -> None:
-        """While a command waits for a step's end, report the step's events before the command is applied."""
+        """If a command waits for the end of a step, report the step's events before the command is applied."""
         if not self.scheduler.may_plan_ahead:
             self.settle()
 

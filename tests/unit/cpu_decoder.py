@@ -45,7 +45,9 @@ class Shape:
 
 
 class Decoder:
-    """Random weights, packed; a pool; and the same computed by torch, in float32 from the same bf16 weights."""
+    """A decoder with random packed weights and a pool, and the same computation by torch in float32 from the same bf16
+    weights.
+    """
 
     def __init__(self, kernels: ctypes.CDLL, shape: Shape, num_blocks: int = 40) -> None:
         self.kernels, self.shape = kernels, shape
@@ -119,7 +121,7 @@ class Decoder:
         )
 
     def run(self, step: "Chunks", wanted: Sequence[int] | None = None) -> torch.Tensor:
-        """-> logits of the wanted rows, else of every token, `[rows, vocab]`."""
+        """Return the logits `[rows, vocab]` of the wanted rows, or else of every token."""
         hidden = self.embedding[torch.cat([chunk.tokens for chunk in step.chunks])]
         positions = torch.cat([torch.arange(chunk.start, chunk.end) for chunk in step.chunks])
         rotation = [self.cos[positions], self.sin[positions]]
@@ -134,7 +136,9 @@ class Decoder:
         return logits
 
     def reference(self, tokens: torch.Tensor) -> torch.Tensor:
-        """-> logits of one whole sequence. bf16 only where the pool keeps keys and values."""
+        """Return the logits of one whole sequence, in float32 except for keys and values, which the pool keeps in
+        bf16.
+        """
         shape, hidden = self.shape, self.embedding[tokens]
         rotation = self.cos[: len(tokens), None], self.sin[: len(tokens), None]
         for index in range(shape.num_layers):
@@ -266,7 +270,7 @@ def attention(
 
 
 def chunks_of(lengths: Sequence[tuple[int, int]], shape: Shape) -> Chunks:
-    """Chunks of (start, end) of different sequences, whose blocks lie across the pool in no order."""
+    """Return chunks (start, end) of different sequences, whose blocks are in random order."""
     needed = [-(-end // shape.block_size) for _, end in lengths]
     blocks = torch.randperm(sum(needed) + 3, generator=torch.Generator().manual_seed(1)).tolist()
     taken = iter(blocks)
@@ -281,12 +285,12 @@ def chunks_of(lengths: Sequence[tuple[int, int]], shape: Shape) -> Chunks:
 
 
 def close(ours: torch.Tensor, reference: torch.Tensor, share: float) -> bool:
-    """Within a share of the reference's largest value, everywhere."""
+    """Return whether every element is within a share of the reference's largest value."""
     return bool((ours.float() - reference).abs().max() <= share * reference.abs().max())
 
 
 def fill(decoder: Decoder, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
-    """Puts random keys and values of a whole context into the second layer's blocks, and returns them."""
+    """Write random keys and values of a whole context into the second layer's blocks, and return them."""
     shape = decoder.shape
     planes = decoder.pool.view(-1, shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.head_dim)
     context = torch.randn(2, chunk.end, shape.num_kv_heads, shape.head_dim).bfloat16()

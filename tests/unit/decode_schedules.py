@@ -172,7 +172,7 @@ class AnySchedule(RuleBasedStateMachine):
             self.bench.step()
 
     def teardown(self) -> None:
-        """After all hand-offs and leases are released, every sequence ends."""
+        """Release all hand-offs and leases, and check that every sequence ends."""
         if not hasattr(self, "bench"):
             return
         bench = self.bench

@@ -94,7 +94,7 @@ class Exported:
 
     @property
     def pinned(self) -> tuple[int, ...]:
-        """Blocks that must not change, in the prompt's order."""
+        """Return the blocks that must not change, in the prompt's order."""
         if self.released:
             return ()
         tail = self.finished.tail if self.finished is not None else None
@@ -155,7 +155,7 @@ class ExportBench:
         self.apply(Release(ticket_id))
 
     def pull(self, token_ids: Iterable[int]) -> int:
-        """Full blocks that another worker has."""
+        """Reserve blocks for a pull of full blocks that another worker has."""
         pull_id = self.new_handoff_id()
         pull = self.pulls[pull_id] = Pull(tuple(token_ids), self.new_chain("", NATIVE))
         pull.chain.extend(pull.token_ids)
@@ -194,7 +194,7 @@ class ExportBench:
         self._take_in(self.scheduler.apply(command, self.now_s))
 
     def step(self, error: Exception | None = None) -> StepPlan | None:
-        """One turn of the loop after the commands. With an error, the runner raises it."""
+        """Run one turn of the loop after the commands. With an error, the runner raises it."""
         self._take_in(self.scheduler.reap(self.now_s)[0])
         plan = self._plan()
         if plan is not None:
@@ -238,7 +238,7 @@ class ExportBench:
         assert self.prefix_caching or not blocks["cached"]
 
     def end_quarantine(self) -> None:
-        """No read can write to a quarantined block any more."""
+        """Report that no read can write to a quarantined block any more."""
         self.apply(Quiet(frozenset(self.quarantined)))
         self.quarantined.clear()
 
@@ -259,7 +259,7 @@ class ExportBench:
         return self._num_tickets.to_bytes(4, "big")
 
     def new_handoff_id(self) -> int:
-        """The id of a hand-off or of a pull."""
+        """Return a new id of a hand-off or a pull."""
         self._num_handoffs += 1
         return self._num_handoffs - 1
 

@@ -1,7 +1,7 @@
 """A runner whose KV is the token ids themselves, block by block.
 
-The next token is a hash of everything that the chunk's block table leads to, so a wrong table, a block given away too
-early, a missed copy or a wrong position shows as a wrong token. With logit rules the counted tokens are hashed too.
+The next token is a hash of everything that the chunk's block table leads to, so a wrong table, a block freed too early,
+a missed copy or a wrong position gives a wrong token. With logit rules the counted tokens are hashed too.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ VOCAB_SIZE = 50
 
 
 def next_token(token_ids: Sequence[int], sample: Sample) -> int:
-    """The token that a serial run draws after these tokens."""
+    """Return the token that a serial run draws after these tokens."""
     assert sample.position == len(token_ids)
     state, banned = sample.logit_state, sample.banned_token_ids
     counts: tuple[tuple[int, int], ...] = ()
@@ -37,13 +37,13 @@ def sample_after(
     sampling: Sampling,
     banned: frozenset[int] = frozenset(),
 ) -> Sample:
-    """The sample of the next token of a serial run, whose prompt has `num_prompt` tokens."""
+    """Return the sample of the next token of a serial run, whose prompt has `num_prompt` tokens."""
     state = None if sampling.rules is None else LogitState(sampling.rules, token_ids, num_prompt)
     return Sample(seed, len(token_ids), sampling, banned, state)
 
 
 class FakePagedRunner:
-    """`written[block]` is the token id at each of its positions, None where nothing was written."""
+    """The runner. `written[block]` has the token id at each of the block's positions; None if nothing was written."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.written: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
@@ -82,13 +82,13 @@ class FakePagedRunner:
         return tuple(drawn)
 
     def read(self, block_ids: Sequence[int], num_tokens: int) -> tuple[int, ...]:
-        """The tokens stored as KV in the blocks of a table."""
+        """Return the tokens stored as KV in the blocks of a table."""
         tokens = [self.written[block_ids[p // self._block_size]][p % self._block_size] for p in range(num_tokens)]
         assert None not in tokens, f"position {tokens.index(None)} of {num_tokens} was never written"
         return tuple(token for token in tokens if token is not None)
 
     def scribble(self, block_id: int, mark: int) -> None:
-        """A foreign writer: what an import, or a dead one's late read, does to its blocks."""
+        """Overwrite blocks, as an import or the late read of a dead import does."""
         self.written[block_id] = [-mark] * self._block_size
 
 

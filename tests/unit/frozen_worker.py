@@ -75,7 +75,7 @@ class FrozenWorker:
         self.handle = self.decoding()
 
     def decoding(self) -> int:
-        """The handle of one more sequence that decodes here."""
+        """Start one more sequence that decodes here, and return its handle."""
         (handle,) = self.bench.admit(self.bench.job(range(1, 7), max_tokens=20))
         self.service._handles.add_job(ROUTER, [handle])
         self.bench.step()
@@ -83,11 +83,11 @@ class FrozenWorker:
         return handle
 
     def post(self, command: commands.Command) -> None:
-        """The step loop's own."""
+        """Record a command, in place of StepLoop.post."""
         self.posted.append(command)
 
     def pass_commands(self) -> None:
-        """The step thread applies them, and its events arrive."""
+        """Apply the recorded commands as the step thread does, and deliver its events."""
         while self.posted:
             self.tell(*self.bench.scheduler.apply(self.posted.pop(0), 0.0))
 
@@ -99,7 +99,7 @@ class FrozenWorker:
         return FreezeOrder(ROUTER, self.handle, ATTEMPT, IMPORTER)
 
     async def asked(self) -> "asyncio.Task[FrozenSequence]":
-        """A freeze that is on its way to the step thread."""
+        """Start a freeze, and return once its command waits for the step thread."""
         task = asyncio.create_task(self.exports.freeze(self.order))
         await asyncio.sleep(0)
         return task
@@ -110,14 +110,14 @@ class FrozenWorker:
         return await task
 
     async def freeze(self) -> worker_pb2.FreezeResponse:
-        """The call of a router."""
+        """Make the call as a router does."""
         return await self.service.Freeze(
             worker_pb2.FreezeRequest(router=str(ROUTER), handle=self.handle, attempt=ATTEMPT, importer=str(IMPORTER)),
             NO_CONTEXT,
         )
 
     async def thaw(self, new_handle: int) -> worker_pb2.ThawResponse:
-        """The call of a router."""
+        """Make the call as a router does."""
         request = worker_pb2.ThawRequest(router=str(ROUTER), handle=self.handle, new_handle=new_handle)
         return await self.service.Thaw(request, NO_CONTEXT)
 
@@ -143,7 +143,7 @@ class FrozenWorker:
         return listening
 
     def handles(self) -> frozenset[int]:
-        """Sequences of the router that this worker still has."""
+        """Return the handles of the router's sequences that this worker still has."""
         return self.service._handles.of(ROUTER)
 
     def blocks(self) -> dict[str, int]:
@@ -171,7 +171,9 @@ class FrozenWorker:
         return call, told
 
     async def until_nothing_is_held(self, *, lapsing: bool = False) -> None:
-        """`lapsing`: leases and tickets end by their own deadlines. Raises AssertionError, TimeoutError."""
+        """Wait until no block is held. `lapsing`: let leases and tickets end by their own deadlines. Raises
+        AssertionError, TimeoutError.
+        """
         async with asyncio.timeout(10):
             while len(self.exports) or self.handles() or self.exporter.num_live_tickets:
                 if lapsing:

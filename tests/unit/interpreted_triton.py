@@ -3,10 +3,9 @@ this machine.
 
 The interpreter keeps bfloat16 as its bits in uint16, and gets it wrong (Triton 3.6, `runtime/interpreter.py`): `tl.dot`
 multiplies the bits as whole numbers; a whole number becomes the bits of that number; float32 is cut off where a GPU
-rounds to even; sums, products and comparisons are of bits. Products and conversions are mended here by torch's own;
-arithmetic between bfloat16 numbers is refused, as no kernel of ours has any.
-
-float8's NaN it takes for 480, and half up for half to even; torch converts that as well.
+rounds to even; sums, products and comparisons are of bits. Here torch computes products and conversions instead;
+arithmetic between bfloat16 numbers is refused, because no kernel of ours has any. The interpreter also reads float8's
+NaN as 480 and rounds half up instead of half to even; torch converts float8 too.
 """
 
 import importlib.util
@@ -22,7 +21,9 @@ IS_INTERPRETED = bool(importlib.util.find_spec("triton")) and os.environ.get("TR
 
 
 def kernel_device() -> str:
-    """The device on which a Triton kernel can run: a GPU, or Triton's interpreter if TRITON_INTERPRET is set."""
+    """Return the device on which a Triton kernel can run: a GPU, or the CPU if TRITON_INTERPRET selects Triton's
+    interpreter.
+    """
     if torch.cuda.is_available():
         return "cuda"
     if IS_INTERPRETED:
@@ -39,7 +40,7 @@ def needs_the_interpreter() -> None:
 
 
 def compute_as_a_gpu() -> None:
-    """Once or again."""
+    """Replace the interpreter's arithmetic. A repeated call has no effect."""
     import triton.language as tl
     from triton.runtime import interpreter
 

@@ -61,7 +61,7 @@ class Device(FakePagedRunner):
 
 
 class LoopBench:
-    """A step loop over a Device. `tokens` are those of each sequence decoded here, by handle."""
+    """A step loop over a Device. `tokens` has the tokens of each sequence decoded here, by handle."""
 
     def __init__(self, clock: ManualClock | MonotonicClock | None = None) -> None:
         self.device = Device(64, 4)

@@ -38,7 +38,7 @@ def kinds() -> list[type[Message]]:
 
 
 def examples(kind: type[Message]) -> Iterator[Any]:
-    """Messages of a kind with every field set; one for each alternative where only one can be."""
+    """Return messages of a kind with every field set; one message for each alternative of a oneof."""
     alternatives = [field.name for oneof in kind.DESCRIPTOR.oneofs for field in oneof.fields]
     for chosen in alternatives or [""]:
         message = kind()
@@ -49,7 +49,7 @@ def examples(kind: type[Message]) -> Iterator[Any]:
 
 
 def mutations(message: Any) -> Iterator[tuple[str, Any]]:
-    """(what was changed, the message with that change), of each field of the message and of those in it."""
+    """Yield (description of the change, changed message) for each field of the message and of the messages in it."""
     for field in message.DESCRIPTOR.fields:
         for what, change in _changes(message, field):
             mutated = type(message)()

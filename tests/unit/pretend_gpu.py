@@ -101,7 +101,7 @@ class OnGpu(torch.Tensor):
 
 
 class PretendGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """`waits`: what the host waited for, by the operation's name."""
+    """The pretended GPU. `waits`: the operations for which the host waited."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -157,7 +157,7 @@ class PretendGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func.decompose(*args, **given)
 
     def launch(self, work: Callable[[], None]) -> None:
-        """A kernel of our own."""
+        """Launch one of Tandem's own kernels."""
         work()
         if self._recording is not None:
             self._recording.append(work)
@@ -202,7 +202,7 @@ class PretendGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise RuntimeError(f"Expected all tensors to be on the same device: {func}")
 
     def _copied(self, func: Any, args: Any, given: dict[str, Any], wanted: torch.device | None) -> torch.Tensor:
-        """Between the host and the device."""
+        """Copy between the host and the device."""
         is_new = func is aten._to_copy.default
         source = args[0] if is_new else args[1]
         target_device = (wanted or source.device) if is_new else args[0].device
@@ -253,7 +253,7 @@ _whole_histogram._schema = aten.histc.default._schema  # type: ignore[attr-defin
 
 
 def _again(func: Any, values: Any, named: dict[str, Any], made: Any) -> Callable[[], None]:
-    """The same operation on the same memory, with its results where they were."""
+    """Repeat an operation on the same memory, with its results at the same place."""
     is_view = any(item.alias_info is not None and not item.alias_info.is_write for item in func._schema.returns)
 
     def replay() -> None:
@@ -337,7 +337,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
 
 
 def moved(module: torch.nn.Module) -> torch.nn.Module:
-    """The module with its parameters and buffers on the device; as `to` does, without torch's own bookkeeping."""
+    """Return the module with its parameters and buffers on the device, as `to` does, without torch's own
+    bookkeeping.
+    """
     seen: dict[int, torch.Tensor] = {}
     for part in module.modules():
         for table in (part._parameters, part._buffers):
@@ -349,7 +351,7 @@ def moved(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def played(gpu: PretendGpu) -> Callable[[Callable[[], object], Callable[[], None]], Callable[[], None]]:
-    """A Capture."""
+    """Capture a graph; implements Capture."""
 
     def capture(compute: Callable[[], object], prepare: Callable[[], None]) -> Callable[[], None]:
         prepare()

@@ -1,4 +1,4 @@
-"""Every guard of the hand-off taken away, one at a time, and the smallest scenario in which that does harm."""
+"""Lists, for each guard of the hand-off, the smallest scenario in which its removal breaks a promise."""
 
 from dataclasses import dataclass, replace
 

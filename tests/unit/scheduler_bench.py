@@ -40,7 +40,9 @@ GREEDY = Sampling()
 
 
 def speed(seconds: float) -> ServiceTimes:
-    """A worker whose decode steps take `seconds`, and which adds the third of that per token of a prompt."""
+    """Return the service times of a worker whose decode steps take `seconds`, and a third of that more per token of a
+    prompt.
+    """
     return ServiceTimes(PrefillTimes(seconds, seconds / 3, 0.0, 0.0), DecodeTimes(seconds, 0.0, 0.0, 0.0))
 
 
@@ -49,7 +51,7 @@ SPEEDS = (None, speed(1.0), speed(1e6))
 
 
 def known_lengths(num_output: int = 6) -> LengthPredictor:
-    """A predictor taught by 100 sequences that all ended after `num_output` tokens."""
+    """Return a predictor that has observed 100 sequences, which all ended after `num_output` tokens."""
     lengths = LengthPredictor()
     for _ in range(100):
         lengths.observe("", 4, num_output, was_cut=False)
@@ -82,7 +84,7 @@ class HandOff:
 
 
 def _sample_of(choice: Choice, known: tuple[int, ...], banned: frozenset[int]) -> Sample:
-    """The sample that follows these tokens of the prompt and the output."""
+    """Return the sample that follows these tokens of the prompt and the output."""
     job, seed = choice.job, choice.start.seed
     return sample_after(known, len(job.prompt_token_ids), seed=seed, sampling=job.sampling, banned=banned)
 
@@ -149,7 +151,9 @@ class SchedulerBench(ExportBench):
         priority: int = 0,
         is_batch: bool = False,
     ) -> DecodeJob:
-        """`committed`: how many tokens each choice has already; they are those of the serial run."""
+        """Return a job. `committed`: the number of tokens that each choice has already, which are those of the serial
+        run.
+        """
         prompt = tuple(prompt)
         token_stops = TokenStops(max_tokens, min_tokens, frozenset(stops))
         counts = tuple(committed) * num_choices
@@ -177,7 +181,7 @@ class SchedulerBench(ExportBench):
     def serial(
         self, prompt: tuple[int, ...], stops: TokenStops, seed: int, num_output: int, sampling: Sampling = GREEDY
     ) -> tuple[int, ...]:
-        """The first tokens of the output, whether or not they would have ended it."""
+        """Return the first tokens of the output of a serial run, ignoring the end of the sequence."""
         known = prompt
         for index in range(num_output):
             banned = banned_token_ids(stops, index)
@@ -191,7 +195,7 @@ class SchedulerBench(ExportBench):
         return [start.handle for start in job.sequences]
 
     def reserve(self, job: DecodeJob) -> HandOff:
-        """Choices of a hand-off continue from the same tokens."""
+        """Reserve blocks for a hand-off, whose choices continue from the same tokens."""
         handoff_id = self.new_handoff_id()
         handoff = self.handoffs[handoff_id] = HandOff(handoff_id, job)
         num_blocks = self.limits.num_needed(len(handoff.token_ids), len(job.sequences))
@@ -201,7 +205,7 @@ class SchedulerBench(ExportBench):
         return handoff
 
     def finish(self, handoff: HandOff, *, is_verified: bool = True) -> None:
-        """The importer has read everything: write the blocks, and admit the choices that did not end with their first
+        """Write the blocks that the importer has read, and admit the choices that did not end with their first
         token.
         """
         assert handoff.block_ids is not None
@@ -232,7 +236,7 @@ class SchedulerBench(ExportBench):
         self.apply(CancelSequences(ROUTER, handles))
 
     def freeze(self, handle: int) -> Frozen | None:
-        """None: refused."""
+        """Freeze a sequence and return the event; None: it was refused."""
         ticket_id = self.new_ticket()
         self.apply(Freeze(ticket_id, ROUTER, handle))
         frozen = self.frozen.get(ticket_id)
@@ -261,7 +265,7 @@ class SchedulerBench(ExportBench):
         self.apply(Release(ticket_id))
 
     def thaw(self, handle: int) -> int:
-        """The new handle."""
+        """Thaw a sequence and return its new handle."""
         new_handle, self._next_handle = self._next_handle, self._next_handle + 1
         self.choices[new_handle] = self.choices[handle]
         self.apply(Thaw(ROUTER, handle, new_handle))
@@ -306,7 +310,7 @@ class SchedulerBench(ExportBench):
                 assert len(choice.output) == choice.job.stops.max_tokens
 
     def assert_idle(self) -> None:
-        """Everything ended, and no block is in use."""
+        """Assert that every sequence has ended, and no block is in use."""
         inspected = self.inspect()
         assert self.live == [] and inspected.violation == ""
         assert inspected.blocks["free"] + inspected.blocks["cached"] == self.limits.num_blocks, inspected.blocks
@@ -319,7 +323,7 @@ class SchedulerBench(ExportBench):
             self.choices[start.handle] = Choice(job, start, list(start.committed_token_ids))
 
     def _first_token(self, handle: int) -> int | None:
-        """The token that the prefill worker drew; None if it ended the choice."""
+        """Return the token that the prefill worker drew; None if it ended the choice."""
         token_id, reason = self._expected(self.choices[handle])
         self.choices[handle].output.append(token_id)
         self.choices[handle].ended = reason or ""

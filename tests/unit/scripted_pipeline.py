@@ -34,7 +34,7 @@ LEDGER = Ledger((Phase("prefill", 0.25), Phase("decode", 0.5)), 0.75, 0.25, ("p@
 
 @dataclass
 class ScriptedPipeline:
-    """Every odd choice generates `script`, every even one its reverse; then EOS."""
+    """A pipeline whose odd choices generate `script`, and even ones its reverse; then EOS."""
 
     tokenization: Tokenization
     script: str = "The quick brown fox."
@@ -124,7 +124,7 @@ class _Server(uvicorn.Server):
 
 @contextmanager
 def served(app: FastAPI) -> Iterator[str]:
-    """The app on a free port of a real server; its base URL."""
+    """Serve the app on a free port of a real server, and yield its base URL."""
     server = _Server(uvicorn.Config(app, host="127.0.0.1", port=0, lifespan="off", log_config=None))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -8,7 +8,9 @@ from router.text.detokenizer import byte_level_alphabet
 
 
 def byte_level() -> Tokenizer:
-    """GPT-2's kind: every byte a token, some merges that cut characters in two, an added token, two special ones."""
+    """Return a tokenizer like GPT-2's: every byte is a token; some merges cut characters in two; there are an added
+    token and two special ones.
+    """
     letters = {byte: letter for letter, byte in byte_level_alphabet().items()}
     words = ["hello", " world", "é", "日", "本", "\n\n"]
     vocab = {letters[byte]: byte for byte in range(256)}
@@ -30,7 +32,9 @@ def byte_level() -> Tokenizer:
 
 
 def sentencepiece(decoder: decoders.Decoder | None = None) -> Tokenizer:
-    """Llama 2's kind: a space is ▁, unknown characters fall back to bytes, one leading space is stripped."""
+    """Return a tokenizer like Llama 2's: a space is ▁, unknown characters fall back to bytes, one leading space is
+    stripped.
+    """
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", "a", "b", "c", "é", "日", "▁a", "ab", "▁ab", "▁▁", "\n", "."]
     vocab = {piece: index for index, piece in enumerate(pieces)}
@@ -62,7 +66,7 @@ def byte_fallback_then_metaspace() -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """T5's kind."""
+    """Return a tokenizer like T5's."""
     pieces = [("<unk>", 0.0), ("▁", -1.0), ("▁a", -1.0), ("a", -2.0), ("b", -2.0), ("▁▁b", -3.0), ("日", -4.0)]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -72,7 +76,7 @@ def metaspace() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """BERT's kind, with its clean-up of spaces before punctuation."""
+    """Return a tokenizer like BERT's, with its clean-up of spaces before punctuation."""
     words = ["[UNK]", "[CLS]", "[SEP]", "play", "##ing", "##s", "do", "not", "do not", ".", ",", "?", "n't", "'s", "'"]
     tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -82,7 +86,7 @@ def word_piece() -> Tokenizer:
 
 
 def word_ends() -> Tokenizer:
-    """The first GPT's kind: a word's last token carries the mark."""
+    """Return a tokenizer like the first GPT's: a word's last token has a suffix."""
     vocab = {"<unk>": 0, "lo": 1, "low</w>": 2, "er</w>": 3, "</w>": 4, "w": 5}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", end_of_word_suffix="</w>"))
     tokenizer.decoder = decoders.BPEDecoder()

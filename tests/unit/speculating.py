@@ -19,7 +19,7 @@ BLOCK_SIZE = 8
 
 
 class TableForward:
-    """The logits of a token's successor are a row of a table: a model whose distributions are known exactly."""
+    """A model whose distributions are known exactly: the logits after a token are a row of a table."""
 
     def __init__(self, table: torch.Tensor) -> None:
         self.table = table  # [vocab, vocab]
@@ -70,7 +70,7 @@ class Oracle:
 
 @dataclass(slots=True)
 class Talk:
-    """One sequence. `num_computed` and the rest as the scheduler keeps them."""
+    """A sequence, with `num_computed` and the other fields as the scheduler keeps them."""
 
     number: int
     token_ids: list[int]

@@ -103,7 +103,7 @@ def _asking(ttft_s: float | None = None, itl_s: float | None = None, max_tokens:
     return replace(REQUEST, targets=targets, max_tokens=max_tokens, expected_output=float(max_tokens))
 
 
-def test_a_target_that_some_worker_keeps_refuses_nobody() -> None:
+def test_a_target_that_some_worker_keeps_refuses_no_request() -> None:
     assert _refusal([BUSY, IDLE], [DECODE], 60.0, _asking(ttft_s=1.1, itl_s=0.011)) is None
 
 

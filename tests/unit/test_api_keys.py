@@ -33,7 +33,7 @@ def test_a_key_has_256_random_bits_and_its_record_has_only_a_hash() -> None:
     assert key.removeprefix("tandem-") not in document and record.digest in document
 
 
-def test_a_signed_set_comes_back_as_it_was() -> None:
+def test_a_signed_set_is_read_unchanged() -> None:
     keys = KeySet().with_record(made()[1]).with_record(made("other", frozenset(Access))[1])
     assert keys.version == 2
     assert KeySet.parse(keys.signed(_SIGNING), _SIGNING) == keys
@@ -60,7 +60,7 @@ def test_a_changed_document_or_one_of_another_cluster_is_refused() -> None:
         Caller("acme", access=_INFERENCE, max_priority=1 << 31),
     ],
 )
-def test_a_record_that_says_nothing_sensible_is_refused(caller: Caller) -> None:
+def test_a_record_with_senseless_values_is_refused(caller: Caller) -> None:
     with pytest.raises(InvalidRequest):
         new_key(caller)
 
@@ -112,7 +112,7 @@ def test_an_older_set_never_replaces_a_newer_one() -> None:
         gate.keys.without(record.key_id)
 
 
-async def test_a_file_that_lost_or_forged_records_changes_nobodys_access(tmp_path: Path) -> None:
+async def test_a_file_with_lost_or_forged_records_changes_no_access(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     gate = Gate(has_records=True)
     keys = RecordedKeys(FileKeyStore(path), gate, _SIGNING)

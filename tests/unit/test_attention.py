@@ -59,8 +59,9 @@ def make_case(
     block_size: int = 8,
     kv_dtype: str | None = None,
 ) -> Case:
-    """A pool whose unused places hold large values, with each sequence's context scattered over it. In 8 bits a context
-    is what the pool can give back."""
+    """Return a pool whose unused positions hold large values, with each sequence's context scattered over it. In 8 bits
+    a context is the restored one.
+    """
     generator, dice = torch.Generator().manual_seed(3), random.Random(3)
     layout = lay_out([shape] * 3, block_size, kv_dtype or dtype)
     needed = [layout.num_blocks_for(start + length) for length, start in CHUNKS]
@@ -112,7 +113,7 @@ def make_case(
 
 
 def by_hand(case: Case) -> torch.Tensor:
-    """One position and one head at a time, in float64."""
+    """Compute attention for one position and one head at a time, in float64."""
     rows = []
     options = case.options
     row = 0

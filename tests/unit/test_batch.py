@@ -1,4 +1,4 @@
-"""`tandem batch`: its files, and requests over real sockets to a server that answers as the tests say."""
+"""`tandem batch`: its files, and requests over real sockets to a scripted server."""
 
 import json
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ def line(custom_id: str = "1", **fields: object) -> str:
     return json.dumps(request)
 
 
-def test_requests_are_read_and_use_only_spare_capacity_unless_they_say_otherwise() -> None:
+def test_requests_are_read_and_use_only_spare_capacity_by_default() -> None:
     urgent = line("2", url="/v1/chat/completions", body={"messages": [], "service_tier": "auto"})
     assert read_requests([line("1"), "\n", urgent], "in") == [
         BatchRequest("1", "/v1/completions", {"service_tier": "flex", "prompt": "a"}),
@@ -127,7 +127,7 @@ def test_requests_are_sent_with_the_key_and_retried_only_where_that_may_help(
     assert (answers["ok"].body, answers["ok"].request_id) == ({"key": "Bearer secret"}, "id-ok")
 
 
-def test_a_router_that_is_not_there_is_an_answer_that_says_so() -> None:
+def test_an_unreachable_router_is_an_answer_with_the_reason() -> None:
     sender = BatchSender(Server(address="127.0.0.1:1"), concurrency=1, max_attempts=2)
     (answer,) = sender.answers([request("a", 200)])
     assert not answer.status_code and "127.0.0.1:1" in answer.problem

@@ -30,7 +30,9 @@ def record(scheduled_s: float, *token_times_s: float, error: str = "") -> Record
 
 
 def served_in_turn(arrivals: list[Arrival], service_s: float) -> list[float]:
-    """The times at which arrivals leave a server that serves them one by one in constant time (Lindley's recursion)."""
+    """Return the times at which arrivals leave a server that serves them one by one in constant time (Lindley's
+    recursion).
+    """
     free_s, ends = 0.0, []
     for arrival in arrivals:
         free_s = max(free_s, arrival.at_s) + service_s
@@ -39,7 +41,7 @@ def served_in_turn(arrivals: list[Arrival], service_s: float) -> list[float]:
 
 
 def md1_waits_at_most(time_s: float, load: float, service_s: float) -> float:
-    """Share of customers of an M/D/1 queue that wait no longer (Crommelin, 1932)."""
+    """Return the share of customers of an M/D/1 queue that wait at most this long (Crommelin, 1932)."""
     rate = load / service_s
     total = 0.0
     for k in range(int(time_s / service_s) + 1):
@@ -62,7 +64,7 @@ def test_a_fixed_time_server_at_70_percent_load_shows_the_latencies_of_theory() 
 
 
 class OwnTime(selectors.DefaultSelector):
-    """Instead of waiting for a timer, moves the time to it."""
+    """An event loop that advances its time to the next timer instead of waiting."""
 
     now_s = 0.0
 

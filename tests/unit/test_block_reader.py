@@ -66,7 +66,7 @@ class _Gated(NativeFormat):
 
 @pytest.fixture
 def pools(monkeypatch: pytest.MonkeyPatch) -> tuple[KvPool, KvPool]:
-    """Two pools whose reads are divided into pieces of three blocks."""
+    """Return two pools whose reads are divided into pieces of three blocks."""
     source, target = random_pool(NUM_BLOCKS, seed=1), random_pool(NUM_BLOCKS, seed=2)
     monkeypatch.setattr(reads, "PIECE_BYTES", 3 * source.block_bytes + 1)
     return source, target
@@ -169,7 +169,7 @@ async def test_a_piece_is_decoded_while_the_next_one_is_read(pools: tuple[KvPool
 
 
 async def test_destroy_waits_for_blocks_that_are_being_verified(pools: tuple[KvPool, KvPool]) -> None:
-    """Taking in writes to the pool where KV travels in another form."""
+    """Decoding writes to the pool if the wire format is not the pool's."""
     source, target = pools
     channel, wire = _Channel(source, target), _Gated(target)
     with ThreadPoolExecutor(1) as verifier:

@@ -22,7 +22,7 @@ def breakers_after(num_failures: int, now_s: float = 0.0) -> PairBreakers:
 
 
 def reopenings(breakers: PairBreakers, number: int, now_s: float = 0.0) -> Iterable[float]:
-    """The pauses of trials that fail, each as soon as it may be tried."""
+    """Return the pauses between failing trials, each made as soon as it is allowed."""
     for _ in range(number):
         while PAIR in breakers.excluded_pairs(now_s):
             now_s += 0.125

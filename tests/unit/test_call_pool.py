@@ -81,7 +81,7 @@ class _Bench:
         self.calls = CallPool(CallSettings(channels=channels, importer="decode-0@b", timeout_s=60.0, linger_s=5.0))
 
     async def hand_off(self, *, is_broken: bool = False) -> OutgoingCall:
-        """One from its first message to the end of its call."""
+        """Make a hand-off, from its first message to the end of its call."""
         call = self.calls.checkout(ADDRESS)
         answered, ended = asyncio.Event(), asyncio.Event()
         call.serve(on_message=lambda message: answered.set(), on_ended=lambda error: ended.set())

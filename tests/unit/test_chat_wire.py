@@ -1,4 +1,6 @@
-"""Chats with tools over gRPC: what the client library sends, and what it makes of divided answers, resumed anywhere."""
+"""Chats with tools over gRPC: the client library's requests, and its results from divided answers, resumed at any
+token.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -44,7 +46,9 @@ def demo() -> Tokenization:
 
 
 def _messages(request: inference_pb2.GenerateRequest, demo: Tokenization) -> list[inference_pb2.GenerateResponse]:
-    """The responses of a router that generates the script, one per token, after what the client has."""
+    """Return the responses of a router that generates the rest of the script after the client's tokens, one per
+    token.
+    """
     asked, parts = AnswerParts.asked_for(request.chat, generate_request_from_wire(request, 1.0), _CHATS, demo)
     assert parts is not None
     token_ids, stream = demo.encode(_SCRIPT), demo.text_stream((), 0)

@@ -1,4 +1,4 @@
-"""A client that knows several routers: the order in which it tries them, and how a generation continues when one
+"""A client with several routers: the order in which it tries them, and how a generation continues when its router
 dies.
 """
 
@@ -18,7 +18,7 @@ NO_ROUTER = "127.0.0.1:1"
 
 
 def the_rest(num_known: int) -> list[Response]:
-    """The messages of TWO_CHOICES that another router sends after the first ones."""
+    """Return the messages of TWO_CHOICES that another router sends after the first ones."""
     return TWO_CHOICES[num_known:]
 
 
@@ -61,7 +61,7 @@ async def test_an_async_generation_continues_at_another_router() -> None:
 
 
 def test_the_only_router_is_tried_again_after_a_loss() -> None:
-    """At each attempt the router sends one more message and breaks."""
+    """At each attempt the router sends one more message and then breaks the connection."""
     said = 0
 
     class Restarting(ScriptedRouter):
@@ -79,7 +79,7 @@ def test_the_only_router_is_tried_again_after_a_loss() -> None:
 
 
 class Frozen(ScriptedRouter):
-    """Takes calls and answers none before their client has left."""
+    """A router that accepts calls and answers none before their client has left."""
 
     def ListModels(self, request: inference_pb2.ListModelsRequest, context: grpc.ServicerContext) -> object:
         left = threading.Event()

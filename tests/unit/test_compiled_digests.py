@@ -37,7 +37,7 @@ def random_rows(num_rows: int, num_bytes: int) -> npt.NDArray[np.uint8]:
 
 
 def aligned(num_rows: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Rows of zeros at a multiple of 64 bytes, as a pool's are: a long copy to them bypasses the caches."""
+    """Return rows of zeros at a multiple of 64 bytes, as in a pool: a long copy to them bypasses the caches."""
     return torch.zeros(num_rows, num_bytes, dtype=torch.uint8).numpy()
 
 
@@ -77,8 +77,9 @@ def test_rows_outside_an_array_are_refused(compiled: CompiledDigests) -> None:
 
 
 def test_a_copy_digests_what_it_wrote_while_its_source_changes(compiled: CompiledDigests) -> None:
-    """An exporter may reuse a block that is being read. A digest of other bytes than those in the importer's pool could
-    match while they are wrong."""
+    """An exporter may reuse a block that is being read. If the digest covered other bytes than those written to the
+    importer's pool, it could match although the pool's bytes are wrong.
+    """
     source, target = aligned(1, 8 * PIECE), aligned(1, 8 * PIECE)
     is_over = threading.Event()
 

@@ -169,7 +169,7 @@ def test_log_probabilities_are_computed_from_the_unfiltered_logits(compiled: Com
 
 
 def drawing_of(folder: Path, **others: object) -> tuple[str, list[int]]:
-    """An engine's line about it, and the tokens of a step of four choices."""
+    """Return the engine's report line on drawing, and the tokens of a step of four choices."""
     FAMILIES["llama"].save(folder)
     values: dict[str, object] = {"dtype": "float32", "device": "cpu", "block_size": 4, "num_blocks": 4} | others
     engine: Engine = build_engine(EngineSettings(model=str(folder), **values))  # type: ignore[arg-type]

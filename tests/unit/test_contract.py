@@ -25,7 +25,7 @@ def _protoc(*arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> list[FileDescriptorProto]:
-    """The descriptors of our files, with their comments."""
+    """Return the descriptors of our files, with their comments."""
     path = tmp_path_factory.mktemp("descriptors") / "all"
     _protoc(f"--descriptor_set_out={path}", "--include_source_info")
     return list(FileDescriptorSet.FromString(path.read_bytes()).file)
@@ -87,7 +87,7 @@ def test_the_public_protocol_does_not_need_the_internal_one(files: list[FileDesc
 
 
 def _elements(file: FileDescriptorProto) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Every element of a file that needs a comment: its path, and its name."""
+    """Yield path and name of every element of a file that needs a comment."""
     yield (12,), "the file itself"  # the comment before `syntax`
     for path, prefix, message in _messages_of(file):
         yield path, prefix
@@ -129,5 +129,5 @@ def _named(
 
 
 def _presence_oneofs(message: DescriptorProto) -> frozenset[int]:
-    """The oneofs that protoc adds for `optional` fields."""
+    """Return the oneofs that protoc adds for `optional` fields."""
     return frozenset(field.oneof_index for field in message.field if field.proto3_optional)

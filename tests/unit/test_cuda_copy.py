@@ -33,7 +33,7 @@ def test_copying_no_blocks_changes_no_byte() -> None:
 
 @pytest.mark.whole_gpu
 def test_blocks_past_four_gigabytes_are_copied_on_both_sides() -> None:
-    """64-bit offsets, in words and in bytes."""
+    """The offsets, in words and in bytes, need 64 bits."""
     if kernel_device() != "cuda" or torch.cuda.mem_get_info()[0] < 11 << 30:
         pytest.skip("needs a GPU with 11 GiB free")
     from kvtransfer.transports.cuda.copies import copy_blocks

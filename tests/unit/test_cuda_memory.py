@@ -202,7 +202,9 @@ def test_a_gpu_pool_is_exported_and_zero() -> None:
 @pytest.mark.whole_gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_released_pages_can_be_allocated_again() -> None:
-    """More in turn than the device has. What is free at one moment counts other processes, too."""
+    """The test allocates more in turn than the device has: the free memory at one moment would depend on other
+    processes.
+    """
     num_bytes = torch.cuda.mem_get_info()[1] // 8
     for _ in range(9):
         memory = cuda_memory.CudaMemory(num_bytes, torch.device("cuda"))

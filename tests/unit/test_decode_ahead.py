@@ -144,7 +144,7 @@ class Play:
             self.bench.step(RuntimeError("out of memory"))
 
     def end(self) -> None:
-        """After all hand-offs and leases are released, every sequence ends."""
+        """Release all hand-offs and leases, and check that every sequence ends."""
         self.end_moves()
         self.bench.run()
         self.bench.end_all()

@@ -13,7 +13,7 @@ from tandem.internal.v1 import worker_pb2
 
 
 def test_a_sequence_ends_with_the_last_of_its_tokens_in_a_step() -> None:
-    """Accepted draft tokens are several tokens of one step."""
+    """With accepted draft tokens a step has several tokens of a sequence."""
     step = worker_pb2.StepOutput(
         handles=wire.pack_ids([5, 5, 6, 5, 7]),
         token_ids=wire.pack_ids([10, 11, 20, 12, 30]),

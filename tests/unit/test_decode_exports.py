@@ -20,7 +20,7 @@ from tests.unit.scheduler_bench import ROUTER
 
 @pytest_asyncio.fixture
 async def worker() -> AsyncIterator[FrozenWorker]:
-    """Ends with every ticket released and every block accounted for."""
+    """Yield a worker, and check at the end that every ticket is released and every block accounted for."""
     worker = FrozenWorker()
     await worker.exporter.start()
     yield worker

@@ -42,7 +42,7 @@ def test_sizes_reach_every_number_of_decodes() -> None:
 
 
 class TableBackend:
-    """Attention that, of decodes, reads tensors only, as a back end must under capture."""
+    """A back end that reads tensors only when it computes decodes, as it must under capture."""
 
     def for_graph(self, batch: PackedBatch) -> "TableBackend":
         return TableBackend()

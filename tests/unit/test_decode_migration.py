@@ -14,7 +14,7 @@ from tests.unit.scheduler_bench import ROUTER, SchedulerBench
 
 
 class _AnyMigration(AnySchedule):
-    """The schedules of that test, with sequences that are frozen, read, thawed or cancelled at any moment."""
+    """The schedules of decode_schedules.py, with sequences that are frozen, read, thawed or cancelled at any moment."""
 
     def frozen_handles(self) -> list[int]:
         batch = self.bench.scheduler._batch
@@ -32,7 +32,7 @@ class _AnyMigration(AnySchedule):
     @precondition(lambda self: self.decoding_handles())
     @rule(data=st.data())
     def freeze_and_thaw(self, data: st.DataObject) -> None:
-        """The sequence continues on this worker while the ticket's reader still reads."""
+        """Freeze and thaw a sequence, which continues on this worker while the ticket's reader still reads."""
         handle = data.draw(st.sampled_from(self.decoding_handles()))
         self.bench.freeze(handle)
         self.bench.thaw(handle)
@@ -68,7 +68,7 @@ TestSequencesThatMoveGiveTheirSerialTokensAndLeakNoBlock.settings = settings(max
 
 
 def _running(bench: SchedulerBench, *, prompt: int = 6, num_choices: int = 1, max_tokens: int = 20) -> list[int]:
-    """Choices that have drawn two tokens."""
+    """Return choices that have drawn two tokens."""
     handles = bench.admit(bench.job(range(1, 1 + prompt), num_choices=num_choices, max_tokens=max_tokens))
     bench.step()
     bench.step()

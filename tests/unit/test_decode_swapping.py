@@ -137,7 +137,7 @@ def test_shared_blocks_that_were_freed_are_computed_again() -> None:
     bench.assert_idle()
 
 
-def test_an_imported_sequence_comes_back_with_the_bytes_that_were_imported() -> None:
+def test_an_imported_sequence_is_swapped_in_with_the_imported_bytes() -> None:
     """The open tail comes back too: its bytes are the imported ones, which this worker would not have computed."""
     bench = SchedulerBench(limits(num_blocks=6, num_swap_slots=8), prefix_caching=False, wire_dtype="int8")
     bench.admit(bench.job([1, 2, 3], max_tokens=17))

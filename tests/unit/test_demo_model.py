@@ -88,7 +88,7 @@ def test_readme_quotes_the_recorded_figures() -> None:
 
 
 def test_loss_on_python_the_model_never_read_is_near_the_recorded_one(model: PreTrainedModel) -> None:
-    """This very file: fails for weights other than those the report speaks of."""
+    """The text is this file. The test fails for other weights than those of the report."""
     ids = torch.tensor([TOKENIZER.encode(Path(__file__).read_text()).ids[:1024]])
     with torch.inference_mode():
         loss = model(input_ids=ids, labels=ids).loss.item()

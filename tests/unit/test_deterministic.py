@@ -1,4 +1,6 @@
-"""--deterministic on: what a sequence gets has the same bits alone, in company, cut otherwise, and after a hand-off."""
+"""Tests of --deterministic: a sequence's logits have the same bits alone, in a batch, with other chunks, and after a
+hand-off.
+"""
 
 import itertools
 import random
@@ -53,7 +55,7 @@ def prompts() -> list[tuple[int, ...]]:
 
 
 class Served:
-    """One sequence on one engine, and where it stands there."""
+    """A sequence on one engine, and its progress there."""
 
     def __init__(self, number: int, token_ids: Sequence[int], block_ids: tuple[int, ...]) -> None:
         self.number, self.token_ids, self.block_ids = number, list(token_ids), block_ids
@@ -88,8 +90,8 @@ def all_prompts() -> list[Served]:
     ("family", "kernels"),
     [("llama", "on"), ("llama", "off"), ("gemma2", "on"), ("gpt2", "off"), ("mixtral", "off"), ("gpt_oss", "off")],
 )
-def test_tokens_do_not_depend_on_company_chunks_or_worker(family: str, kernels: str, tmp_path: Path) -> None:
-    """Log-probabilities too, bit for bit."""
+def test_tokens_do_not_depend_on_batch_chunks_or_worker(family: str, kernels: str, tmp_path: Path) -> None:
+    """Log-probabilities are equal bit for bit too."""
     FAMILIES[family].save(tmp_path)
     first, second = (engine_of(tmp_path, cpu_kernels=kernels) for _ in range(2))
     assert first.fingerprint == second.fingerprint
@@ -144,7 +146,7 @@ def test_draft_tokens_change_no_token_in_16_bits(kernels: str, tmp_path: Path) -
 
 
 def test_odd_widths_in_float32_and_quantised_kv_keep_the_promise(tmp_path: Path) -> None:
-    """Building is the check. With 36 columns vector units are left a remainder unless steps are padded."""
+    """Building the engine makes the check. With 36 columns vector units have a remainder unless steps are padded."""
     llama = FAMILIES["llama"]
     replace(llama, settings={**llama.settings, "intermediate_size": 36}).save(tmp_path)
     for settings in ({"dtype": "float32"}, {"kv_cache_dtype": "int8"}):

@@ -45,7 +45,7 @@ def on_device(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def launches(gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """(rows, bytes of each) of every launch. The stream's event is waited for as the stream."""
+    """Record (rows, bytes per row) of every launch. Waiting for the stream's event counts as waiting for the stream."""
     made: list[tuple[int, int]] = []
 
     def piece_sums(blocks: torch.Tensor, block_ids: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
@@ -93,7 +93,9 @@ def test_at_most_128_bytes_per_block_are_copied_to_the_host(
 def test_any_number_of_a_pools_blocks_is_summed_by_the_same_kernels(
     gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One for the blocks, one for their fold: a kernel that is compiled within a hand-off costs seconds of it."""
+    """There is one kernel for the blocks and one for their fold: a kernel that is compiled during a hand-off delays it
+    by seconds.
+    """
     if not importlib.util.find_spec("triton") or IS_INTERPRETED:
         pytest.skip("needs Triton, which comes with torch's CUDA wheels, and not its interpreter")
     from triton.backends.compiler import GPUTarget

@@ -23,7 +23,9 @@ pytestmark = pytest.mark.cuda
 
 
 def kernel_device() -> str:
-    """The device on which the Triton kernel can run: a GPU, or Triton's interpreter if TRITON_INTERPRET is set."""
+    """Return the device on which the Triton kernel can run: a GPU, or the CPU if TRITON_INTERPRET selects Triton's
+    interpreter.
+    """
     if torch.cuda.is_available():
         return "cuda"
     if importlib.util.find_spec("triton") and os.environ.get("TRITON_INTERPRET") == "1":
@@ -63,7 +65,7 @@ def test_the_kernel_is_exact_at_the_extremes(byte: int) -> None:
 
 @pytest.mark.parametrize("num_pieces", [2, 3, 8, 129])
 def test_the_kernel_folds_its_own_output_as_the_host_does(num_pieces: int) -> None:
-    """Down to the sums of one piece, and of two."""
+    """Folds end at the sums of one piece, or of two."""
     blocks = random_blocks(3, num_pieces * 8192 - 5)
     of_kernel = folded(kernel_sums(blocks, [2, 0]), lambda rows, fold: kernel_sums(rows, [0, 1], fold))
     of_host = folded(host_sums(blocks[[2, 0]], 0), host_sums)
@@ -73,7 +75,7 @@ def test_the_kernel_folds_its_own_output_as_the_host_does(num_pieces: int) -> No
 
 @pytest.mark.whole_gpu
 def test_blocks_past_four_gigabytes_are_found() -> None:
-    """64-bit offsets: the last block of a pool that 32 bits cannot address."""
+    """The test digests the last block of a pool that needs 64-bit offsets."""
     if kernel_device() != "cuda" or torch.cuda.mem_get_info()[0] < 6 << 30:
         pytest.skip("needs a GPU with 6 GiB free")
     blocks = torch.zeros(((5 << 30) // 65_536, 65_536), dtype=torch.uint8, device="cuda")
@@ -106,7 +108,7 @@ def test_a_pool_on_a_gpu_is_digested_like_its_copy_on_the_host() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_digests_wait_for_no_step_that_still_computes() -> None:
-    """A long computation on the engine's stream is not in their way."""
+    """A long computation on the engine's stream does not delay them."""
     blocks = random_blocks(8, 65_536)
     on_gpu = blocks.cuda()
     digest_tensor(on_gpu)  # compiled

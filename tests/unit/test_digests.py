@@ -54,7 +54,7 @@ def test_digests_of_known_bytes_never_change(data: bytes, digest: str) -> None:
 
 
 def splitmix64(place: int) -> int:
-    """The output at a place of the stream, counted from 1, in Python's own integers."""
+    """Return the n-th output of the generator, counted from 1, in Python's own integers."""
     state = (0x7A6E64656D2D6B76 + place * 0x9E3779B97F4A7C15) % 2**64
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
@@ -74,7 +74,7 @@ MATRICES = [np.array(coefficients(fold)) for fold in range(3)]
 
 
 def summed(data: bytes, fold: int) -> bytes:
-    """64 bytes for each 8,192: sums in 64 bits, which is more than they need."""
+    """Return 64 bytes of sums for each 8,192 bytes, computed in 64 bits, which is more than they need."""
     padded = np.frombuffer(data + bytes(-len(data) % PIECE), dtype=np.int8).astype(np.int64)
     return bytes((padded.reshape(-1, PIECE) @ MATRICES[fold]).astype("<i4").tobytes())
 

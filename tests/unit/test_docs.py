@@ -39,12 +39,12 @@ def _text(page: Path) -> str:
 
 
 def _words(page: Path) -> Iterator[str]:
-    """The texts between backticks outside code blocks."""
+    """Return the texts between backticks outside code blocks."""
     yield from re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", _text(page), flags=re.DOTALL))
 
 
 def _commands(page: Path) -> Iterator[str]:
-    """Lines of shell in code blocks, continued ones joined, and commands in backticks."""
+    """Return the shell commands in code blocks, with continued lines joined, and those in backticks."""
     for block in re.findall(r"```(?:sh|console)\n(.*?)```", _text(page), flags=re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             yield line.removeprefix("$ ").strip()
@@ -53,7 +53,7 @@ def _commands(page: Path) -> Iterator[str]:
 
 @cache
 def _sources() -> dict[str, str]:
-    """Every source file's path and text. This file's own names do not count."""
+    """Return the path and text of every source file but this one."""
     folders = (path for pattern in _SOURCES for name in _FOLDERS for path in (ROOT / name).rglob(pattern))
     paths = (*folders, ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / "setup.py")
     return {str(path.relative_to(ROOT)): path.read_text() for path in paths if path != Path(__file__)}
@@ -67,7 +67,7 @@ def _identifiers() -> frozenset[str]:
 
 @cache
 def _flags_in_source() -> frozenset[str]:
-    """Flags of every parser: literals, and settings, whose flags are the names of their fields."""
+    """Return the flags of every parser: literals, and settings, whose flags are the names of their fields."""
     text = "".join(text for path, text in _sources().items() if path.endswith(".py"))
     literals = set(re.findall(r"[\"'](--[a-z][a-z0-9-]*)", text))
     fields = re.findall(r"^    (\w+): [^=\n]+ = setting\(", text, flags=re.MULTILINE)
@@ -85,7 +85,7 @@ def _flags_of(verb: str) -> frozenset[str]:
 
 
 def _slug(heading: str) -> str:
-    """A heading's anchor, as GitHub makes it."""
+    """Return a heading's anchor, as GitHub makes it."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower().replace("`", "")).replace(" ", "-")
 
 
@@ -150,7 +150,9 @@ def unknown_metrics(page: Path) -> Iterator[str]:
 
 
 def unknown_names(page: Path) -> Iterator[str]:
-    """Words with an underscore or an inner capital: reasons, settings, figures, messages, classes."""
+    """Return the unknown words with an underscore or an inner capital: reasons, settings, figures, messages,
+    classes.
+    """
     for word in _words(page):
         for name in re.findall(r"(?<![\w/.-])[A-Za-z]\w*(?![\w/.])", word):
             is_name = "_" in name or re.search(r"[a-z][A-Z]", name)
@@ -191,7 +193,9 @@ def test_a_name_that_does_not_exist_is_found(check: Callable[[Path], Iterator[st
 
 
 def test_the_documentation_has_a_bounded_number_of_lines() -> None:
-    """What is said twice, history and measured figures have no place in it; decisions and results have folders."""
+    """History, measured figures and repetitions do not belong there; decisions and results have folders of their
+    own.
+    """
     pages = [page for page in PAGES if page.is_relative_to(ROOT / "docs") and page.parent.name != "decisions"]
     assert sum(len(_text(page).splitlines()) for page in pages) <= _MOST_LINES
 

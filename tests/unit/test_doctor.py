@@ -20,7 +20,7 @@ BOTH = ("shm", "tcp")
 
 
 def answer(**paths: float | str) -> worker_pb2.CheckLinkResponse:
-    """Best first: GB/s, or why not."""
+    """Return a link check's answer: by transport, best first, the speed in GB/s or the reason of a failure."""
     message = worker_pb2.CheckLinkResponse(num_bytes=1 << 20)
     for transport, found in paths.items():
         if isinstance(found, str):

@@ -1,4 +1,4 @@
-"""What disaggregation changes: the estimate from explored requests against known truths, and its labels."""
+"""The effect of disaggregation: the estimate from explored requests against known effects, and its labels."""
 
 import math
 import random
@@ -79,7 +79,7 @@ def coverage(effects: list[Effect]) -> float:
 
 
 @pytest.mark.parametrize("predicts", [0.0, 0.6])
-def test_the_interval_contains_the_truth_as_often_as_it_says(predicts: float) -> None:
+def test_the_interval_contains_the_true_effect_in_95_percent_of_cases(predicts: float) -> None:
     effects = estimates(moderate, 1500, 0.05, predicts)
     assert 0.92 <= coverage(effects) <= 0.985
     assert mean(effect.mean_s for effect in effects) == pytest.approx(TRUTH_S, abs=0.004)
@@ -91,7 +91,7 @@ def test_the_interval_of_few_requests_with_heavy_tails_is_hardly_too_narrow() ->
     assert mean(effect.mean_s for effect in effects) == pytest.approx(TRUTH_S, abs=0.01)
 
 
-def test_a_comparison_of_what_placement_chose_has_the_wrong_sign_and_the_weighted_one_has_not() -> None:
+def test_an_unweighted_comparison_has_the_wrong_sign_and_the_weighted_one_the_right_sign() -> None:
     """Placement sends long prompts to pairs, so their first tokens are later, although pairs are sooner."""
     naive_s = []
     for seed in range(20):
@@ -185,7 +185,7 @@ def test_nothing_is_known_without_predictions_of_both_kinds() -> None:
     assert effect.compare() == Comparison()
 
 
-def test_a_draw_between_two_pairs_says_nothing_about_workers_alone() -> None:
+def test_a_draw_between_two_pairs_is_no_trial_of_workers_alone() -> None:
     effect = DisaggregationEffect()
     other = candidate((MemberId("p1", "1"), MemberId("d0", "1")), 0.2)
     best = candidate(PAIR, 0.1)

@@ -83,7 +83,7 @@ def test_waiting_parties_of_the_benchmark_are_stopped() -> None:
 
 
 class Standing:
-    """A party of one process."""
+    """A benchmark party of one process."""
 
     name = version = flags = ""
     most_sequences = 1
@@ -113,7 +113,7 @@ def state(pid: int) -> str:
 
 
 def eventually_state(pid: int, wanted: str) -> bool:
-    """Signals act when their process is next scheduled."""
+    """Wait for the process state, because signals take effect when the process is next scheduled."""
     deadline_s = time.monotonic() + 10.0
     while state(pid) != wanted and time.monotonic() < deadline_s:
         os.sched_yield()
@@ -121,7 +121,7 @@ def eventually_state(pid: int, wanted: str) -> bool:
 
 
 def cells(table: list[str]) -> list[str]:
-    """The cells of the table's last line."""
+    """Return the cells of the table's last line."""
     return [cell.strip() for cell in table[-1].strip("|").split("|")]
 
 

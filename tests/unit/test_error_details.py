@@ -31,7 +31,7 @@ async def serving(**settings: float) -> AsyncIterator[Served]:
 
 
 def unpacked(failure: grpc.aio.AioRpcError) -> dict[str, object]:
-    """The rich details by the names of their messages."""
+    """Return the rich details by the names of their messages."""
     status = rpc_status.from_call(failure)
     assert status is not None
     found: dict[str, object] = {}

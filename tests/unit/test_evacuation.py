@@ -11,7 +11,7 @@ _HANDLE = 1
 
 
 class _Migrations:
-    """Moves that have their outcome, and whose callers have not been woken yet."""
+    """Migrations that have ended, but whose callers have not resumed yet."""
 
     def __init__(self) -> None:
         self.num_moves = 0

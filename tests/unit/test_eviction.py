@@ -33,8 +33,8 @@ def _recorded() -> tuple[_Prompts, list[int]]:
 
 
 def _made(seed: int, *, num_prompts: int, another_turn: float, reading: float) -> _Prompts:
-    """Made conversations over a few system prompts: another turn follows with probability `another_turn`, after a
-    number of other prompts drawn from `reading`.
+    """Return generated conversations over a few system prompts: another turn follows with probability `another_turn`,
+    after a number of other prompts drawn from `reading`.
     """
     dice, fresh = random.Random(seed), itertools.count()
     beginnings = [[next(fresh) for _ in range(dice.randrange(1, 6))] for _ in range(8)]
@@ -53,7 +53,7 @@ def _made(seed: int, *, num_prompts: int, another_turn: float, reading: float) -
 
 
 def _hits(prompts: _Prompts, num_blocks: int, eviction: str) -> list[int]:
-    """Blocks found of each prompt, one prompt after the other."""
+    """Return the number of found blocks of each prompt, in order."""
     pool = BlockPool(num_blocks, eviction)
     hits = []
     for prompt in prompts:

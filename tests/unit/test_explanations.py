@@ -121,7 +121,7 @@ def test_the_predictions_of_ended_requests_are_compared() -> None:
     assert explanations.comparison().ttft.basis is Basis.PREDICTED
 
 
-def test_requests_of_the_batch_class_are_explained_and_say_nothing_about_disaggregation() -> None:
+def test_requests_of_the_batch_class_are_explained_and_not_compared() -> None:
     log = PlacementLog()
     log.add(placement(), 0.0, is_batch=True)
     explanations = Explanations()

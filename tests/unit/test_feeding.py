@@ -44,8 +44,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 
 def steps(known: Callable[[int], int] | None) -> Iterator[StepPlan]:
-    """Three sequences, the last of which begins in the third step. `known`: the newest token of a sequence; without it
-    they are fed."""
+    """Return steps of three sequences, the last of which begins in the third step. `known`: the newest token of a
+    sequence; without it, tokens are fed from the step before.
+    """
     lengths = {0: 0, 1: 0}
     before: list[int] = []
     for step in range(NUM_STEPS):

@@ -30,7 +30,7 @@ _EXPORT = (
 
 @asynccontextmanager
 async def _started(*, is_short: bool = True) -> AsyncIterator[FrozenWorker]:
-    """`is_short` False: digests are computed on a thread."""
+    """Start a worker with a frozen sequence. `is_short` False: digests are computed on a thread."""
     worker = FrozenWorker()
     if not is_short:
         worker.wire.short_bytes = 0
@@ -43,7 +43,7 @@ async def _started(*, is_short: bool = True) -> AsyncIterator[FrozenWorker]:
 
 
 async def _served(worker: FrozenWorker, task: "asyncio.Task[object]") -> None:
-    """The call has ended, however."""
+    """Wait until the call has ended, successfully or not."""
     await asyncio.sleep(0)
     worker.pass_commands()
     async with asyncio.timeout(10):
@@ -95,7 +95,7 @@ async def test_a_thaw_that_fails_at_any_await_leaves_no_frozen_sequence(error: t
 
 
 async def _export(worker: FrozenWorker) -> None:
-    """A hand-off of the frozen sequence, up to its settlement or its failure."""
+    """Run a hand-off of the frozen sequence, up to its settlement or its failure."""
     ticket = (await worker.frozen()).signed_ticket
     epoch = wire.epoch_to_wire(tickets.verify(ticket, KEY, importer=str(IMPORTER)).epoch)
     attach = kv_pb2.Attach(

@@ -64,12 +64,12 @@ _SPREAD = 1.25
 
 
 def typical_error(logits: torch.Tensor, exact: torch.Tensor) -> float:
-    """The median row's distance from the exact logits `[rows, vocabulary]`, relative to their size."""
+    """Return the median row's distance from the exact logits `[rows, vocabulary]`, relative to their size."""
     return float(((logits - exact).norm(dim=1) / exact.norm(dim=1)).median())
 
 
 def own_logits(model: LoadedModel, plans: Sequence[StepPlan]) -> torch.Tensor:
-    """The plain forward's logits `[rows, vocabulary]`, over a separate pool."""
+    """Return the plain forward's logits `[rows, vocabulary]`, over a separate pool."""
     pool = KvPool(model.layout, NUM_BLOCKS)
     logits = torch.cat([ModelRunner(model.forward(pool), pool).logits(plan).float() for plan in plans])
     pool.close()

@@ -139,7 +139,7 @@ def test_large(number, tmp_path):
 
 
 @pytest.mark.slow
-def test_tests_that_want_the_whole_gpu_wait_for_each_other(tmp_path: Path) -> None:
+def test_tests_that_need_the_whole_gpu_wait_for_each_other(tmp_path: Path) -> None:
     (tmp_path / "test_whole.py").write_text(WHOLE)
     reports = tmp_path / "kept.jsonl"
     command = tests_run.command(sys.executable, [str(tmp_path / "test_whole.py")], reports, marker="", num_processes=2)

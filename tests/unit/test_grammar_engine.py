@@ -1,4 +1,6 @@
-"""Grammars over the demo model's tokens: what may follow, whole answers, and states that are a function of tokens."""
+"""Grammars over the demo model's tokens: the tokens that may follow, whole answers, and states that are a function of
+the tokens.
+"""
 
 import json
 import random

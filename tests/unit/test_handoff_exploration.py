@@ -3,8 +3,8 @@
 Covered exhaustively, each by itself: two tickets of one to three blocks on one pair of workers, with room for both or
 for only one, on either side; two attempts on one ticket, by the same decode worker or by another. In each, control
 messages arrive in any order and each of them up to twice. Up to two faults in all, of any kind, with one block each
-and, in the long tests, with two; one fault with three blocks each, or with renewals. Reads that arrive corrupted and
-calls that break, which are no faults of the others' kind, have a scenario of their own.
+and, in the long tests, with two; one fault with three blocks each, or with renewals. Corrupted reads and broken calls
+have a scenario of their own.
 """
 
 import dataclasses

@@ -37,7 +37,7 @@ class Looped:
         return bool(answer.status == _SERVING)
 
     def stand_still(self) -> None:
-        """Something synchronous that takes its time."""
+        """Block the event loop with synchronous work."""
         self._loop.call_soon_threadsafe(self._stand)
         assert self.stands.wait(_DEADLINE_S)
 

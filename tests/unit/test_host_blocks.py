@@ -43,7 +43,7 @@ def test_swapped_blocks_come_back_byte_for_byte_at_any_place(engine: Engine) -> 
 
 
 def _outputs(engine: Engine, num_blocks: int, num_slots: int) -> tuple[dict[int, list[int]], dict[str, float]]:
-    """The outputs and figures of three greedy sequences whose KV needs 15 blocks in the end."""
+    """Return the outputs and figures of three greedy sequences whose KV needs 15 blocks in the end."""
     limits = SchedulerLimits(
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,

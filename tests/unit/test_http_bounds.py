@@ -29,7 +29,7 @@ _GET = b"GET /v1/x HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"
 
 
 class _Endless:
-    """Answers with a stream that has no end."""
+    """An application that answers with an endless stream."""
 
     def __init__(self) -> None:
         self.num_inside = 0
@@ -56,7 +56,7 @@ class _Endless:
 async def _served(
     *, client_stall_s: float = 60.0, max_connections: int = 100, limits: HttpLimits | None = None
 ) -> AsyncIterator[tuple[_Endless, Telemetry, Callable[[], socket.socket]]]:
-    """The app, its figures, and what connects to it: a client with a tiny buffer."""
+    """Serve the app. Yield its figures, and a function that connects a client with a tiny buffer."""
     server, stop, endless, telemetry = (
         HttpServer(host="127.0.0.1", port=0, limits=limits),
         asyncio.Event(),
@@ -104,7 +104,7 @@ async def test_a_client_that_does_not_read_times_out_and_its_connection_is_close
 
 
 def _read_to_its_end(client: socket.socket) -> None:
-    """Read what the kernel still holds, then the end of the connection."""
+    """Read the remaining bytes, then the end of the connection."""
     try:
         while client.recv(1 << 16):
             pass

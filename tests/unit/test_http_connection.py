@@ -1,4 +1,4 @@
-"""What the HTTP connection keeps of a request is bounded, and every request on it is answered, over real sockets."""
+"""The HTTP connection over real sockets: its memory per request is bounded, and every request on it is answered."""
 
 import asyncio
 import contextlib
@@ -94,7 +94,7 @@ async def _response(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
 
 
 async def _until_closed(reader: asyncio.StreamReader) -> None:
-    """Wait until the server has closed the connection; what it had not read resets it."""
+    """Wait until the server has closed the connection; bytes that it had not read reset it."""
     with contextlib.suppress(ConnectionResetError):
         await reader.read()
 

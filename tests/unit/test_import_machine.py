@@ -39,7 +39,7 @@ class _Importer:
         return self.feed(*(import_state.FromExporter(message) for message in messages), now_s=now_s)
 
     def feed(self, *events: import_state.Event, now_s: float = 0.0) -> tuple[import_state.Action, ...]:
-        """The actions that these events led to."""
+        """Feed these events and return the resulting actions."""
         fresh: list[import_state.Action] = []
         for event in events:
             self.state, actions = importing.advance(self.state, event, now_s)
@@ -49,7 +49,7 @@ class _Importer:
 
 
 def _as_one(*messages: ExporterMessage) -> tuple[import_state.FromExporter, ...]:
-    """The events that the driver feeds for exporter messages received together."""
+    """Return the events that the driver feeds for exporter messages received together."""
     return tuple(
         import_state.FromExporter(message, is_followed=place < len(messages))
         for place, message in enumerate(messages, 1)

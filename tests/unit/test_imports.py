@@ -136,7 +136,9 @@ def path_of(module: str) -> Path:
 
 
 def imported(path: Path) -> set[str]:
-    """Full names, `from a.b import c` as both a.b and a.b.c: whether c is a module cannot be seen here."""
+    """Return the full names of imported modules; `from a.b import c` gives both a.b and a.b.c, because c may be a
+    module.
+    """
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

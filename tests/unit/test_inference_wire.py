@@ -1,4 +1,4 @@
-"""Requests of clients on the wire: unset fields, and values of enums that this version does not know."""
+"""Requests of clients on the wire: unset fields, and enum values of a later version."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +15,7 @@ UNKNOWN = 77
 
 
 def enum_fields(message: Any, path: str = "") -> Iterator[tuple[str, Message, Field]]:
-    """Every field of an enum type in a message, with the part that has it. Parts are added where there are none."""
+    """Yield every field of an enum type in a message, with the part that has it. Missing parts are added."""
     for field in message.DESCRIPTOR.fields:
         if field.enum_type is not None:
             yield f"{path}{field.name}", message, field

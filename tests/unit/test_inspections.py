@@ -9,7 +9,7 @@ from worker.service import Inspections
 
 
 class _Worker:
-    """A step thread that holds blocks for these names, and an event loop on which these are alive."""
+    """A step thread that holds blocks for some names, and an event loop on which some owners are alive."""
 
     def __init__(self, *holders: str, alive: Iterable[str] = ()) -> None:
         self.holders, self.alive = set(holders), set(alive)
@@ -26,7 +26,7 @@ class _Worker:
         asyncio.get_running_loop().call_soon(self._questions.settle, (event,))
 
     async def end(self, name: str) -> None:
-        """An owner releases, and is gone, while an inspection is on its way."""
+        """End an owner, which posts the release of its blocks, while an inspection is in flight."""
         self.releases.append(name)
         self.alive.discard(name)
 

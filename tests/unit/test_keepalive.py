@@ -19,7 +19,9 @@ TEXTS = ["ade", "bc"]
 
 
 class FrozenRouter(ScriptedRouter):
-    """Sends its responses, then `num_keepalives` keep-alive messages, and then nothing on its open connection."""
+    """A router that sends its responses, then `num_keepalives` keep-alive messages, and then nothing on its open
+    connection.
+    """
 
     sends_keepalives = True
     num_keepalives = 0
@@ -43,7 +45,7 @@ class FrozenRouter(ScriptedRouter):
 
 
 class StoppedRouter(FrozenRouter):
-    """Does not respond to pings either, like a stopped process."""
+    """A router that does not respond to pings either, like a stopped process."""
 
     def ListModels(self, request: inference_pb2.ListModelsRequest, context: grpc.ServicerContext) -> object:
         gone = threading.Event()

@@ -24,7 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Hashing:
-    """Computes the digest of the weights as it is, and counts how often."""
+    """Computes the present digest of the weights, and counts the calls."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -71,7 +71,7 @@ def replaced(folder: Path) -> None:
 
 
 def moved(folder: Path) -> None:
-    """Other weights take the place of the folder, and bring what was kept for the first ones."""
+    """Replace the folder by other weights, with the digest that was kept for the first ones."""
     other = folder.with_name("other")
     shutil.copytree(folder, other)
     (other / _NAME).write_text("WEIGHTS")
@@ -101,7 +101,7 @@ def test_a_file_beside_the_weights_that_changes_how_they_are_loaded_counts(folde
     assert compute.times == 3
 
 
-def test_a_change_while_the_weights_are_loaded_is_noticed(folder: Path) -> None:
+def test_a_change_while_the_weights_are_loaded_is_detected(folder: Path) -> None:
     digest(folder, Hashing(folder))
     files = WeightFiles.of(str(folder))
     assert files is not None

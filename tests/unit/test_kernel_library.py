@@ -1,5 +1,6 @@
-"""The kernels' library is built once, found again, never taken from where others could have put it, and every reason
-why there is none has a name. With a library of a few lines; the real one is tested in test_cpu_kernels.py."""
+"""The kernels' library is built once, found again, and never loaded from a place where other users can write; every
+reason for a missing library has a name. The tests use a library of a few lines; test_cpu_kernels.py tests the real one.
+"""
 
 import os
 import stat
@@ -23,7 +24,7 @@ long td_supported(void) {{ return {supported}; }}
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder, with sources for this test alone."""
+    """Return an empty cache folder, with sources for this test alone."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(library, "_LIBRARY", replace(library._LIBRARY, folder=tmp_path / "sources"))

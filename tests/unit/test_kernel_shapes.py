@@ -1,7 +1,7 @@
 """The attention kernels over shapes at every edge, by Triton's interpreter, against attention written out in float64.
 
 Every place that no sequence has written holds NaN, every tensor that the kernels make is between guards, and each
-launch is watched (`watched_launches.py`). What may differ is bounded element by element: weights and results are
+launch is watched (`watched_launches.py`). The allowed error is computed for each element: weights and results are
 rounded once each to the query's dtype, the rest is float32.
 """
 
@@ -53,7 +53,7 @@ class Case:
 
 
 def make_case(shape: Shape, chunks: list[tuple[int, int]], seed: int = 3) -> Case:
-    """`chunks`: (tokens, position of the first)."""
+    """Return a case with these chunks: (tokens, position of the first)."""
     generator, dice = torch.Generator().manual_seed(seed), random.Random(seed)
     layer = LayerShape(shape.kv_heads, shape.key_dim, shape.value_dim)
     layout = lay_out([layer] * 2, shape.block_size, shape.kv_dtype or shape.dtype)
@@ -96,7 +96,7 @@ def make_case(shape: Shape, chunks: list[tuple[int, int]], seed: int = 3) -> Cas
 
 
 def written_out(case: Case, unit: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result in float64, and how far each element of it may be from a kernel's."""
+    """Return the result in float64, and the allowed error of each element."""
     results, bounds = [], []
     options = case.options
     for (keys, values), rows in zip(case.contexts, case.batch.rows, strict=True):

@@ -17,7 +17,7 @@ def _accepts(keys: ClusterKeys, signer: ClusterKeys) -> bool:
 
 
 def _is_seen_by(keys: ClusterKeys) -> None:
-    """Make the keys look at their file now, as they do by themselves within a second."""
+    """Let the keys read their file now, as they do within a second by themselves."""
     keys.secret_of(b"none")
 
 

@@ -177,7 +177,7 @@ def test_autoscalers_use_metrics_that_workers_publish(name: str, folder: Path) -
     assert set(_METRIC.findall(rules)) == set().union(*used.values()) <= set(WORKER)
 
 
-def test_the_operator_may_do_what_it_does_and_nothing_else(folder: Path) -> None:
+def test_the_operator_has_exactly_the_rights_that_it_uses(folder: Path) -> None:
     role = next(item for item in _with_component("follower", folder) if item["kind"] == "Role")
     allowed = {(rule["apiGroups"][0], rule["resources"][0]): set(rule["verbs"]) for rule in role["rules"]}
     assert allowed == {

@@ -99,7 +99,7 @@ def test_the_halves_of_two_connections_do_not_fit() -> None:
     assert refusal(lambda: one[1].verify(proofs[1])) == Refusal.WRONG_PROOF
 
 
-def test_a_stranger_is_refused_by_the_first_message_and_learns_nothing() -> None:
+def test_a_stranger_is_refused_at_its_first_message_and_receives_no_proof() -> None:
     assert refusal(lambda: accepting().challenge(opening(THEIRS).hello)) == Refusal.UNKNOWN_KEY
     assert refusal(lambda: accepting(THEIRS).challenge(opening().hello)) == Refusal.UNKNOWN_KEY
     hello = opening().hello

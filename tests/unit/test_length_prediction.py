@@ -117,7 +117,7 @@ def test_the_least_recently_active_tenant_is_evicted_first() -> None:
 
 
 def test_on_the_conversation_trace_nine_in_ten_sequences_end_within_the_90_percent_prediction() -> None:
-    """Each is predicted from those before it alone."""
+    """Each length is predicted from the earlier sequences alone."""
     predictor, within, num_predicted = LengthPredictor(0.9), 0, 0
     for row in conversation_rows(4000):
         predicted = predictor.predict("", row.num_prompt, 0, NO_CAP)

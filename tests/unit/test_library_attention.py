@@ -24,7 +24,9 @@ from tests.unit.test_attention import CUDA_NEEDS, OPTIONS, PLAIN, SHAPES, hold_e
 def attend_pages(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: AttentionOptions
 ) -> torch.Tensor:
-    """One sequence `[queries, heads, dim]` over `[context, kv_heads, dim]`; its queries are the last positions."""
+    """Attend with one sequence `[queries, heads, dim]` to `[context, kv_heads, dim]`; its queries are the last
+    positions.
+    """
     num_queries, num_heads, dim = query.shape
     num_keys, num_kv_heads, _ = keys.shape
     positions = torch.arange(num_keys - num_queries, num_keys)[:, None]
@@ -44,7 +46,7 @@ def attend_pages(
 
 
 class FlashInferWrapper:
-    """Run what was planned: like the real wrapper, `run` receives queries and K and V only."""
+    """A wrapper that computes from its plan: like that of the real wrapper, `run` receives only queries, K and V."""
 
     def __init__(self, workspace: torch.Tensor, kv_layout: str, *, use_cuda_graph: bool = False, **others: Any) -> None:
         assert kv_layout == "NHD" and not workspace.any()
@@ -111,7 +113,7 @@ def test_flashinfer_receives_the_shape_of_the_step(flashinfer_backend: Attention
 
 
 def decodes_of(batch: PackedBatch) -> tuple[PackedBatch, torch.Tensor]:
-    """The one-token chunks of a batch alone, and their rows in it."""
+    """Return the one-token chunks of a batch alone, and their rows in it."""
     members = [index for index, length in enumerate(batch.query_lens) if length == 1]
     rows = batch.query_starts[members]
     count = len(members)

@@ -179,7 +179,7 @@ def test_a_stalled_hand_off_does_not_change_the_fixed_part_and_a_lasting_change_
     assert book.hand_off.fixed_s == 0.030
 
 
-def test_a_hand_off_over_an_unmeasured_link_tells_nothing() -> None:
+def test_a_hand_off_over_an_unmeasured_link_is_not_recorded() -> None:
     book = LinkTable(["shm"])
     _hand_off(book, MIB, 0.003)
     assert book.hand_off is None

@@ -13,7 +13,7 @@ _ROUTER, _OTHER = MemberId("router", "1"), MemberId("other", "1")
 
 
 def _arrived(*handles: int) -> LiveHandles:
-    """Choices of one prompt whose KV has been imported; their first tokens are ten times their handles."""
+    """Add choices of one prompt whose KV has been imported; their first tokens are ten times their handles."""
     live = LiveHandles(max_waiting_jobs=4)
     live.add_job(_ROUTER, handles)
     for handle in handles:

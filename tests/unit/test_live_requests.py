@@ -26,7 +26,7 @@ class Calls:
         self._became_live = asyncio.Event()
 
     async def serve(self, number: int) -> None:
-        """Raises ResumeSuperseded, or Cancelled once another call took over."""
+        """Serve a call. Raises ResumeSuperseded, or Cancelled once another call has taken over."""
         resumed = {"resume_from": (ResumedChoice(),), "resume_number": number} if number else {}
         request = GenerateRequest(TextPrompt("p"), request_id="r", **resumed)  # type: ignore[arg-type]
         with self.live_requests.arrived(request) as live:
@@ -57,7 +57,7 @@ class Calls:
 
 @pytest.mark.parametrize("live_number", [0, 1, 7, LARGEST])
 async def test_only_a_call_of_a_higher_number_takes_a_stream_over(live_number: int) -> None:
-    """Others end with `resume_superseded`, and the live stream does not notice."""
+    """Other calls end with `resume_superseded`, and the live stream continues."""
     calls = Calls()
     live = await calls.begin(live_number)
     for number in {min(1, live_number), max(0, live_number - 1), live_number} - {0}:

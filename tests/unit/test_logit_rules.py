@@ -45,7 +45,7 @@ def random_rules(dice: random.Random) -> LogitRules:
 
 
 def random_tokens(dice: random.Random, most: int) -> list[int]:
-    """Few distinct tokens, so that many occur again and bad words are completed."""
+    """Return random tokens of a small set, so that many occur again and bad words are completed."""
     return dice.choices(range(8), k=dice.randrange(1, most))
 
 
@@ -61,7 +61,7 @@ def adjusted(logits: torch.Tensor, *samples: Sample) -> torch.Tensor:
 
 
 def by_transformers(rules: LogitRules, tokens: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-    """The logits of the rules that `transformers` has, for the token after `tokens`."""
+    """Return the logits under the rules that `transformers` has, for the token after `tokens`."""
     processors = LogitsProcessorList()
     if rules.logit_bias:
         processors.append(SequenceBiasLogitsProcessor([[[token_id], bias] for token_id, bias in rules.logit_bias]))
@@ -74,7 +74,7 @@ def by_transformers(rules: LogitRules, tokens: Sequence[int], logits: torch.Tens
 
 
 def by_formula(rules: LogitRules, tokens: Sequence[int], num_prompt: int, logits: torch.Tensor) -> torch.Tensor:
-    """All rules in plain numbers, token by token."""
+    """Apply all rules with plain Python numbers, token by token."""
     counts, seen, bias = Counter(tokens[num_prompt:]), set(tokens), dict(rules.logit_bias)
     values = []
     for token_id, logit in enumerate(logits.tolist()):
@@ -149,7 +149,7 @@ def test_a_draft_token_counts_for_the_positions_after_it_and_for_no_later_step()
 
 
 def test_a_state_that_followed_its_tokens_equals_one_made_at_their_end() -> None:
-    """So a sequence that is resumed, moved or recomputed anywhere has the logits that it would have had."""
+    """A sequence that is resumed, moved or recomputed therefore has the same logits."""
     dice, generator = random.Random(4), torch.Generator().manual_seed(4)
     for _ in range(50):
         rules, tokens = random_rules(dice), random_tokens(dice, 5)
@@ -171,7 +171,7 @@ def compiled() -> CompiledDraw:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_both_ways_of_drawing_draw_from_the_changed_logits(compiled: CompiledDraw, dtype: torch.dtype) -> None:
-    """In steps in which some rows have rules and others have none."""
+    """The steps have rows with rules and rows without."""
     dice, generator = random.Random(5), torch.Generator().manual_seed(5)
     for _ in range(30):
         logits = (3 * torch.randn(6, VOCAB, generator=generator)).to(dtype)

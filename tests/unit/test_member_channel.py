@@ -120,7 +120,7 @@ async def test_calls_of_each_kind_reach_a_restarted_worker_without_an_error() ->
             assert worker.telemetry.value("tandem_refused_members_total", reason=Refusal.UNKNOWN_SESSION) >= 1
 
 
-async def test_a_caller_without_the_key_learns_that_it_is_refused_by_name() -> None:
+async def test_a_caller_without_the_key_receives_a_named_refusal() -> None:
     async with served(1) as (worker, port), channel_to(port, ClusterKeys(b"x" * 32)) as channel:
         assert not await is_serving(channel, timeout_s=_DEADLINE_S)  # it answers
         for _ in range(2):

@@ -61,7 +61,7 @@ def asked(draw: st.DrawFn) -> inference_pb2.GenerateRequest:
 
 
 def with_all_its_tokens(request: inference_pb2.GenerateRequest, max_tokens: int) -> inference_pb2.GenerateRequest:
-    """The request as the client library resumes it, with every field at its largest."""
+    """Return the request as the client library resumes it, with every field at its maximum."""
     resumed = inference_pb2.GenerateRequest()
     resumed.CopyFrom(request)
     resumed.sampling.MergeFrom(

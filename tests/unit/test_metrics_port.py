@@ -49,7 +49,7 @@ def test_a_scrape_shows_what_was_counted_and_the_process(port: MetricsPort, tele
 
 
 @pytest.mark.parametrize("keys", [{"metrics_key": "m"}, {"metrics_key": "m", "api_key": "k", "admin_key": "a"}])
-def test_with_a_key_for_metrics_nobody_scrapes_without_one(telemetry: Telemetry, keys: dict[str, str]) -> None:
+def test_with_a_key_for_metrics_every_scrape_needs_one(telemetry: Telemetry, keys: dict[str, str]) -> None:
     port = MetricsPort(telemetry, Gate(**keys), host=_HOST, port=0)  # type: ignore[arg-type]
     port.start()
     try:
@@ -106,7 +106,7 @@ def test_a_worker_publishes_its_blocks_sequences_and_growing_counts(telemetry: T
     assert telemetry.value("vllm:kv_cache_usage_perc", model_name="m") == pytest.approx(0.4)
 
 
-def test_vllms_names_are_published_only_where_they_are_asked_for(telemetry: Telemetry) -> None:
+def test_vllms_metric_names_are_published_only_if_configured(telemetry: Telemetry) -> None:
     WorkerMetrics(telemetry).publish(inspected())
     assert b"vllm:" not in telemetry.render()
 
@@ -114,6 +114,6 @@ def test_vllms_names_are_published_only_where_they_are_asked_for(telemetry: Tele
 @pytest.mark.parametrize(
     ("work", "kind"), [(StepWork(num_new=8), "prefill"), (StepWork(batch=2), "decode"), (StepWork(8, 36.0, 2), "mixed")]
 )
-def test_steps_are_told_apart_by_their_work(telemetry: Telemetry, work: StepWork, kind: str) -> None:
+def test_steps_are_distinguished_by_their_work(telemetry: Telemetry, work: StepWork, kind: str) -> None:
     WorkerMetrics(telemetry).record_step(work, StepTime(0.02, 0.001, 0.018, 0.001))
     assert telemetry.value("tandem_step_seconds", work=kind) == 1

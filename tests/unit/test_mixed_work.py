@@ -1,4 +1,4 @@
-"""One scheduler with work of both destinations: sequences that are decoded here, and prompts for export."""
+"""Tests of a scheduler with work of both destinations: sequences that are decoded here, and prompts for export."""
 
 from collections.abc import Callable
 
@@ -121,7 +121,7 @@ class _MixedPlay(Play):
 
 
 def _end(bench: SchedulerBench) -> None:
-    """End everything that waits for another worker. Then every sequence ends and no block is in use."""
+    """End all work that waits for another worker, and check that every sequence ends and no block is in use."""
     for handoff in list(bench.handoffs.values()):
         if handoff.handoff_id in bench.handoffs:
             bench.discard(handoff)

@@ -34,7 +34,7 @@ def whole_prompt(block_ids: tuple[int, ...], *samples: Sample) -> Chunk:
 
 
 def zero_positions(engine: Engine, block_id: int) -> list[bool]:
-    """Per position of the block: is it zero in every layer?"""
+    """Return for each position of the block whether it is zero in every layer."""
     states = torch.stack([view[block_id].flatten(1) for layer in engine.pool.layers for view in layer])
     return [bool(flag) for flag in (states == 0).all(dim=2).all(dim=0)]
 

@@ -1,4 +1,4 @@
-"""What a model's files may do to the process that loads them: nothing, unless its operator allows it."""
+"""Tests that a model's files run no code in the process that loads them, unless its operator allows it."""
 
 import json
 import os

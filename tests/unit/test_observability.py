@@ -1,4 +1,4 @@
-"""The dashboard and the alerts: they use metrics that exist, each alert has a runbook, and its example raises it."""
+"""The dashboard and the alerts: their metrics exist, each alert has a runbook, and its example raises it."""
 
 import re
 import shutil

@@ -17,7 +17,7 @@ from tandem.v1 import admin_pb2, inference_pb2
 
 
 def status(**states: str) -> admin_pb2.StatusResponse:
-    """Workers by name, _ for -: state@incarnation."""
+    """Return a status with these workers by name, with _ for -: state@incarnation."""
     members = []
     for name, state in states.items():
         role, (word, _, incarnation) = name.partition("_")[0], state.partition("@")
@@ -193,7 +193,7 @@ def disaggregation(verdict: str, ttft: admin_pb2.LatencyEffect, **fields: object
     )
 
 
-def test_the_status_says_whether_disaggregation_is_worth_it_by_how_much_and_how_that_is_known() -> None:
+def test_the_status_shows_the_effect_of_disaggregation_and_the_basis_of_the_estimate() -> None:
     found = disaggregation("worth_it", effect("measured", -0.031, -0.05, -0.012), placement="auto", explore=0.02)
     lines = disaggregation_text(found).splitlines()
     assert lines[0].startswith("disaggregation: worth it here")

@@ -215,7 +215,7 @@ async def test_every_wait_has_its_own_time_whatever_the_waits_before_it_had() ->
 
 
 class _Reader:
-    """A client that is written to directly."""
+    """A client to which deltas are written directly."""
 
     def __init__(self) -> None:
         self.is_ready = True

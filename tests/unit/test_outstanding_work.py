@@ -1,4 +1,5 @@
-"""The work at a worker as several routers see it: what each sent itself, and what the worker reports about the others.
+"""The outstanding work at a worker as several routers see it: the work that each sent itself, and the worker's reports
+about the others.
 
 The state machine has a worker's real account, routers' real backlogs, and messages that are delivered late. Reports are
 delivered in any order, more than once, or never.
@@ -230,7 +231,7 @@ def _reported(worker: OutstandingWork, router: MemberId, now_s: float = 0.0) -> 
     return worker.reports([router], now_s)[router]
 
 
-def test_a_router_is_told_of_the_work_of_all_others_and_not_of_its_own() -> None:
+def test_a_router_receives_the_work_of_all_others_and_not_its_own() -> None:
     worker = OutstandingWork()
     worker.add_export(b"a", A, PromptWork.of(100, 0), 2, 0.0)
     worker.add_export(b"b", B, PromptWork.of(300, 100), 1, 0.0)

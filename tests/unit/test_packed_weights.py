@@ -65,7 +65,7 @@ def test_float32_layers_and_subclasses_of_linear_are_not_packed() -> None:
 
 
 class _Borrowing(nn.Module):
-    """Calls one layer, and reads the weight of the other, as some mixtures' routers do."""
+    """A module that calls one layer and reads the weight of the other, as some mixtures' routers do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def test_an_engine_reports_its_packed_weights(tmp_path_factory: pytest.TempPathF
 
 
 def _logits(loaded: LoadedModel) -> list[torch.Tensor]:
-    """The logits of every sampled row of a staggered run, in order."""
+    """Return the logits of every sampled row of a staggered run, in order."""
     pool = KvPool(loaded.layout, num_blocks())
     runner = ModelRunner(loaded.forward(pool), pool)
     sequences = make_sequences(seed=1, vocab_size=loaded.info.vocab_size)

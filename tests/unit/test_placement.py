@@ -101,7 +101,7 @@ def test_a_worker_that_failed_this_request_is_the_last_choice() -> None:
 
 
 def measured(name: str, assigned: int = 0, **bytes_per_s: float) -> WorkerLoad:
-    """A decode worker that has read of these exporters so fast; a prompt of 10 tokens has 1 MB of KV."""
+    """Return a decode worker with these measured link speeds by exporter; a prompt of 10 tokens has 1 MB of KV."""
     links = [LinkSpeed(MemberId(exporter, "1"), "tcp", rate, 0.0) for exporter, rate in bytes_per_s.items()]
     return WorkerLoad(MemberId(name, "1"), "a", assigned, links=tuple(links), kv_bytes_per_token=1e5)
 
@@ -186,7 +186,7 @@ def test_a_decode_worker_prefills_when_every_pair_is_excluded() -> None:
 
 
 def cached(**tokens: int) -> RequestFacts:
-    """A prompt of 100 tokens with the given numbers of tokens cached by these prefill workers."""
+    """Return a prompt of 100 tokens of which these prefill workers have cached the given numbers of tokens."""
     return RequestFacts(100, 10, 1, cached_tokens={MemberId(name, "1"): number for name, number in tokens.items()})
 
 

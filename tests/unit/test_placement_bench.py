@@ -195,7 +195,7 @@ def test_tests_results_and_pages_do_not_change_the_measured_code() -> None:
 
 
 def served(arrivals: list[Arrival], service_s: float) -> list[Record]:
-    """Records of a server that serves one request after the other in constant time."""
+    """Return records of a server that serves one request after the other in constant time."""
     free_s, records = 0.0, []
     for arrival in arrivals:
         free_s = max(free_s, arrival.at_s) + service_s
@@ -299,7 +299,7 @@ def test_the_page_shows_a_p99_of_ttft_only_for_enough_requests() -> None:
     assert "`auto` was measured at no point." in text
 
 
-def test_the_page_tells_where_the_load_generator_was_late_and_what_else_ran() -> None:
+def test_the_page_lists_late_points_of_the_load_generator_and_other_load() -> None:
     late = replace(result({SEPARATE: replace(arm(10), late_s=0.02), COLOCATED: arm(10)}), note="Tests ran beside it.")
     text = page([late], 22)
     assert "**The load generator was late** by 20.0 ms (p99) for 1+1" in text and "Tests ran beside it." in text
@@ -336,7 +336,7 @@ def test_percentiles_of_no_request_are_empty() -> None:
 
 
 def _explained(outcome: str, *predicted_s: float) -> admin_pb2.RequestExplanation:
-    """A request of 0.5 s until its first token and 0.02 s between tokens, placed once for each predicted TTFT."""
+    """Return a request with 0.5 s to its first token and 0.02 s between tokens, placed once for each predicted TTFT."""
     request = admin_pb2.RequestExplanation(outcome=outcome, num_tokens=8, ttft_s=0.6, itl_s=0.02)
     for ttft_s in predicted_s:
         placement = request.placements.add(after_s=0.1)

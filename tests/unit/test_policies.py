@@ -39,7 +39,7 @@ POLICIES = [make_policy(name) for name in SCHEDULING_POLICIES]
 
 
 def in_order(policy: Policy, *works: Work, now_s: float = 0.0) -> list[int]:
-    """Arrivals, first to last."""
+    """Return the arrivals in the order of the policy."""
     return [work.arrival for work in sorted(works, key=lambda work: full_rank(policy, work, now_s))]
 
 
@@ -126,7 +126,7 @@ def test_ageing_lets_the_last_ranked_work_become_the_first(policy: Policy) -> No
 def test_ageing_never_swaps_the_order_of_two_waiting_requests(
     one: Work, other: Work, now_s: float, later_s: float
 ) -> None:
-    """Otherwise they would displace each other again and again."""
+    """Otherwise they would displace each other repeatedly."""
     for policy in (ShortestFirst(), Priorities()):
         before, after = (policy.rank(one, t)[0] - policy.rank(other, t)[0] for t in (now_s, later_s))
         assert before == pytest.approx(after, abs=1e-3)
@@ -155,7 +155,7 @@ def test_a_job_joins_the_first_mlfq_level_with_a_quantum_for_its_prompt(num_prom
     ("num_output", "level"), [(0, 0), (23, 0), (24, 1), (87, 1), (88, 2), (215, 2), (216, 3), (10**6, 7)]
 )
 def test_each_used_quantum_moves_work_one_level_down(num_output: int, level: int) -> None:
-    """32 tokens, then 64, 128, ...; the prompt's 64 count as 8."""
+    """The quanta are 32 tokens, then 64, 128, ...; the prompt's 64 tokens count as 8."""
     assert mlfq_at(64, num_output) == level
 
 

@@ -16,7 +16,7 @@ def slots(*names: str) -> list[Slot]:
 def plan(
     staying: str, target: tuple[int, int] | tuple[int, int, int], *, leaving: str = "", **busy: float
 ) -> tuple[list[str], list[str]]:
-    """`busy` by name, _ for -."""
+    """Return the plan. `busy` by name, with _ for -."""
     found = pool_plan(
         slots(*staying.split()),
         slots(*leaving.split()),

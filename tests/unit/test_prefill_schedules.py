@@ -54,7 +54,7 @@ class _AnySchedule(RuleBasedStateMachine):
         salt: str,
         priority: int,
     ) -> None:
-        """Prompts that begin alike, and part."""
+        """Submit prompts with equal beginnings."""
         job = export_job(
             [*range(1, num_shared + 1), *token_ids],
             num_choices=num_choices,

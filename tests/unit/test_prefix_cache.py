@@ -12,7 +12,9 @@ _ROOT = b"root"
 
 
 def _cached(*chains: bytes) -> PrefixCache:
-    """Blocks of one letter each, numbered in order of appearance. The chains are released in the given order."""
+    """Return a cache with blocks of one letter each, numbered in order of appearance. The chains are released in the
+    given order.
+    """
     cache = PrefixCache(LeastRecentlyUsed())
     numbers: dict[bytes, int] = {}
     for chain in chains:

@@ -1,5 +1,5 @@
-"""The engine on a pretended GPU: a step mixes no tensors of two devices, waits for nothing but its tokens, and draws a
-CPU's tokens, with and without graphs. With Triton and TRITON_INTERPRET=1 its kernels take part.
+"""The engine on a pretended GPU: a step mixes no tensors of two devices, waits for nothing but its tokens, and draws
+the same tokens as a CPU, with and without graphs. With Triton and TRITON_INTERPRET=1 its kernels take part.
 """
 
 import importlib.util
@@ -133,7 +133,7 @@ def drawn(runner: ModelRunner) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class OnCpu:
-    """The tokens that a CPU draws, and its pool afterwards."""
+    """The tokens of a run on the CPU, and its pool afterwards."""
 
     folder: Path
     tokens: list[list[int]]
@@ -142,7 +142,9 @@ class OnCpu:
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> OnCpu:
-    """Built before there is any GPU, because `transformers` looks for devices once, at its first model."""
+    """Return the results on a CPU, computed before there is any GPU, because `transformers` looks for devices once, at
+    its first model.
+    """
     folder = tmp_path_factory.mktemp("llama")
     FAMILIES["llama"].save(folder)
     engine = build_engine(settings(folder))
@@ -211,7 +213,9 @@ def test_a_fused_step_never_synchronizes_with_and_without_graphs(gpu: PretendGpu
 def test_the_pool_is_allocated_after_weights_are_merged(
     build: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Merging weights needs extra memory for a while, and the driver cannot give the pool what torch keeps of it."""
+    """Merging weights needs extra memory temporarily, and the driver cannot allocate to the pool the part that torch
+    keeps.
+    """
     done: list[str] = []
 
     def noting(name: str, plain: Callable[..., object]) -> Callable[..., object]:
@@ -250,7 +254,7 @@ def test_the_pretended_gpu_refuses_mixed_devices_and_detects_synchronization(gpu
 
 
 def test_steps_of_any_size_are_computed_by_the_same_kernels(gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lengths, tables and where those lie change with every step; a kernel compiled for each would cost seconds."""
+    """Lengths, tables and their addresses change with every step; compiling a kernel for each would cost seconds."""
     if not HAS_TRITON or IS_INTERPRETED:
         pytest.skip("needs Triton, which comes with torch's CUDA wheels, and not its interpreter")
     from triton.backends.compiler import GPUTarget

@@ -26,7 +26,7 @@ CHOICES = (Sampling(), Sampling(0.9, num_logprobs=4), Sampling(0.7, top_p=0.95, 
 
 
 def choices() -> Iterator[StepPlan]:
-    """A prompt from whose end several choices are drawn, then a step of each, with log-probabilities."""
+    """Return steps: a prompt from which several choices are drawn, then a step of each, with log-probabilities."""
     samples = tuple(Sample(which, 9, way) for which, way in enumerate(CHOICES))
     yield StepPlan((Chunk(0, tuple(range(20, 29)), 0, (3, 4), samples),))
     chunks = (
@@ -42,7 +42,7 @@ def said(runner: ModelRunner) -> list[tuple[int, list[tuple[int, float]]]]:
 
 
 def drafted(runner: ModelRunner) -> list[tuple[tuple[int, ...], ...]]:
-    """The draft model's proposals while a sequence grows by one token a step."""
+    """Return the draft model's proposals while a sequence grows by one token per step."""
     known, answers = list(range(1, 8)), []
     for position in range(7, 11):
         start = 0 if position == 7 else position - 1
@@ -71,7 +71,7 @@ class Expected:
 
 @pytest.fixture(scope="module")
 def expected(on_cpu: OnCpu, tmp_path_factory: pytest.TempPathFactory) -> Expected:
-    """The results on a CPU, computed before there is any GPU."""
+    """Return the results on a CPU, computed before there is any GPU."""
     mixture = tmp_path_factory.mktemp("mixtral")
     FAMILIES["mixtral"].save(mixture)
 

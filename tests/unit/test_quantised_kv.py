@@ -102,7 +102,7 @@ def build(folder: Path, kv_cache_dtype: str) -> Engine:
 
 
 def prefill(engine: Engine, block_ids: tuple[int, ...], cuts: tuple[int, ...]) -> torch.Tensor:
-    """The logits of the last token of a prompt that is computed in these chunks."""
+    """Return the logits of the last token of a prompt that is computed in these chunks."""
     token_ids = tuple(range(5, 5 + cuts[-1]))
     for start, end in itertools.pairwise((0, *cuts)):
         samples = (Sample(seed=0, position=end, sampling=Sampling()),)

@@ -142,7 +142,7 @@ def test_a_short_list_of_logprobs_is_refused() -> None:
 
 
 def _enum_fields() -> list[tuple[type[Message], str]]:
-    """Every field of an enum type in a message between members."""
+    """Yield every field of an enum type in a message between members."""
     return [(kind, field.name) for kind in kinds() for field in kind.DESCRIPTOR.fields if field.enum_type is not None]
 
 

@@ -203,7 +203,7 @@ def test_the_values_that_were_accepted_hold_under_other_defaults_and_limits() ->
 
 @pytest.mark.parametrize("shift_us", [-1000 * HOUR_US, -5 * HOUR_US, 0, 5 * HOUR_US, 1000 * HOUR_US])
 def test_an_acceptance_stays_valid_when_a_clock_jumps(token: bytes, shift_us: int) -> None:
-    """`shown` takes no time at all. Only the place in the queue depends on it."""
+    """`shown` has no time argument. Only the place in the queue depends on the clock."""
     acceptance = AcceptanceSigner(ClusterKeys(b"key")).shown(resumed(token))
     assert acceptance.resolved(resumed(token), PROMPT, MODEL)
     assert acceptance.is_recent(NOW_US + shift_us) == (shift_us <= 0)

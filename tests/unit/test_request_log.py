@@ -34,7 +34,7 @@ _ENDED = Explanation(
 )
 
 
-def test_a_line_says_where_the_time_of_a_request_went() -> None:
+def test_a_line_has_the_time_of_each_phase_of_a_request() -> None:
     assert ended_fields(_ENDED) == {
         "request_id": "req-1",
         "outcome": "ok",

@@ -54,7 +54,7 @@ def new_choice(
 
 
 def drawn(choice: Choice, token_ids: list[int], max_tokens: int = MOST_TOKENS) -> list[ChoiceDelta]:
-    """The client's deltas for these tokens until the choice ends; a worker marks the end at its last token."""
+    """Return the client's deltas for these tokens until the choice ends; a worker marks the end at its last token."""
     deltas = []
     for token_id in token_ids:
         if choice.ended:

@@ -1,4 +1,4 @@
-"""Branches end together and do not change the task that ran them: its deadline still ends it."""
+"""Branches end together and do not change the task that ran them: its deadline still applies."""
 
 import asyncio
 from collections.abc import Coroutine

@@ -18,7 +18,7 @@ def _tokens(logits: torch.Tensor, samples: list[Sample]) -> list[int]:
 
 
 def _over_positions(logits: list[float], sampling: Sampling, num_draws: int, seed: int = 11) -> list[int]:
-    """One draw per position from the same logits."""
+    """Draw once per position from the same logits."""
     samples = [Sample(seed, position, sampling) for position in range(num_draws)]
     return _tokens(torch.tensor([logits]).expand(num_draws, -1), samples)
 
@@ -28,7 +28,7 @@ def _chi_square(counts: Counter[int], probabilities: dict[int, float], num_draws
 
 
 def _limit(num_classes: int) -> float:
-    """Chi-square's 1 - 1e-4 quantile (Wilson and Hilferty)."""
+    """Return chi-square's 1 - 1e-4 quantile (Wilson and Hilferty)."""
     freedom = num_classes - 1
     return freedom * (1 - 2 / (9 * freedom) + 3.719 * math.sqrt(2 / (9 * freedom))) ** 3
 
@@ -50,7 +50,7 @@ def _noise(seed: int, position: int, token_id: int) -> float:
 
 
 def _kept(scores: list[float], sampling: Sampling) -> list[int]:
-    """Token ids, best first, lowest id first among equals."""
+    """Return the kept token ids, best first, lowest id first among equals."""
     ranked = sorted(range(len(scores)), key=lambda token_id: (-scores[token_id], token_id))
     if sampling.top_k:
         ranked = ranked[: sampling.top_k]
@@ -136,7 +136,7 @@ def test_the_samplers_filters_keep_exactly_the_promised_tokens(sampling: Samplin
 
 
 def test_every_draw_equals_a_plain_samplers() -> None:
-    """Mixed settings in one batch; half-precision logits bring ties."""
+    """The batch mixes settings; half-precision logits give ties."""
     generator = torch.Generator().manual_seed(3)
     settings = [
         Sampling(temperature, top_k, top_p, min_p)

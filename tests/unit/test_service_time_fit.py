@@ -46,7 +46,7 @@ def exact(work: StepWork) -> float:
 
 
 def noisy(chance: random.Random, sigma: float) -> Callable[[StepWork], float]:
-    """Steps with a relative error of `sigma` whose median is the true time."""
+    """Return steps with a relative error of `sigma` whose median is the true time."""
     return lambda work: exact(work) * math.exp(chance.gauss(0, sigma))
 
 

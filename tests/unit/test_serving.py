@@ -208,7 +208,7 @@ asyncio.run(main())
 
 @pytest.mark.slow  # keepalive's 15 s
 async def test_the_server_releases_a_calls_resources_when_its_client_freezes(served: Served) -> None:
-    """The connection of a stopped process stands, but the process neither receives nor sends."""
+    """The connection of a stopped process stays open, but the process neither receives nor sends."""
 
     async def hold() -> None:
         await asyncio.Event().wait()
@@ -264,7 +264,7 @@ async def test_a_missing_server_is_unavailable_and_a_passed_deadline_is_deadline
 
 
 async def test_a_call_succeeds_though_connecting_takes_half_a_second(served: Served) -> None:
-    """A machine whose cores are busy is as slow. Half a second is a quarter of the timeout of connecting."""
+    """Connecting can take that long on a loaded machine. Half a second is a quarter of the connection timeout."""
 
     async def pass_on_late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.5)

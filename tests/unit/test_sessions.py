@@ -83,7 +83,7 @@ def test_a_handshake_in_the_name_of_another_member_is_refused(table: SessionTabl
     assert refusal(lambda: table.open(request)) == Refusal.WRONG_PROOF
 
 
-def test_a_replayed_handshake_opens_a_session_that_nobody_can_use(table: SessionTable) -> None:
+def test_a_replayed_handshake_opens_a_session_that_no_caller_can_use(table: SessionTable) -> None:
     opening = OpeningSession(ClusterKeys(OURS), "router-0@1")
     session = opening.opened(table.open(opening.request()))
     proof = session.prove("/S", b"")
@@ -93,7 +93,7 @@ def test_a_replayed_handshake_opens_a_session_that_nobody_can_use(table: Session
     assert refusal(lambda: table.admit(proof, "/S", b"")) == Refusal.REPLAYED
 
 
-def test_a_callee_without_the_key_is_not_believed(table: SessionTable) -> None:
+def test_a_callee_without_the_key_is_refused_by_its_caller(table: SessionTable) -> None:
     opening = OpeningSession(ClusterKeys(OURS), "router-0@1")
     answer = table.open(opening.request())
     for field, value in (

@@ -76,7 +76,7 @@ async def test_grpc_ports_show_a_new_certificate_and_keep_connections(
 async def test_a_channel_of_before_shows_the_new_certificate_at_its_next_call(
     tmp_path: Path, made: Certificates, pair: Pair
 ) -> None:
-    """Members stop to trust the authority of the old certificate, as they would refuse it once it has expired."""
+    """Members stop trusting the authority of the old certificate, as they would refuse an expired one."""
     stranger = Pair(tmp_path / "moving.crt", tmp_path / "moving.key")
     write(stranger, made.stranger)
     authorities = tmp_path / "both.crt"

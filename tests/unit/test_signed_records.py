@@ -1,4 +1,4 @@
-"""Records of members in Redis: who may write them, and what becomes of all others."""
+"""Records of members in Redis: signed ones are accepted, all others are refused and reported."""
 
 import json
 

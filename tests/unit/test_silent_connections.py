@@ -93,7 +93,7 @@ def _is_open(client: socket.socket) -> bool:
 
 
 def _ask(port: int, is_tls: bool) -> bytes:
-    """Empty: the connection was closed."""
+    """Send a request and return the response; empty: the connection was closed."""
     with closing(_connected(port)) as client:
         try:
             asking = _shaken(client) if is_tls else client
@@ -104,7 +104,7 @@ def _ask(port: int, is_tls: bool) -> bytes:
 
 
 async def _num_open(clients: list[socket.socket]) -> int:
-    """Once no more than the bound are."""
+    """Wait until the number of open connections is within the bound, and return it."""
     async with asyncio.timeout(_DEADLINE_S):
         while (num_open := sum(map(_is_open, clients))) > _BOUND:  # noqa: ASYNC110 -- sockets of this process
             await asyncio.sleep(0.01)
@@ -159,7 +159,7 @@ def _sent(client: socket.socket, data: bytes) -> socket.socket:
 
 
 def _end_of(port: int, silence: Callable[[socket.socket], socket.socket]) -> bool:
-    """Waits for it."""
+    """Wait for the end of the connection."""
     with closing(_connected(port)) as client:
         with closing(silence(client)) as silent, suppress(ConnectionError, ssl.SSLError):
             while silent.recv(1 << 16):
@@ -168,7 +168,7 @@ def _end_of(port: int, silence: Callable[[socket.socket], socket.socket]) -> boo
 
 
 def _end_of_dripping(port: int, data: bytes) -> bool:
-    """A byte at a time, far more slowly than the limit allows for all of them."""
+    """Send single bytes, far more slowly than the limit allows in all, until the connection ends."""
     with closing(_connected(port)) as client:
         client.settimeout(0.1)
         for byte in data + bytes(1000):

@@ -21,7 +21,9 @@ SEPARATE, COLOCATED = ((0,), (1,)), ((), (0, 1))
 
 
 def targets_of(workload: Workload) -> SloTargets:
-    """Three times the quiet time to first token, twice the quiet time between tokens, as in the benchmark."""
+    """Return targets of three times the quiet time to first token and twice the quiet time between tokens, as in the
+    benchmark.
+    """
     quiet_s = TIMES.prompt_s(workload.prompt_tokens, 0.0, 512)
     return SloTargets(3 * quiet_s, 2 * TIMES.step_s(1, workload.prompt_tokens))
 

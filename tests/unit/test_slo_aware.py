@@ -92,7 +92,7 @@ def test_a_prediction_just_below_a_target_is_not_as_good_as_one_far_below() -> N
 
 
 def test_one_late_request_is_better_than_many_slow_ones() -> None:
-    """Whichever worker computes the prompt, some target is missed: that of the request, or those of eight sequences."""
+    """Whichever worker computes the prompt, some target is missed: the request's, or those of eight sequences."""
     prefills, decodes = [load("p0", num_ahead=3000)], [load("d0", running=8, left=20.0)]
     placement = choose(prefills, decodes, targets=SloTargets(ttft_s=1.0, itl_s=0.022))
     assert names(placement) == ("p0", "d0")
@@ -110,7 +110,7 @@ def test_a_worker_leaves_its_role_where_a_target_would_be_missed_otherwise() -> 
         assert names(choose(prefills, decodes, targets=targets)) == chosen
 
 
-def test_a_prefill_worker_decodes_what_it_prefilled_where_a_target_would_be_missed_otherwise() -> None:
+def test_a_prefill_worker_decodes_its_own_prompt_if_a_target_would_be_missed_otherwise() -> None:
     prefills = [in_role(load("p0"), Role.PREFILL)]
     targets = SloTargets(ttft_s=1.0, itl_s=0.05)
     for running, chosen in ((1, ("p0", "d0")), (200, (None, "p0"))):
@@ -286,7 +286,7 @@ def test_no_worker_no_placement() -> None:
 
 
 def test_a_random_fleet_is_never_served_worse_than_the_best_static_arm_predicts() -> None:
-    """The decision is among all candidates, so it is at least as good as always pairing and as never pairing."""
+    """The policy chooses among all candidates, so it is at least as good as always pairing and as never pairing."""
     draws = random.Random(7)
     for _ in range(200):
         prefills, decodes = (

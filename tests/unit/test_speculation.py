@@ -44,7 +44,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 
 def prompts() -> list[list[int]]:
-    """Two prompts with repetitions, and one without."""
+    """Return two prompts with repetitions, and one without."""
     return [[5, 9, 11, 4] * 5, [*range(30, 40)] * 2, list(range(60, 83))]
 
 
@@ -89,7 +89,7 @@ def test_after_every_step_the_kv_of_rejected_draft_tokens_is_zero(tiny: Engine) 
 
 
 class _Wrong:
-    """Right now and then, by chance."""
+    """A proposer whose tokens are right sometimes, by chance."""
 
     def propose(self, token_ids: Sequence[int], max_draft_tokens: int) -> tuple[int, ...]:
         return tuple((token_ids[-1] + 7 * index) % 128 for index in range(max_draft_tokens))
@@ -110,7 +110,9 @@ def speculated_outcomes(num_sequences: int) -> torch.Tensor:
 
 
 def g_statistic(counts: torch.Tensor) -> float:
-    """Against the model's own distribution; about chi-square, with one degree of freedom less than cells."""
+    """Return the G statistic against the model's own distribution: about chi-square, with one degree of freedom less
+    than cells.
+    """
     steps = TABLE.double().softmax(dim=-1)
     first = steps[0]
     expected = torch.einsum("a,ab,bc->bc", first, steps, steps) * counts.sum()
@@ -187,7 +189,7 @@ def test_a_banned_token_is_drawn_after_no_draft_token() -> None:
 
 
 class _Ticks:
-    """A clock that steps move: by 10 and 2 for each row."""
+    """A clock that each step advances: by 10, and by 2 for each row."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0

@@ -30,7 +30,7 @@ def draft_model(num_blocks: int = 64, max_tokens: int = 512, max_model_len: int 
 
 
 def asked(sequence_id: int, known: Sequence[int], max_draft_tokens: int) -> Chunk:
-    """The chunk of a step that computed the last known token; it draws one more."""
+    """Return the chunk of a step that computed the last known token and draws one more."""
     sample = Sample(sequence_id, len(known), Sampling())
     return Chunk(
         sequence_id, (known[-1],), len(known) - 1, (0,), (sample,), draft=DraftRequest(list(known), max_draft_tokens)
@@ -38,7 +38,7 @@ def asked(sequence_id: int, known: Sequence[int], max_draft_tokens: int) -> Chun
 
 
 def expected(seed: int, known: Sequence[int], num_draft_tokens: int) -> tuple[int, ...]:
-    """The tokens that a serial run of the draft model draws after these tokens."""
+    """Return the tokens that a serial run of the draft model draws after these tokens."""
     tokens = list(known)
     for _ in range(num_draft_tokens):
         tokens.append(next_token(tokens, Sample(seed, len(tokens), Sampling())))
@@ -46,7 +46,9 @@ def expected(seed: int, known: Sequence[int], num_draft_tokens: int) -> tuple[in
 
 
 def drafted(model: DraftModel, asks: Sequence[tuple[int, Sequence[int], int, int]]) -> tuple[tuple[int, ...], ...]:
-    """The draft tokens for each (sequence, known tokens, the token drawn in the step, most draft tokens)."""
+    """Return the draft tokens for each (sequence, known tokens, the token drawn in the step, maximum number of draft
+    tokens).
+    """
     chunks = tuple(asked(sequence, known, most) for sequence, known, _, most in asks)
     return model.draft(StepPlan(chunks), [(DrawnToken(token),) for _, _, token, _ in asks])
 

@@ -1,4 +1,6 @@
-"""Sequences with grammars on a real model: their answers match, wherever they are continued, and harm no other one."""
+"""Sequences with grammars on a real model: their answers match the grammar, at whatever token they are continued, and
+do not affect other sequences.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,8 +129,7 @@ def test_a_worker_without_the_library_refuses_plainly() -> None:
 
 
 def masked_samples(vocab_size: int, num_rows: int, generator: torch.Generator) -> list[Sample]:
-    """Samples with random masks, one word shorter than the vocabulary where that is possible; every third row has
-    none."""
+    """Return samples with random masks, one word shorter than the vocabulary if possible; every third row has none."""
     num_words = max(1, vocab_size // 32)
     samples = []
     for row in range(num_rows):

@@ -10,7 +10,7 @@ from engine.steps.step_watch import StepWatch
 
 
 class _Steps:
-    """A loop without steps. It keeps what watches it."""
+    """A step loop without steps. It stores its watch."""
 
     def __init__(self) -> None:
         self.watches: list[StepWatch | None] = []

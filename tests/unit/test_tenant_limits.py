@@ -64,7 +64,7 @@ def test_tokens_are_reserved_and_settled_by_what_was_used() -> None:
 
 @pytest.mark.parametrize("ended_s", [1.0, 30.0, 59.5, 90.0])
 def test_a_request_that_uses_less_than_it_reserved_gives_no_credit_in_the_next_minute(ended_s: float) -> None:
-    """What is given back leaves the minute together with the reservation, however long the request took."""
+    """The unused tokens leave the minute together with the reservation, however long the request took."""
     tenants, who = TenantLimits(), caller(tokens_per_minute=100)
     with tenants.place(who, 0.0) as reservation:
         reservation.reserve(100, 0.0)
@@ -93,7 +93,7 @@ def test_concurrency_and_bytes_are_free_again_after_a_request() -> None:
     tenants.check()
 
 
-def test_what_a_key_says_of_one_request() -> None:
+def test_limits_of_a_key_on_single_requests() -> None:
     who = Caller("acme", "k1", limits=Limits(max_sequences=4), max_priority=0)
     check_request(who, 4, 0)
     with pytest.raises(LimitReached, match="5 sequences") as refused:

@@ -1,4 +1,6 @@
-"""Streamed text is decoded text: nothing repeated, nothing lost, no half character, nothing past a stop string."""
+"""Streamed text equals decoded text: nothing is repeated or lost, no character is split, and nothing follows a stop
+string.
+"""
 
 from functools import cache
 from itertools import pairwise
@@ -133,7 +135,7 @@ def test_text_ends_where_the_first_stop_string_begins(name: str, data: st.DataOb
 
 
 def _stop_strings(whole: str) -> st.SearchStrategy[str]:
-    """Half of them taken from the text itself."""
+    """Return stop strings, half of them from the text itself."""
     if not whole:
         return st.text("ab. ", min_size=1, max_size=3)
     cuts = st.tuples(st.integers(0, len(whole) - 1), st.integers(1, 4))

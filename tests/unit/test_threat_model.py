@@ -1,4 +1,4 @@
-"""The threats of docs/security.md: each line says who does what, how it is stopped, and which test shows it."""
+"""The threats of docs/security.md: each line has the attacker, the attack, the defence, and the test that shows it."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ def _rows() -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def functions() -> frozenset[str]:
-    """The names of all functions that pytest collects from tests/."""
+    """Return the names of all functions that pytest collects from tests/."""
     texts = (path.read_text() for path in (_ROOT / "tests").rglob("test_*.py"))
     return frozenset(name for text in texts for name in re.findall(r"^(?:async )?def (test_\w+)\(", text, re.MULTILINE))
 

@@ -13,7 +13,7 @@ _A, _B, _C, _D = (bytes([number]) * 16 for number in range(1, 5))
 
 
 def _store(index: TierIndex, *hashes: bytes) -> list[tuple[bytes, bytes | None]]:
-    """All of it succeeds. What was stored, and what went to disk for it."""
+    """Store a chain; every copy succeeds. Return the stored and the demoted blocks."""
     stores = index.begin_store(hashes)
     for store in stores:
         index.end_store(store, is_stored=True, is_demoted=True)

@@ -17,7 +17,7 @@ from tests.unit.tier_bench import BLOCK_BYTES, LAYOUT, TierBench, prompt
 
 
 async def _fill(worker: TierBench, *numbers: int) -> None:
-    """Two of these prompts leave nothing of another in the pool."""
+    """Compute these prompts. After two of them the pool holds no block of an earlier one."""
     for number in numbers:
         await worker.ask(*prompt(number))
 
@@ -115,7 +115,7 @@ def _empty(path: Path) -> None:
 
 
 def _rename(path: Path) -> None:
-    """Another block's file under this one's name."""
+    """Rename another block's file to the name of this block's."""
     other = next(p for p in path.parent.iterdir() if p != path and p.name != "lock")
     shutil.copy(other, path)
 
@@ -214,7 +214,7 @@ async def test_stores_beyond_four_prompts_are_dropped_and_counted() -> None:
 
 
 async def test_copying_a_block_to_a_tier_does_not_count_as_a_use() -> None:
-    """Else every block would seem to have been used again."""
+    """Otherwise every block would count as used again."""
     worker = TierBench()
     await _fill(worker, 1)
     uses = worker.scheduler._pool._cache._eviction._last_use.values()  # type: ignore[attr-defined]

@@ -30,7 +30,7 @@ CONVERSATION = [
 
 
 def model_folder(folder: Path, tokenizer: Tokenizer | None = None, **files: object) -> Path:
-    """A folder with config.json and what else is given by name: a dict as .json, text as .jinja."""
+    """Return a folder with config.json and the given files by name: a dict as .json, text as .jinja."""
     (folder / "config.json").write_text(json.dumps(files.pop("config", CONFIG)))
     if tokenizer is not None:
         tokenizer.save(str(folder / "tokenizer.json"))

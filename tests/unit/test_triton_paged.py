@@ -22,8 +22,7 @@ LEAST_PART = 64  # of these heads' tile of columns
 
 
 def long_case(lens: list[int], device: str) -> tuple[torch.Tensor, LayerKv, PackedBatch]:
-    """One decode per context; its values depend only on its length, so they are equal whichever decodes share the
-    step."""
+    """Return one decode per context, whose values depend only on its length, not on the other decodes of the step."""
     layout = lay_out([SHAPE] * 2, BLOCK_SIZE, "float32")
     counts = [layout.num_blocks_for(length) for length in lens]
     pool = KvPool(layout, sum(counts), device)

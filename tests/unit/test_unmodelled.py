@@ -1,4 +1,6 @@
-"""What predictions leave out is learned from requests: robustly, within bounds, and not for ever."""
+"""Tests of corrections that are learned from requests: outliers have no effect, corrections are bounded, and old
+observations fade.
+"""
 
 from dataclasses import astuple
 
@@ -60,7 +62,7 @@ def test_what_is_added_is_always_within_bounds(excess_s: list[float], factors: l
     assert 0.5 <= unmodelled.itl_factor <= 4.0
 
 
-def test_a_request_teaches_the_worker_that_computed_it_and_the_one_that_decoded_it() -> None:
+def test_a_request_updates_the_models_of_the_workers_that_computed_and_decoded_it() -> None:
     computes, decodes = UnmodelledTimes(), UnmodelledTimes()
     for number in range(3):
         request = ModelledRequest(0.3, 0.01, sent_s=float(number), computes=computes, decodes=decodes)

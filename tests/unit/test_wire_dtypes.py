@@ -35,7 +35,7 @@ def pool_of(layout: BlockLayout, num_blocks: int = 6, seed: int = 1) -> KvPool:
 
 
 def round_trip(pool: KvPool, wire_dtype: str, block_ids: Sequence[int] | None = None) -> KvPool:
-    """Another pool that was given these blocks over the wire."""
+    """Send these blocks over the wire, and return the pool that received them."""
     ids = list(range(pool.num_blocks)) if block_ids is None else list(block_ids)
     wire = WireDtype(wire_dtype)
     target = KvPool(pool.layout, pool.num_blocks)

@@ -1,4 +1,4 @@
-"""When a decode worker reports to a router the work of the others."""
+"""Tests when a decode worker reports the work of other routers to a router."""
 
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import ExitStack
@@ -16,7 +16,7 @@ A, B, C = (MemberId(f"router-{number}", "1") for number in range(3))
 
 
 class _Worker:
-    """Reports on a simulated loop, and when each router received which."""
+    """A worker that reports on a simulated loop. It records the reports that each router received, with their times."""
 
     def __init__(self, loop: SimulatedLoop) -> None:
         self.loop = loop

@@ -1,4 +1,4 @@
-"""Importing this module starts a thread, which no fork would have."""
+"""Starts a thread when it is imported, which a forked child would not have."""
 
 import threading
 

@@ -61,7 +61,7 @@ class TierBench:
         return self.token_s * num_tokens
 
     async def ask(self, *tokens: int) -> int:
-        """Prefills a prompt; how many tokens were found. What was found must be what was computed."""
+        """Prefill a prompt and return the number of found tokens. Check that found blocks equal the computed ones."""
         job = prefill_job(tokens)
         chain = self.tiers.chain(job)
         await self.tiers.fetch(job, chain)

@@ -32,7 +32,7 @@ class _Launch:
         assert inside.all(), f"{int((~inside).sum())} places outside the tensors of the launch"
 
     def check(self) -> None:
-        """Once all programs are done."""
+        """Check the launch after all programs have ended."""
         if not self.written:
             return
         programs = np.concatenate([np.full(len(places), program) for program, places, _ in self.written])
@@ -49,7 +49,7 @@ class _Launch:
 
 
 def watch_launches() -> None:
-    """Once or again, for all launches from now on."""
+    """Watch all launches from now on. A repeated call has no effect."""
     from triton.runtime import interpreter
 
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor

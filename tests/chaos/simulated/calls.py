@@ -40,7 +40,7 @@ def parsed(method: str, request: bytes) -> Any:
 
 
 def member_channel(network: Network, address: str, watch: Watch) -> MemberChannel:
-    """A channel of something beside the cluster that has the cluster's key."""
+    """Return a member channel for a client outside of the cluster that has the cluster's key."""
     channel: Any = Channel(network, address, watch)
     return MemberChannel(channel, ClusterKeys(KEY), "world@0")
 

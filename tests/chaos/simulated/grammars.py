@@ -1,5 +1,6 @@
-"""The grammars of simulated requests, and what applies them: workers compute masks with the engine's own code, on the
-thread of their step; routers start no process to check grammars that are known to be valid."""
+"""The grammars of simulated requests and the code that applies them: workers compute masks with the engine's own code,
+on the thread of their step; routers start no process to check grammars that are known to be valid.
+"""
 
 import json
 import os
@@ -44,13 +45,15 @@ GRAMMARS = {
 
 
 def compiled_grammars() -> CompiledGrammars:
-    """The grammars of all workers, compiled: a simulated worker has no thread for that."""
+    """Return the compiled grammars of all workers: a simulated worker has no thread that compiles them."""
     return _compiled_in(os.getpid())
 
 
 @cache
 def _compiled_in(_process_id: int) -> CompiledGrammars:
-    """A forked process needs its own: it has none of the threads of llguidance's executor."""
+    """Return the compiled grammars of this process. A forked process compiles its own, because it has none of the
+    threads of llguidance's executor.
+    """
     grammars = CompiledGrammars(DEMO_MODEL)
     for grammar in GRAMMARS.values():
         grammars.matcher(grammar)
@@ -73,7 +76,7 @@ class AtOnce(Executor):
 
 
 class Checked:
-    """The check of a simulated router: the grammars here are valid."""
+    """The grammar check of a simulated router. It accepts all grammars, because those here are valid."""
 
     engine_id = grammar_engine_id(Path(DEMO_MODEL))
 

@@ -133,7 +133,9 @@ class Harm:
         process.clock_ahead_s = 0.0
 
     async def _refuse_memory(self, member: Member, mishap: Mishap) -> None:
-        """Without memory a process that starts would end, and be started again: this one is ready first."""
+        """Let large allocations of a process fail once it is ready: a process that starts without memory would end and
+        be started again.
+        """
         process = member.process
         if not await member.until_ready():
             return

@@ -1,4 +1,4 @@
-"""One event loop on which simulated processes run, are stopped, and die, in simulated time.
+"""The event loop on which simulated processes run, are stopped, and die, in simulated time.
 
 Every callback belongs to the process in whose context it was created. Within a process callbacks keep their order, as
 asyncio promises; among processes the seed chooses. Time advances only when nothing can run. The callbacks of a killed
@@ -22,7 +22,7 @@ _TICK_S = 1e-9  # the least advance: a wait shorter than the clock's last bit en
 
 
 class Process:
-    """One incarnation of one simulated process. Its successor runs at the same `place`."""
+    """An incarnation of a simulated process. Its successor runs at the same `place`."""
 
     def __init__(self, place: str, number: int = 0) -> None:
         self.place, self.number = place, number
@@ -122,7 +122,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return self._now_s
 
     def spend(self, seconds: float) -> None:
-        """Let the present callback take so long."""
+        """Let the present callback take this many seconds."""
         self._now_s += seconds
 
     def call_soon(  # type: ignore[override]
@@ -204,7 +204,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._owners[id(agen)] = _PROCESS.get(self.world)
 
     def _asyncgen_finalizer_hook(self, agen: Any) -> None:
-        """An async generator that its process has dropped is closed in that process; a dead process closes nothing."""
+        """Close an async generator that its process has dropped, in that process; a dead process closes nothing."""
         owner = self._owners.pop(id(agen), self.world)
         if owner.is_alive and not self.is_closed():
             self.call_soon(self.create_task, agen.aclose(), context=owner.context)

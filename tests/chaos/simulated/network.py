@@ -24,7 +24,7 @@ class Listener(Protocol):
 
 
 class Conversation:
-    """One call between two processes. Each end receives messages in the order in which the other end sent them."""
+    """A call between two processes. Each end receives messages in the order in which the other end sent them."""
 
     def __init__(self, network: "Network", client: Process, server: Process) -> None:
         self.network, self.client, self.server = network, client, server

@@ -36,7 +36,7 @@ def tiny_runner(pool: KvPool) -> ModelRunner:
 
 
 def tiny_engine(config: WorkerConfig, *_: object) -> Engine:
-    """The engine of a worker, with a pool of its own. All workers share one model."""
+    """Return the engine of a worker, with a pool of its own. All workers share one model."""
     layout = tiny_model().layout
     pool = KvPool(layout, config.num_blocks)
     fingerprint = LayoutFingerprint("demo", "demo", "float32", layout.digest())

@@ -52,7 +52,7 @@ ROLES = ("router", "prefill", "decode")
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request."""
+    """A request of a schedule."""
 
     at_s: float
     router: int
@@ -68,7 +68,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Mishap:
-    """One fault, or one operation of an operator."""
+    """A fault, or an operation of an operator."""
 
     kind: Kind
     role: str  # "redis" too
@@ -82,7 +82,7 @@ class Mishap:
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """One field of one message between two members becomes a value that no member may send."""
+    """A change of one field of one message between two members to a value that no member may send."""
 
     message: str  # as in mutations.MESSAGES
     occurrence: int  # of that message

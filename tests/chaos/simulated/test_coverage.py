@@ -81,9 +81,7 @@ REACHED_BY = {
     "internal": "tests/unit/test_serving.py::test_no_stack_trace_reaches_a_client_and_one_reaches_the_log",
     "malformed_message": ("tests/contract/test_handoff_versions.py::test_versions_that_are_no_range_are_refused"),
     "open_failed": ("tests/unit/test_import_machine.py::test_channel_that_does_not_open_leaves_no_block_to_quarantine"),
-    "member_refused": (
-        "tests/unit/test_member_channel.py::test_a_caller_without_the_key_learns_that_it_is_refused_by_name"
-    ),
+    "member_refused": ("tests/unit/test_member_channel.py::test_a_caller_without_the_key_receives_a_named_refusal"),
     "overloaded": ("tests/contract/test_link_check.py::test_one_link_check_runs_at_a_time"),
     "prompt_changed": ("tests/unit/test_request_acceptance.py::test_another_prompt_is_refused_by_name"),
     "request_changed": ("tests/unit/test_request_acceptance.py::test_changed_parameters_are_refused_by_name"),

@@ -1,5 +1,6 @@
-"""Answers under a schema and forced calls of tools whose decode worker is killed at every token: they have the tokens
-that they would have had. The cluster is simulated, and its workers compute with the demo model."""
+"""Tests that answers under a schema and forced calls of tools have the same tokens as without faults if their decode
+worker is killed at any token. The cluster is simulated, and its workers compute with the demo model.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -28,7 +29,7 @@ NAMES = ("schema", "call")
 
 @cache
 def _tokens_alone(prompt: tuple[int, ...], seed: int, name: str) -> tuple[int, ...]:
-    """The tokens of one choice that runs alone, step by step."""
+    """Return the tokens of one choice that runs alone, step by step."""
     pool = KvPool(tiny_model().layout, MAX_MODEL_LEN // BLOCK_SIZE + 1)
     runner, known, start = tiny_runner(pool), list(prompt), 0
     runner.masks = StepMasks(compiled_grammars())
@@ -87,7 +88,7 @@ def test_a_forced_call_goes_on_after_its_decode_worker_is_killed() -> None:
 @pytest.mark.timeout(1800)  # one simulated run per token, on a busy machine
 @pytest.mark.parametrize("name", NAMES)
 def test_a_decode_worker_killed_at_any_token_changes_no_token_of_a_constrained_answer(name: str) -> None:
-    """It is killed behind every token that it sends, until it has none left to send."""
+    """Kill the decode worker after each token that it sends, in one run per token."""
     with simulated_machine():
         num_hit, is_hit = 0, True
         while is_hit:
@@ -99,7 +100,7 @@ def test_a_decode_worker_killed_at_any_token_changes_no_token_of_a_constrained_a
     assert num_hit > 12, "the answer has more tokens than that"
 
 
-def test_a_worker_that_forgets_the_grammars_tokens_is_noticed() -> None:
+def test_a_worker_without_the_grammars_tokens_is_detected() -> None:
     def forgetful(grammar: Grammar, token_ids: list[int], _: int) -> GrammarState:
         return GrammarState(grammar, token_ids, len(token_ids))
 

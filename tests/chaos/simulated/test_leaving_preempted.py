@@ -1,4 +1,4 @@
-"""Schedules in which a decode worker drains whose pool is too small for its sequences: some have no KV to move."""
+"""Schedules in which a draining decode worker has preempted some sequences, which therefore have no KV to move."""
 
 from dataclasses import replace
 from random import Random

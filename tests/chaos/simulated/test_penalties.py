@@ -1,5 +1,6 @@
-"""A request with penalties whose decode worker is killed at every token: its four choices have the tokens that they
-would have had. The cluster is simulated, and its workers compute with the demo model."""
+"""Tests that the four choices of a request with penalties have the same tokens as without faults if its decode worker
+is killed at any token. The cluster is simulated, and its workers compute with the demo model.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -32,7 +33,7 @@ SAMPLING = inference_pb2.SamplingParams(
 
 @cache
 def _tokens_alone(prompt: tuple[int, ...], seed: int) -> tuple[int, ...]:
-    """The tokens of one choice that runs alone, step by step."""
+    """Return the tokens of one choice that runs alone, step by step."""
     pool = KvPool(tiny_model().layout, (NUM_PROMPT + NUM_TOKENS) // BLOCK_SIZE + 1)
     runner, known, start = tiny_runner(pool), list(prompt), 0
     state = LogitState(RULES, known, len(prompt))
@@ -80,8 +81,9 @@ EVERY_PLACE = [
 def test_a_decode_worker_killed_at_any_token_changes_no_token_of_four_choices_with_penalties(
     places: list[tuple[Phase, int]],
 ) -> None:
-    """Each step of the victim sends one message with a token of each choice; it is killed behind every one of them, and
-    before it has any."""
+    """Each step of the victim sends one message with a token of each choice; the victim is killed after each of them,
+    and before the first one, in one run each.
+    """
     with simulated_machine():
         for phase, occurrence in places:
             result = _run(Mishap(Kind.KILL, "decode", 0, 0.0, 1.0, phase, occurrence))
@@ -91,7 +93,7 @@ def test_a_decode_worker_killed_at_any_token_changes_no_token_of_four_choices_wi
             assert result.hit, f"{phase}, {occurrence}: no worker was killed"
 
 
-def test_a_state_that_forgets_the_committed_tokens_is_noticed() -> None:
+def test_a_state_without_the_committed_tokens_is_detected() -> None:
     def forgetful(rules: LogitRules, token_ids: list[int], _: int) -> LogitState:
         return LogitState(rules, token_ids, len(token_ids))
 

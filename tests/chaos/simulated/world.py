@@ -1,4 +1,6 @@
-"""One run of one schedule: members that are started, disturbed and restarted, and clients that send and count."""
+"""Runs a schedule: members that are started, disturbed and restarted, and clients that send requests and count
+tokens.
+"""
 
 import asyncio
 from collections import Counter, defaultdict

@@ -1,17 +1,16 @@
-"""A small world in which two hand-offs meet everything that can go wrong, and a breadth-first search through all of it.
+"""A breadth-first search through all states of two hand-offs in a small model of the cluster, with every fault.
 
 The machines are the production ones: kvtransfer.protocol.export_machine, with its leases, and
 kvtransfer.protocol.import_machine. The world around them contains everything that they must survive:
 
 - one prefill worker with a small pool, which reserves whole prompts, oldest first, computes one block per chunk, and
-  reuses freed blocks, so that a late read finds another prompt's KV there;
-- one or two decode workers with small pools, which grant whole reservations, oldest first, above a watermark;
-- control messages that arrive in any order, each at most twice, or are lost;
-- reads that copy what the remote block holds when they land, which may be late: after a cancel, after the exporter has
-  reused the block, after it died; a read whose error was reported may still land, unless its channel was destroyed;
-- workers that are stopped (nothing of theirs happens but reads landing and time passing) and wake, or die;
-- clocks: every machine has its own; it moves to the machine's next deadline when nothing else can happen, or earlier,
-  which is the fault "expiry". A deadline may have passed without anybody having looked.
+reuses freed blocks, so that a late read finds another prompt's KV there; - one or two decode workers with small pools,
+which grant whole reservations, oldest first, above a watermark; - control messages that arrive in any order, each at
+most twice, or are lost; - reads that copy what the remote block holds when they land, which may be late: after a
+cancel, after the exporter has reused the block, after it died; a read whose error was reported may still land, unless
+its channel was destroyed; - workers that are stopped (nothing of theirs happens but reads landing and time passing) and
+wake, or die; - clocks: every machine has its own; it moves to the machine's next deadline when nothing else can happen,
+or earlier, which is the fault "expiry". A deadline may have passed before its owner checks it.
 
 A fault is a loss, an expiry, a cancel (of either leg), a stop, a death, or, where a scenario has it, a corrupted read
 or a broken call. `Violation` is raised for the first step that breaks a promise; its story has the fewest faults, and
@@ -46,9 +45,10 @@ class Report:
 
 
 def explore(scenario: Scenario, guards: Guards = GUARDS, *, most_states: int = 2_000_000) -> Report:
-    """All reachable states, up to the first violation: those without a fault first, then those with one, then with two,
-    each breadth first. A world that was reached with fewer faults is not visited again, for from there more can happen.
-    A state from which no good end can be reached without another fault is a violation."""
+    """Explore all reachable states up to the first violation: first those without a fault, then with one, then with
+    two, each breadth first. A state that was reached with fewer faults is not visited again, because more faults can
+    follow there. A state from which no good end can be reached without another fault is a violation.
+    """
     was_collecting = gc.isenabled()
     gc.disable()  # nothing here is cyclic, and scanning a million tuples again and again would double the time
     try:
@@ -112,8 +112,8 @@ def _explore(scenario: Scenario, guards: Guards, most_states: int) -> Report:
 
 
 def _ends(model: Model, queue: list[World], sources: "array[int]", targets: "array[int]") -> tuple[int, int | None]:
-    """Return the states where all has ended with free pools, and the first state from which none of them can be
-    reached.
+    """Return the states in which everything has ended with free pools, and the first state from which none of them can
+    be reached.
     """
     has_way_out = bytearray(len(queue))
     for source in sources:
@@ -136,7 +136,7 @@ def _ends(model: Model, queue: list[World], sources: "array[int]", targets: "arr
 
 
 def _trap(stuck: int, sources: "array[int]", targets: "array[int]") -> int:
-    """The first state on every path from `stuck` that is never left."""
+    """Return the first state on every path from `stuck` that is never left."""
     following: dict[int, list[int]] = {}
     for source, target in zip(sources, targets, strict=True):
         following.setdefault(source, []).append(target)

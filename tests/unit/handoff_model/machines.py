@@ -90,7 +90,7 @@ class Machines:
         return found
 
     def posted(self, actions: tuple[import_state.Action, ...]) -> tuple[Do, ...]:
-        """The same, with messages numbered."""
+        """Return the same with numbered messages."""
         done: list[Do] = []
         for action in actions:
             if isinstance(action, import_state.Send):
@@ -113,7 +113,7 @@ class Machines:
         return import_state.CallEnded() if message is None else import_state.FromExporter(message, is_followed)
 
     def moment(self, handoff: int, net: tuple[int, ...]) -> tuple[int, ...]:
-        """The messages in flight to this hand-off's importer, without the end of its call."""
+        """Return the messages in flight to this hand-off's importer, without the end of its call."""
         whose = (self.messages[packed >> 1] for packed in net)
         return tuple(
             packed
@@ -183,7 +183,7 @@ class Machines:
         )
 
     def due(self, number: int) -> tuple[bool, bool]:
-        """(an exporter has something to reap, its clock could move to its next deadline)."""
+        """Return whether an exporter has something to reap, and whether its clock could move to its next deadline."""
         found = self._dues.get(number)
         if found is None:
             due_s = self.exports[number].next_deadline_s
@@ -192,7 +192,7 @@ class Machines:
         return found
 
     def waits(self, number: int) -> tuple[bool, bool]:
-        """(an importer renews now and then, it would do something at its next deadline)."""
+        """Return whether an importer renews at intervals, and whether it would act at its next deadline."""
         found = self._waits.get(number)
         if found is None:
             state = self.imports[number]
@@ -205,7 +205,7 @@ class Machines:
         return found
 
     def is_live(self, export: int, handoff: int) -> bool:
-        """The hand-off has a lease, or may get one."""
+        """Return whether the hand-off has a lease, or may get one."""
         found = self._lives.get((export, handoff))
         if found is None:
             lease = self.exports[export].leases.find(self.attempts[handoff])
@@ -213,7 +213,7 @@ class Machines:
         return found
 
     def free_remote(self, jobs: tuple[tuple[int, tuple[int, ...]], ...], exports: tuple[int, ...]) -> tuple[int, ...]:
-        """Blocks of the prefill pool that neither a running prefill nor an unreleased ticket holds."""
+        """Return the blocks of the prefill pool that neither a running prefill nor an unreleased ticket holds."""
         found = self._free.get((jobs, exports))
         if found is None:
             used: set[int] = set()
@@ -243,7 +243,7 @@ class Machines:
 
 
 class _Numbered(Generic[Value]):
-    """Values, each known by the number it got when it first came."""
+    """Numbers values in the order of their first occurrence."""
 
     def __init__(self) -> None:
         self._numbers: dict[Value, int] = {}

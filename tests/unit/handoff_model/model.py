@@ -68,8 +68,9 @@ class Model:
         return draft.freeze()
 
     def steps(self, world: World, *, with_faults: bool) -> Iterator[tuple[Label, bool, World]]:
-        """Every (what happens, is it a fault, world after it). Raises Violation, IllegalMove or AssertionError with the
-        label of the step in `blamed`."""
+        """Yield every (label of a step, whether it is a fault, world after it). Raises Violation, IllegalMove or
+        AssertionError with the label of the step in `blamed`.
+        """
         draft = Draft(self.machines, world)
         urgent = list(self._urgent(draft))
         for label in urgent:

@@ -59,7 +59,7 @@ def deliver(draft: Draft, packed: int, copy_stays: bool) -> None:
 
 
 def moment(draft: Draft, handoff: int) -> None:
-    """Several messages as one, as many as there are."""
+    """Deliver all waiting messages of a hand-off as one group."""
     machines = draft.machines
     together = machines.moment(handoff, draft.net)
     for place, packed in enumerate(together, 1):
@@ -74,7 +74,7 @@ def lose(draft: Draft, packed: int) -> None:
 
 
 def compute(draft: Draft, ticket: int) -> None:
-    """Reserves the whole prompt with the first chunk; seals one block with each; the last one is the tail."""
+    """Compute a chunk. The first one reserves the whole prompt; each seals one block, of which the last is the tail."""
     num_blocks = draft.machines.scenario.blocks[ticket]
     stage, block_ids = draft.jobs[ticket]
     if stage == 0:
@@ -126,7 +126,7 @@ def timeout(draft: Draft, handoff: int) -> None:
 
 
 def renew(draft: Draft, handoff: int) -> None:
-    """Once per hand-off; a second renewal would do nothing that the first cannot."""
+    """Renew a lease, once per hand-off: a second renewal would have no other effect than the first."""
     machines = draft.machines
     due = replace(machines.imports[draft.imports[handoff]], renew_at_s=0.0)
     state, actions = importing.advance(due, import_state.Tick(), 0.0, machines.guards)

@@ -14,7 +14,7 @@ def describe(machines: Machines, world: World) -> str:
 
 
 def tell(machines: Machines, label: Label) -> str:
-    """One line of a story."""
+    """Return a step as one line of text."""
     kind, *rest = label
     names = {0: "A", 1: "B"}
     if kind in ("deliver", "lose"):

@@ -88,7 +88,7 @@ class Draft:
         ) = world  # type: ignore[assignment]
 
     def freeze(self) -> World:
-        """The world after the step, without state that no later step reads."""
+        """Return the world after the step, without state that no later step reads."""
         if self.net:
             self.net = tuple(sorted(filter(self._matters, self.net)))
         if len(self.reads) > 1:
@@ -124,13 +124,13 @@ class Draft:
         return self.workers[0] != DEAD and self.machines.is_live(self.exports[self.machines.tickets[handoff]], handoff)
 
     def _has_successor(self, handoff: int) -> bool:
-        """A later attempt on the same worker may take messages that were meant for this one."""
+        """Return whether a later attempt on the same worker may receive messages that were sent to this one."""
         scenario = self.machines.scenario
         same = scenario.is_retry and handoff == 0 and scenario.workers[0] == scenario.workers[1]
         return same and self.workers[scenario.workers[1]] != DEAD and self.imports[1] == NOT_BEGUN and self._is_live(0)
 
     def recipient(self, handoff: int) -> int | None:
-        """The hand-off whose machine receives messages sent to this one."""
+        """Return the hand-off whose machine receives messages sent to this one."""
         if self.imports[handoff] >= 0:
             return handoff
         scenario = self.machines.scenario
@@ -158,7 +158,7 @@ class Draft:
         return scenario.is_retry and scenario.workers[0] == scenario.workers[1]
 
     def check_quiet(self, handoff: int) -> None:
-        """A settlement means that no read is in flight: the lease that it ends must not have a reader."""
+        """Raise Violation if a settled hand-off has a read in flight."""
         export = self.machines.exports[self.exports[self.machines.tickets[handoff]]]
         lease = export.leases.find(self.machines.attempts[handoff])
         is_running = lease is not None and lease.phase is LeasePhase.RUNNING and not self.known[handoff] & LAPSED

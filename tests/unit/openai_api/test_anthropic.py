@@ -34,7 +34,7 @@ def _events(text: str) -> list[dict[str, Any]]:
 
 
 def _collected(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that a client makes of the events."""
+    """Return the message that a client assembles from the events."""
     first, *middle, last, stop = events
     assert (first["type"], last["type"], stop) == ("message_start", "message_delta", {"type": "message_stop"})
     message: dict[str, Any] = first["message"] | {"content": []} | last["delta"] | {"usage": last["usage"]}

@@ -1,4 +1,4 @@
-"""Endpoints beside generation, and what requests ask for in headers."""
+"""Endpoints beside generation, and options of requests in headers."""
 
 from typing import Any
 

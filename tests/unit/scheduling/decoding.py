@@ -35,7 +35,7 @@ class Asked:
     tenant: str = ""
 
     def job(self, handle: int) -> DecodeJob:
-        """No two prompts begin alike."""
+        """Return the job. No two prompts have equal first tokens."""
         prompt = tuple(range(handle, handle + self.num_prompt))
         start = SequenceStart(handle, seed=handle)
         stops = TokenStops(self.max_tokens or self.num_output, stop_token_ids=frozenset({_END}))
@@ -68,7 +68,7 @@ class Answered:
 
     @property
     def longest_gap_s(self) -> float:
-        """Between two tokens, or from its arrival to the first."""
+        """Return the longest time between two tokens, or from the arrival to the first token."""
         times = [self.asked.arrives_s, *self.token_times_s]
         return max(after - before for before, after in pairwise(times))
 
@@ -83,7 +83,7 @@ class Decoded:
 
     @property
     def output_rate(self) -> float:
-        """Tokens a second, from the first step to the last."""
+        """Return the tokens per second, from the first step to the last."""
         return sum(len(answer.token_ids) for answer in self.answers) / (self.steps[-1].ended_s - self.steps[0].began_s)
 
     def assert_exact(self) -> None:

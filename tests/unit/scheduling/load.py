@@ -1,11 +1,11 @@
-"""Arrivals at random, the same ones every time."""
+"""Random arrivals, with the same seed in every run."""
 
 import random
 from collections.abc import Iterator
 
 
 def poisson(rate: float, seed: int) -> Iterator[float]:
-    """Times in seconds, `rate` of them a second, without end."""
+    """Yield arrival times in seconds, `rate` per second, without end."""
     dice, now_s = random.Random(seed), 0.0
     while True:
         now_s += dice.expovariate(rate)

@@ -26,7 +26,7 @@ class Prompt:
     timeout_s: float = 1e9
 
     def job(self, number: int) -> PrefillJob:
-        """No two prompts begin alike."""
+        """Return the job. No two prompts have equal first tokens."""
         return PrefillJob(
             request_id=f"request {number}",
             attempt=0,
@@ -54,7 +54,9 @@ class Prefilled:
 def prefill(
     prompts: Sequence[Prompt], policy: Policy, cost: StepCost, *, max_prefill_tokens: int = 512, num_blocks: int = 0
 ) -> Prefilled:
-    """`prompts` in order of arrival. With `num_blocks` every first token follows from what its block table leads to."""
+    """Compute `prompts`, in order of arrival. With `num_blocks`, every first token depends on the content of its block
+    table.
+    """
     scheduler = SequenceScheduler(
         SchedulerLimits(
             num_blocks=num_blocks or 1 << 16,

@@ -34,14 +34,14 @@ class Step:
 
 
 class SameToken:
-    """A runner for those who only count."""
+    """A runner that draws the same token always, for tests that only count."""
 
     def run(self, plan: StepPlan) -> StepResult:
         return StepResult(tuple(tuple(SILENT for _ in chunk.samples) for chunk in plan.chunks))
 
 
 class Simulation(Generic[Command, Event]):
-    """`steps` and `events` (each with its time) are what happened."""
+    """A simulated run. `steps` and `events` are recorded with their times."""
 
     def __init__(
         self,

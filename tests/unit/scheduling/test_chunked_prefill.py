@@ -15,7 +15,7 @@ LONG = 16_384
 
 
 def worst_gap_s(max_prefill_tokens: int) -> float:
-    """The longest gap between tokens of four decoding sequences while a long prompt is computed."""
+    """Return the longest gap between tokens of four decoding sequences while a long prompt is computed."""
     asked = [Asked(num_prompt=16, num_output=400) for _ in range(4)] + [
         Asked(arrives_s=0.5, num_prompt=LONG, num_output=1)
     ]

@@ -14,12 +14,14 @@ ALL_AT_ONCE = 1 << 20  # a budget that holds every prompt
 
 
 def shortened(rows: list[Row], by: int) -> list[Asked]:
-    """The rows with one token of prompt and their output divided by `by`: the sequences share steps as before."""
+    """Return the rows with one token of prompt and their output divided by `by`: the sequences share steps as
+    before.
+    """
     return [Asked(num_prompt=1, num_output=-(-row.num_output // by)) for row in rows]
 
 
 def static_slot_use(asked: list[Asked]) -> float:
-    """The share of slots used by groups in order of arrival, each group as long as its longest sequence."""
+    """Return the share of slots used by groups in order of arrival, each group as long as its longest sequence."""
     lengths = [one.num_output for one in asked]
     groups = [lengths[first : first + SLOTS] for first in range(0, len(lengths), SLOTS)]
     return sum(lengths) / sum(SLOTS * max(group) for group in groups)
@@ -31,7 +33,7 @@ def test_groups_of_eight_conversations_would_use_55_percent_of_their_slots() -> 
 
 @pytest.mark.parametrize("by", [8, pytest.param(1, marks=pytest.mark.slow)])
 def test_joining_between_steps_reaches_nine_tenths_of_the_ideal(by: int) -> None:
-    """The ideal is that no slot is ever empty: 1.81 times what static batching gets out of 8 slots."""
+    """The ideal is that no slot is ever empty: 1.81 times the rate of static batching with 8 slots."""
     asked = shortened(conversation_rows(2000), by)
     decoded = decode(asked, scheduler(limits(max_prefill_tokens=ALL_AT_ONCE, max_num_seqs=SLOTS)), PER_STEP)
     static_rate = SLOTS * static_slot_use(asked)

@@ -42,7 +42,7 @@ def run(
 
 
 def gaps_s(answers: Sequence[Answered], from_s: float = 0.0) -> list[float]:
-    """The times between tokens of all answers, after `from_s`."""
+    """Return the times between tokens of all answers, after `from_s`."""
     pairs = (pair for answer in answers for pair in pairwise(answer.token_times_s))
     return [after - before for before, after in pairs if before >= from_s]
 
@@ -52,7 +52,7 @@ def ttft_s(answer: Answered) -> float:
 
 
 def mixed(decoded: Decoded) -> list[tuple[float, StepWork]]:
-    """The steps that compute prompts beside running sequences: when each began, and its work."""
+    """Return the steps that compute prompts beside running sequences: the begin of each, and its work."""
     found = [(step.began_s, step_work(step.plan)) for step in decoded.steps]
     return [(began_s, work) for began_s, work in found if work is not None and work.is_mixed]
 
@@ -162,5 +162,5 @@ def test_no_step_exceeds_its_limit_and_every_prompt_ends(
 
 
 def _prompt_length(decoded: Decoded, chunk: Chunk) -> float:
-    """The length of the chunk's prompt; infinite for a chunk that does not end it, which is of a prompt in any case."""
+    """Return the length of the chunk's prompt; infinite for a chunk that does not end its prompt."""
     return decoded.answers[chunk.samples[0].seed].asked.num_prompt if chunk.samples else math.inf

@@ -42,7 +42,7 @@ def conversations() -> list[Asked]:
 
 
 def decoded(lengths: LengthPredictor | None) -> Decoded:
-    """Exactly as each alone, in blocks that were never more than the pool's."""
+    """Decode, and check that every output equals that of the sequence alone and that the pool was never exceeded."""
     decode_limits = limits(num_blocks=NUM_BLOCKS, max_num_seqs=256, max_prefill_tokens=4096)
     decoded = decode(conversations(), scheduler(decode_limits, lengths=lengths), PER_STEP, num_blocks=NUM_BLOCKS)
     decoded.assert_exact()
@@ -50,7 +50,9 @@ def decoded(lengths: LengthPredictor | None) -> Decoded:
 
 
 def share_of_ideal(decoded: Decoded) -> float:
-    """The share of all blocks in use while sequences wait: the number of running sequences as a share of the ideal."""
+    """Return the mean share of blocks in use while sequences wait, which is the share of the ideal number of running
+    sequences.
+    """
     last_start = max(place for place, step in enumerate(decoded.steps) if step.num_tokens > step.num_drawn)
     num_blocks = [sum(len(chunk.block_ids) for chunk in step.plan.chunks) for step in decoded.steps[:last_start]]
     return mean(num_blocks) / NUM_BLOCKS

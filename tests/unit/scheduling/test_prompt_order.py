@@ -17,13 +17,13 @@ PER_TOKEN = StepCost(fixed_s=0.002, token_s=0.0001)
 
 
 def order(name: str, *prompts: Prompt) -> list[int]:
-    """Prompts in the order in which they were done."""
+    """Return the prompts in the order in which they were computed."""
     done_s = prefill(prompts, make_policy(name), PER_STEP).done_s
     return sorted(range(len(prompts)), key=lambda number: done_s[number])
 
 
 def mixed_prompts(num: int) -> list[Prompt]:
-    """95 of 100 have 128 tokens, 5 have 8,192, at 80 % load."""
+    """Return prompts at 80 % load: 95 of 100 have 128 tokens, 5 have 8,192."""
     short, long = 128, 8192
     mean_s = sum(share * num_tokens * 0.0001 for share, num_tokens in ((0.95, short), (0.05, long)))
     arrivals = zip(poisson(0.8 / mean_s, seed=4), one_in(20, seed=5), strict=False)

@@ -19,7 +19,7 @@ PER_STEP = StepCost(fixed_s=STEP_S)
 
 
 def mixed_jobs(num: int) -> list[Asked]:
-    """95 of 100 put out 8 tokens, 5 put out 400, at 80 % load."""
+    """Return jobs at 80 % load: 95 of 100 generate 8 tokens, 5 generate 400."""
     short, long = 8, 400
     rate = 0.8 * SLOTS / STEP_S / (0.95 * short + 0.05 * long)
     arrivals = islice(zip(poisson(rate, seed=2), one_in(20, seed=3), strict=False), num)
@@ -27,7 +27,7 @@ def mixed_jobs(num: int) -> list[Asked]:
 
 
 def served(asked: list[Asked], policy: Policy, *, slots: int = SLOTS, num_blocks: int = NUM_BLOCKS) -> Decoded:
-    """Exactly as each alone."""
+    """Decode, and check that every output equals that of the sequence alone."""
     decode_limits = limits(max_num_seqs=slots, num_blocks=num_blocks)
     decoded = decode(asked, scheduler(decode_limits, policy), PER_STEP, num_blocks=num_blocks)
     decoded.assert_exact()

@@ -18,7 +18,7 @@ def in_batches(asked: list[Asked], window: int = 1) -> Decoded:
 
 
 def padding(decoded: Decoded) -> float:
-    """The share of padding in all computed prompt tokens, if a server pads each batch to its longest prompt."""
+    """Return the share of padding in all computed prompt tokens, if a server pads each batch to its longest prompt."""
     starts = sorted((answer.token_times_s[0], answer.asked.num_prompt) for answer in decoded.answers)
     batches = [[length for _, length in batch] for _, batch in groupby(starts, key=lambda start: start[0])]
     assert {len(batch) for batch in batches} == {SLOTS}

@@ -1,4 +1,6 @@
-"""Lengths of the public traces, which are no part of the project: who needs them skips where they are missing."""
+"""Lengths of the public traces, which are not part of the project: tests that need them are skipped if they are
+missing.
+"""
 
 import csv
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ class Row:
 
 
 def conversation_rows(num_rows: int) -> list[Row]:
-    """The first of Azure's conversation trace (Patel et al., Splitwise, 2024)."""
+    """Return the first rows of Azure's conversation trace (Patel et al., Splitwise, 2024)."""
     if not _CONVERSATION.exists():
         pytest.skip(f"{_CONVERSATION} is not here")
     with _CONVERSATION.open(newline="") as file:

@@ -97,7 +97,7 @@ class Model:
         return self.tokens.engine.matcher(grammar).advance(token_ids) == len(token_ids)
 
     def answer(self, grammar: Grammar | None, begins: str, seed: int) -> str:
-        """Return a text that begins so, which the grammar must admit, and goes on at random to its end."""
+        """Return a text that begins with this one, which the grammar must admit, and continues at random to its end."""
         assert grammar is not None
         matcher, draw = self.tokens.engine.matcher(grammar), random.Random(seed)
         token_ids = self._token_ids(begins)
@@ -260,8 +260,9 @@ _NODE: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "hermes"])
 def test_a_tool_whose_schema_refers_to_itself_and_has_many_words_can_be_called(name: str, tokens: Tokens) -> None:
-    """The schema of one argument is a document of its own where each argument has its tags, and a rule of the library
-    has 2,000 alternatives at most."""
+    """In formats with tags per argument, the schema of an argument is a document of its own, and a rule of the library
+    has at most 2,000 alternatives.
+    """
     model = Model(tokens, AnswerFormat.named(name, ""))
     use = ToolUse((CallableTool("f", _NODE),), must_call=True, is_named=True)
     grammar = model.grammar(use)

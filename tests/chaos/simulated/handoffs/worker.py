@@ -1,4 +1,4 @@
-"""One worker without its model: a real pool of bytes and its accounts, with the real exporter and importer over it.
+"""A worker without its model: a real pool of bytes and its accounts, with the real exporter and importer over it.
 
 The class replaces only the step thread: it reserves, writes, seals, keeps, shares and frees. Freed blocks are
 overwritten at once, so that a read of a block that no longer belongs to the ticket finds other bytes.
@@ -57,7 +57,7 @@ class _Exports(LoopbackExporter):
 
 
 class _Imports(LoopbackImporter):
-    """The same; and before a read begins, its destination is looked at."""
+    """Loopback under another name, which checks the destination of each read before it begins."""
 
     def __init__(
         self,
@@ -105,7 +105,9 @@ class Claim:
 
 
 class Worker:
-    """`address` is the key in `connect`'s book; a worker that took the place of a dead one has another."""
+    """A worker without its model. `address`: by which `connect` finds it; the successor of a dead worker has another
+    one.
+    """
 
     def __init__(
         self,
@@ -165,7 +167,9 @@ class Worker:
     # The step thread's part
 
     def begin(self, ticket_id: bytes, hashes: Sequence[bytes], num_blocks: int) -> Reservation | None:
-        """All blocks of a prompt, leased; the leading ones shared with others where they are here. None: no room."""
+        """Lease all blocks of a prompt and return them. Leading blocks that are cached here are shared. None: there is
+        no room.
+        """
         found = self.pool.find(hashes)
         block_ids = self.pool.reserve_beside(found, num_blocks - len(found))
         if block_ids is not None:
@@ -182,12 +186,12 @@ class Worker:
         return bool((self.memory.raw[block_id] == _bytes(content)).all())
 
     def let_go(self, block_ids: Sequence[int]) -> None:
-        """One reference less; what is free then is written over."""
+        """Drop one reference of each block, and overwrite the blocks that become free."""
         self.pool.drop_references(block_ids)
         self._freed(block_ids)
 
     def _release(self, ticket_id: bytes) -> None:
-        """A second one for a ticket raises KeyError."""
+        """Release the blocks of a ticket. Raises KeyError for a ticket that was released before."""
         block_ids = self._leased.pop(ticket_id)
         self.pool.end_lease(block_ids)
         self._freed(block_ids)
@@ -232,7 +236,7 @@ class Worker:
         self._claims.pop(handoff_id, None)
 
     def take(self, handoff_id: int) -> tuple[int, ...]:
-        """The hand-off's references are the sequence's now."""
+        """Pass the references of a hand-off to its sequence."""
         return self._granted.pop(handoff_id).block_ids
 
     def _grant(self) -> None:
@@ -281,7 +285,7 @@ class Worker:
 
 
 def content_of(*parts: object) -> bytes:
-    """The content of a block with this prompt and place, which is also its hash."""
+    """Return the content of a block with this prompt and place, which is also its hash."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
 
 

@@ -27,7 +27,7 @@ _RESUME_EVERY_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class HandOff:
-    """One prompt: computed by one worker, fetched by the other."""
+    """A prompt that one worker computes and the other one fetches."""
 
     start_s: float
     exporter: int  # of the two
@@ -66,7 +66,7 @@ class Plan:
 
 
 class World:
-    """Made and run on a SimulatedLoop."""
+    """The two workers and the plan. It is made and run on a SimulatedLoop."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -87,7 +87,9 @@ class World:
         self.outcomes: Counter[str] = Counter()
 
     async def run(self) -> "Counter[str]":
-        """Count the hand-offs by outcome. Raises AssertionError for the first promise that is broken."""
+        """Run the plan and return the number of hand-offs by outcome. Raises AssertionError for the first promise that
+        is broken.
+        """
         resuming = asyncio.create_task(self._resume())
         async with asyncio.TaskGroup() as group:
             for number, hand_off in enumerate(self._plan.hand_offs):
@@ -246,7 +248,7 @@ class World:
 
 
 class _Prompt:
-    """The contents of a prompt's blocks; those of full blocks are their hashes too."""
+    """A prompt and the contents of its blocks; the content of a full block is its hash too."""
 
     def __init__(self, number: int, plan: HandOff) -> None:
         self.number, self.plan = number, plan
@@ -265,8 +267,9 @@ class _Prompt:
 
 
 def run_plan(plan: Plan) -> "Counter[str]":
-    """Run the plan in simulated time and return how many hand-offs ended how. Raises AssertionError for the first
-    promise that is broken."""
+    """Run the plan in simulated time and return the number of hand-offs by outcome. Raises AssertionError for the first
+    promise that is broken.
+    """
 
     async def run() -> "Counter[str]":
         return await World(plan).run()
