@@ -122,8 +122,8 @@ class LocalCluster:
     ) -> "LocalCluster":
         """Start all members. Returns when the first request would succeed.
 
-        Routers place strictly by load unless `router_flags` says otherwise: automatic placement may let one worker compute
-        and decode an answer, which on a busy machine it does, and then no KV travels.
+        Routers place strictly by load unless `router_flags` says otherwise: with automatic placement, one worker may
+        compute and decode an answer, as happens on a busy machine, and then no KV travels.
         """
         workers = [(f"prefill{i}", "prefill_worker") for i in range(prefill)]
         workers += [(f"decode{i}", "decode_worker") for i in range(decode)]
