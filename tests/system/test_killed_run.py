@@ -13,7 +13,7 @@ from cluster.process import die_with_parent
 from tests.reaper import is_readable
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 60.0
+STARTS_WITHIN_S, ENDS_WITHIN_S = 180.0, 60.0
 
 
 @pytest.mark.parametrize("victim", ["the run", "the process of pytest-xdist"])
@@ -30,15 +30,17 @@ def test_a_run_that_is_killed_leaves_no_process(victim: str, tmp_path: Path) -> 
         preexec_fn=die_with_parent,
     )
     with run:
-        assert is_readable(reader, DEADLINE_S), "the inner test did not begin"
-        started = [int(word) for word in os.read(reader, 1000).split()]
-        os.close(reader)
-        assert len(started) == 7
-        watched = {process_id: os.pidfd_open(process_id) for process_id in started}
-        os.kill(run.pid if victim == "the run" else started[0], signal.SIGKILL)
-        ends_s = time.monotonic() + DEADLINE_S
-        left = [i for i, pidfd in watched.items() if not is_readable(pidfd, max(0.0, ends_s - time.monotonic()))]
-        for pidfd in watched.values():
-            os.close(pidfd)
-        run.kill()
+        try:
+            assert is_readable(reader, STARTS_WITHIN_S), "the inner test did not begin"
+            started = [int(word) for word in os.read(reader, 1000).split()]
+            assert len(started) == 7
+            watched = {process_id: os.pidfd_open(process_id) for process_id in started}
+            os.kill(run.pid if victim == "the run" else started[0], signal.SIGKILL)
+            ends_s = time.monotonic() + ENDS_WITHIN_S
+            left = [i for i, pidfd in watched.items() if not is_readable(pidfd, max(0.0, ends_s - time.monotonic()))]
+            for pidfd in watched.values():
+                os.close(pidfd)
+        finally:
+            os.close(reader)
+            run.kill()  # or leaving `with` would wait for a run that waits for ever
     assert left == []
