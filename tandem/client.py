@@ -22,12 +22,11 @@ from typing import Any, Generic, Self, Unpack
 import grpc
 
 from tandem.channel import open_async_channel, open_channel
-from tandem.chats import Message
 from tandem.errors import DeadlineExceeded, TandemError, Unavailable
 from tandem.generation import AsyncGeneration, CallParameters, Generation, Metadata, translated_errors
 from tandem.keepalive import KEEPALIVE_TIMEOUT_S
 from tandem.keepalive_watch import KeepAliveWatch
-from tandem.options import AllOptions, generate_request, token_ids_message, tokenize_request
+from tandem.options import AllOptions, Message, generate_request, token_ids_message, tokenize_request
 from tandem.results import Model, model_from_wire
 from tandem.routers import Channel, Routers, addresses
 from tandem.v1 import inference_pb2, inference_pb2_grpc

@@ -1,8 +1,12 @@
 """Convert a TandemError to a gRPC status and back. Every exception that leaves a server passes through this module.
 
 The status code gives the kind and the details give the message; trailing metadata carries the exact reason and the
-retry delay, and in clients' calls the rich details of cluster/serving/error_details.py. Any other exception is a bug in
-Tandem: it is logged here once, with its stack trace, and the caller gets INTERNAL without the stack trace.
+retry delay. Any other exception is a bug in Tandem: it is logged here once, with its stack trace, and the caller gets
+INTERNAL without the stack trace.
+
+The status of a client's call has google.rpc's rich error details too (google/rpc/error_details.proto): `ErrorInfo` has
+the reason, in capitals as its specification demands, and the domain `tandem`; `BadRequest` the field that must change;
+`RetryInfo` the time after which a retry may succeed.
 """
 
 import inspect
@@ -12,6 +16,8 @@ from contextlib import aclosing
 from typing import Any, TypeAlias
 
 import grpc
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
 
 from cluster.errors import (
     Cancelled,
@@ -22,6 +28,7 @@ from cluster.errors import (
     HandOffReason,
     InternalError,
     InvalidRequest,
+    LimitReached,
     MalformedMessage,
     Overloaded,
     PermissionDenied,
@@ -32,8 +39,8 @@ from cluster.errors import (
     grpc_status,
 )
 from cluster.observe.telemetry import Telemetry
-from cluster.serving.error_details import rich_status, shortened
 from tandem.channel import explained
+from tandem.errors import DETAILS_KEY, DOMAIN, LIMIT_KEY
 
 REASON = "tandem-reason"
 HANDOFF_REASON = "tandem-handoff-reason"
@@ -41,6 +48,9 @@ RETRY_AFTER_S = "tandem-retry-after-s"
 
 _LONGEST_RETRY_S = 86_400.0
 _CLIENT_SERVICES = ("/tandem.v1.Inference/", "/tandem.v1.Admin/")
+# A client drops a status with more than 8 KiB of metadata and reports RESOURCE_EXHAUSTED. The message is in it three
+# times, once with three characters for each byte that is not ASCII.
+_MAX_MESSAGE_BYTES = 1200
 
 _LOG = logging.getLogger("tandem.rpc")
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -228,3 +238,36 @@ def _by_reason(base: type[TandemError]) -> dict[str, type[TandemError]]:
 
 
 _BY_REASON = _by_reason(TandemError)
+
+
+def shortened(message: str) -> str:
+    """Return the message, cut to what the metadata of a call can carry."""
+    encoded = message.encode(errors="replace")
+    if len(encoded) <= _MAX_MESSAGE_BYTES:
+        return message
+    return encoded[:_MAX_MESSAGE_BYTES].decode(errors="ignore") + " ..."
+
+
+def rich_status(error: TandemError, code: grpc.StatusCode, message: str) -> tuple[str, bytes]:
+    """Return the trailing metadata that carries an error as google.rpc.Status. `message`: the one of the call."""
+    status = status_pb2.Status(code=code.value[0], message=message)
+    for detail in _details(error, message):
+        status.details.add().Pack(detail)
+    return (DETAILS_KEY, status.SerializeToString())
+
+
+def _details(error: TandemError, message: str) -> list[Message]:
+    reason = error.reason.upper()
+    info = error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN)
+    if isinstance(error, LimitReached):
+        info.metadata[LIMIT_KEY] = error.param
+    details: list[Message] = [info]
+    if isinstance(error, InvalidRequest) and error.param:
+        bad = error_details_pb2.BadRequest()
+        bad.field_violations.add(field=error.param, description=message, reason=reason)
+        details.append(bad)
+    if error.retry_after_s is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromMilliseconds(round(error.retry_after_s * 1000))
+        details.append(retry)
+    return details

@@ -24,7 +24,7 @@ from cluster.errors import ConfigError, GrammarRejected, InvalidGrammar, NoGramm
 from cluster.grammar.engine import GrammarEngine, Matcher, grammar_engine_id
 from cluster.grammar.tokenizer_files import locate
 from cluster.messages import Grammar
-from engine.grammar.grammar_state import GrammarState
+from engine.sampling.logit_state import GrammarState
 from engine.scheduling.step import StepPlan
 
 _MAX_KEPT = 256

@@ -1,15 +1,18 @@
-"""The logit rules of one sequence against its tokens. Pure.
+"""The states by which a sequence's requests change its logits: of its logit rules, and of its grammar. Pure.
 
-The state follows from the rules, the tokens and the length of the prompt alone. It is therefore never sent: a worker
-that continues a sequence makes a new one. It counts each token once, so a step costs the same however long the sequence
-is; draft tokens are counted for the positions after them and never kept.
+A state follows from the rules or the grammar, the tokens and the length of the prompt alone. It is therefore never
+sent: a worker that continues a sequence makes a new one.
+
+`LogitState` counts each token once, so a step costs the same however long the sequence is; draft tokens are counted for
+the positions after them and never kept. `GrammarState` belongs, while a step runs, to the thread that computes masks.
 """
 
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.messages import LogitRules
+from cluster.errors import GrammarRejected
+from cluster.messages import Grammar, LogitRules
 
 _UNKNOWN_TOKEN = -1  # engine/scheduling/step.py's
 
@@ -97,3 +100,28 @@ def _count(token_id: int, num_output: int, places: dict[int, int], seen: SeenTok
         seen.counts.append(num_output)
     else:
         seen.counts[place] += num_output
+
+
+class GrammarState:
+    """The grammar of one sequence, which owns this state. `matcher` and `masks` belong to
+    engine/grammar/compiled_grammars.py.
+    """
+
+    __slots__ = ("_num_prompt", "_token_ids", "grammar", "masks", "matcher", "refusal")
+
+    def __init__(self, grammar: Grammar, token_ids: Sequence[int], num_prompt: int) -> None:
+        """`token_ids`: the sequence's own list, which grows; its first `num_prompt` tokens are the prompt."""
+        self.grammar = grammar
+        self._token_ids = token_ids
+        self._num_prompt = num_prompt
+        self.matcher: object | None = None  # after the output tokens of an earlier step
+        self.masks: object | None = None  # of the running step: one per position that it draws
+        self.refusal: GrammarRejected | None = None  # why no token of the running step may be drawn
+
+    def output_from(self, num_known: int) -> Sequence[int]:
+        """Return the output tokens without the first `num_known`."""
+        return self._token_ids[self._num_prompt + num_known :]
+
+    @property
+    def num_output(self) -> int:
+        return len(self._token_ids) - self._num_prompt

@@ -16,8 +16,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 from cluster.errors import GrammarRejected
 from cluster.messages import Sampling, TokenLogprobs
 from cluster.service_times import PrefillTimes
-from engine.grammar.grammar_state import GrammarState
-from engine.sampling.logit_state import LogitState
+from engine.sampling.logit_state import GrammarState, LogitState
 
 Command = TypeVar("Command", contravariant=True)
 Event = TypeVar("Event", covariant=True)

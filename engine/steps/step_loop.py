@@ -35,7 +35,7 @@ from engine.scheduling.step import (
     StepResult,
 )
 from engine.steps.questions import Questions
-from engine.steps.step_watch import StepWatch, WatchedLauncher
+from engine.steps.step_profile import StepWatch, WatchedLauncher
 
 CommandT = TypeVar("CommandT")
 EventT = TypeVar("EventT")

@@ -1,22 +1,68 @@
 """Profiles of steps: where host and device spend their time, as a Chrome trace, which https://ui.perfetto.dev opens.
 
 A profile runs while the worker serves. It records the names of operations, kernels and steps, never a value, a shape or
-a text. The step loop is changed only while a profile is taken, so it pays nothing otherwise.
+a text. The step loop enters a `StepWatch` around its steps only while a profile is taken, so it pays nothing otherwise.
 """
 
 import asyncio
 import tempfile
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from cluster.errors import InvalidRequest, Unavailable
 from cluster.messages import MAX_PROFILE_BYTES, MAX_PROFILE_S, MAX_PROFILED_STEPS
-from engine.scheduling.step import StepPlan
-from engine.steps.step_watch import StepWatch
+from engine.scheduling.step import Feeding, Launched, Launcher, StepPlan, StepResult
+
+
+class StepWatch:
+    """Counts steps. The step thread calls `began` and `stepped`; any thread may wait for `ended`."""
+
+    def __init__(self, num_steps: int, around: Callable[[StepPlan], AbstractContextManager[object]]) -> None:
+        """`around`: entered on the step thread while the host works on a step."""
+        self.around = around
+        self.ended = threading.Event()
+        self.num_ended = 0
+        self._num_steps = num_steps
+
+    def stepped(self) -> None:
+        """Count a step that has ended, up to the number that was asked for."""
+        if self.num_ended < self._num_steps:
+            self.num_ended += 1
+        if self.num_ended == self._num_steps:
+            self.ended.set()
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedLauncher:
+    """A launcher that enters the watch around its work."""
+
+    launcher: Launcher
+    watch: StepWatch
+
+    def run(self, plan: StepPlan) -> StepResult:
+        with self.watch.around(plan):
+            return self.launcher.run(plan)
+
+    def launch(self, plan: StepPlan) -> Launched:
+        with self.watch.around(plan):
+            launched = self.launcher.launch(plan)
+        # A step whose tokens stay on the device is returned as it is: the loop asks it whether it feeds the next one.
+        return launched if isinstance(launched, Feeding) else _WatchedStep(launched, plan, self.watch)
+
+
+@dataclass(frozen=True, slots=True)
+class _WatchedStep:
+    launched: Launched
+    plan: StepPlan
+    watch: StepWatch
+
+    def result(self) -> StepResult:
+        with self.watch.around(self.plan):
+            return self.launched.result()
 
 
 class Watchable(Protocol):

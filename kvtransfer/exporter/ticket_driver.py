@@ -9,14 +9,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from cluster.auth.keys import ClusterKeys
-from cluster.clock import Clock
+from cluster.clock import Clock, DeadlineTimer
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.member import ProtocolRange
 from cluster.messages import LayoutFingerprint, MemberId, Ticket
 from cluster.protocol import tickets
 from cluster.protocol.wire import fingerprint_from_wire
 from kvtransfer.counters import TransferCounters
-from kvtransfer.deadline_timer import DeadlineTimer
 from kvtransfer.protocol import export_machine as machine
 from kvtransfer.protocol.handoff import (
     Accepted,

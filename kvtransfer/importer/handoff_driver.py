@@ -11,14 +11,13 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from cluster.clock import Clock
+from cluster.clock import Clock, DeadlineTimer
 from cluster.errors import HandOffFailed, HandOffReason, MalformedMessage, TandemError
 from cluster.member import ProtocolRange
 from cluster.messages import LayoutFingerprint, Ticket
 from cluster.protocol.received import checked
 from cluster.protocol.wire import fingerprint_to_wire
 from kvtransfer.counters import TransferCounters
-from kvtransfer.deadline_timer import DeadlineTimer
 from kvtransfer.digests import VerifyMode, unverified_places
 from kvtransfer.importer.calls import CallPool
 from kvtransfer.importer.links import LinkTable

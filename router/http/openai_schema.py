@@ -11,11 +11,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, FailFast, Field, PlainValidator, WithJsonSchema, field_validator
 
 from cluster.errors import InvalidRequest
+from router.http.bodies.generation_fields import LogitFields, StructuredOutputFields
 from router.http.bodies.messages import MAX_MESSAGES, Message, ToolFields
 from router.http.bodies.openapi import TOKEN_IDS
 from router.http.bodies.strict_body import NeutralValues, StrictBody
-from router.http.bodies.structured_outputs import StructuredOutputFields
-from router.http.logit_fields import LogitFields
 from router.request.validation import (
     MAX_CACHE_SALT_CHARACTERS,
     MAX_CHOICES,

@@ -22,8 +22,7 @@ from router.requests import ChatMessage, ChoiceDelta, Output, ToolCall
 from router.text.tokenization import Tokenization
 from router.tools.call_forms import CallableTool
 from router.tools.formats import AnswerFormat
-from tandem.chats import ChatOptions, chat_prompt
-from tandem.options import generate_request
+from tandem.options import ChatOptions, chat_prompt, generate_request
 from tandem.progress import Assembly
 from tandem.results import Choice
 from tandem.results import ToolCall as ClientCall

@@ -71,7 +71,6 @@ PURE = [
     "engine.kv.layout",
     "engine.kv.eviction",
     "engine.kv.prefix_cache",
-    "engine.grammar.grammar_state",
     "engine.sampling.logit_state",
     "engine.scheduling.admission",
     "engine.scheduling.batching.batch",

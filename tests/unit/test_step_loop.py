@@ -29,7 +29,7 @@ from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.scheduler import SequenceScheduler
 from engine.scheduling.step import StepPlan, StepResult
 from engine.steps.step_loop import StepLoop
-from engine.steps.step_watch import StepWatch
+from engine.steps.step_profile import StepWatch
 from tests.unit.fake_paged_runner import FakePagedRunner
 
 _DEADLINE_S = 20.0

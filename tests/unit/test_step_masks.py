@@ -16,7 +16,7 @@ from engine.cpu.compiled_draw import CompiledDraw
 from engine.cpu.library import load_library
 from engine.decoders.traced_calls import NotCompiled
 from engine.grammar.compiled_grammars import CompiledGrammars, StepMasks
-from engine.grammar.grammar_state import GrammarState
+from engine.sampling.logit_state import GrammarState
 from engine.scheduling.step import Sample
 from engine.steps.sampler import draw
 from tests.unit.grammar_bench import BLOCK_SIZE, EOS, GrammarBench

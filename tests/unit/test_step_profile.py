@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from cluster.errors import InvalidRequest, Unavailable
-from engine.steps.step_profile import StepProfiler
-from engine.steps.step_watch import StepWatch
+from engine.steps.step_profile import StepProfiler, StepWatch
 
 
 class _Steps:

@@ -10,8 +10,7 @@ from collections.abc import Sequence as SequenceOf
 
 from cluster.messages import FinishReason, Grammar, LogitRules, TokenStops
 from cluster.request_size import blocks_for
-from engine.grammar.grammar_state import GrammarState
-from engine.sampling.logit_state import LogitState
+from engine.sampling.logit_state import GrammarState, LogitState
 from engine.scheduling.batching.block_tables import BlockTables
 from engine.scheduling.batching.sequences import Sequence
 from engine.scheduling.step import Chunk, ChunkBudget, DraftRequest, DrawnToken, Sample

@@ -22,8 +22,7 @@ from cluster.messages import (
     SequenceStart,
 )
 from cluster.protocol.hashing import BlockChain
-from engine.grammar.grammar_state import GrammarState
-from engine.sampling.logit_state import LogitState
+from engine.sampling.logit_state import GrammarState, LogitState
 from engine.scheduling.length_prediction import LengthPredictor
 from engine.scheduling.policies import Rank
 from engine.speculation.drafter import Drafter

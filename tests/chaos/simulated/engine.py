@@ -13,10 +13,10 @@ import torch
 
 from cluster.messages import Grammar, LayoutFingerprint, Sampling
 from engine.grammar.compiled_grammars import StepMasks
-from engine.grammar.grammar_state import GrammarState
 from engine.kv.layout import BlockLayout, LayerShape, lay_out
 from engine.kv.pool import KvPool
 from engine.model.loaded import ModelInfo
+from engine.sampling.logit_state import GrammarState
 from engine.scheduling.step import Chunk, DrawnToken, Launched, Sample, StepPlan, StepResult
 from tests.chaos.simulated.grammars import END, AtOnce, compiled_grammars
 from tests.chaos.simulated.schedule import MAX_MODEL_LEN

@@ -10,8 +10,8 @@ import pytest
 
 from cluster.messages import Grammar, Sampling
 from engine.grammar.compiled_grammars import StepMasks
-from engine.grammar.grammar_state import GrammarState
 from engine.kv.pool import KvPool
+from engine.sampling.logit_state import GrammarState
 from engine.scheduling.step import Chunk, Sample, StepPlan
 from tandem.enum_words import GRAMMAR_KINDS
 from tandem.v1 import inference_pb2
