@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from cluster.accounts.keys import Caller
 from cluster.messages import FinishReason, Grammar, TokenLogprobs
+from cluster.observe.trace_context import RequestTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ class GenerateRequest:
     request_id: str = ""
     label: str = ""  # the client's name for it in logs and listings; need not be unique
     caller: Caller = ANY_CLIENT  # the tenant and the limits of the API key that it came with
-    trace_parent: str = ""  # the client's W3C trace context as it came; may be malformed
+    trace: RequestTrace | None = None  # None: this router makes no spans
     client: bytes = b""  # identifies the API key that it came with; empty: this router asks for none
     num_bytes: int = 0  # of its message from the client, without `resume_from`; 0: it cannot be resumed
     model: str = ""

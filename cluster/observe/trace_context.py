@@ -1,9 +1,10 @@
-"""The trace context of a request as W3C defines it: the header `traceparent`. Pure.
+"""The trace context of a request as W3C defines it: the header `traceparent`.
 
 https://www.w3.org/TR/trace-context/, version 00. A text that does not follow it is ignored, as the recommendation says.
 """
 
 import re
+import secrets
 from dataclasses import dataclass
 
 TRACE_PARENT_KEY = "traceparent"  # of HTTP headers and of gRPC metadata
@@ -28,11 +29,20 @@ class RequestTrace:
     """The place of one request in traces."""
 
     root: TraceParent  # the span of the request itself
-    parent: TraceParent | None  # the client's span; None: it told none
+    parent: TraceParent | None  # the client's span; None: the request came without one
 
     @property
     def trace_id(self) -> str:
         return f"{self.root.trace_id:032x}"
+
+    def beside(self) -> "RequestTrace":
+        """Return the place of another request that came in the same call."""
+        root = TraceParent(self.root.trace_id, new_span_id(), self.root.is_sampled)
+        return RequestTrace(root, self.parent)
+
+
+def new_span_id() -> int:
+    return secrets.randbits(64) or 1
 
 
 def parse_trace_parent(text: str) -> TraceParent | None:

@@ -51,6 +51,7 @@ def explanation_to_wire(explained: Explanation, now_s: float, policy: str) -> ad
         itl_s=explained.itl_s,
         placements=[_placement_to_wire(attempt, explained.began_s) for attempt in explained.attempts],
         policy=policy,
+        trace_id=explained.trace_id,
     )
 
 

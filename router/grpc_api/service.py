@@ -17,7 +17,7 @@ from cluster.accounts.usage import KeyUsage
 from cluster.errors import InvalidRequest, Unavailable
 from cluster.messages import MAX_PROFILE_S, Role
 from cluster.observe.telemetry import Telemetry
-from cluster.observe.trace_context import TRACE_PARENT_KEY
+from cluster.observe.trace_context import TRACE_PARENT_KEY, RequestTrace
 from cluster.registry.scale_target import POOLS
 from router.drain.operator_commands import MemberCommands, OperatorCall, ScaleTargetView, target_to_wire
 from router.fleet.fleet import Fleet
@@ -138,12 +138,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: _Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         keepalive_interval_s = _keepalive_interval_s(context)
-        await self._send_metadata(context, keepalive_interval_s)
+        trace = self._pipeline.live_requests.begin_trace(_trace_parent(context))
+        await self._send_metadata(context, keepalive_interval_s, trace)
         timeout_s = _timeout_s(context.time_remaining())
         shown = _authorization(context)
         client = client_of(shown) if self._gate.asks_for_keys else b""
         asked = generate_request_from_wire(request, timeout_s, keepalive_interval_s, client)
-        asked = replace(asked, caller=self._gate.caller(shown), trace_parent=_trace_parent(context))
+        asked = replace(asked, caller=self._gate.caller(shown), trace=trace)
         divide = partial(AnswerParts.asked_for, request.chat, chats=self._chats, tokenization=self._tokenization)
         # The text that the client of a resumed request has is divided again, which takes time.
         asked, parts = await self._threads.run(divide, asked) if asked.resume_from else divide(asked)
@@ -183,14 +184,18 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.ListModelsResponse:
         return inference_pb2.ListModelsResponse(models=[model_to_wire(self._tokenization.model_info)])
 
-    async def _send_metadata(self, context: _Context, keepalive_interval_s: float | None) -> None:
-        """Send metadata before anything can fail here: the addresses of other routers, and the interval of
-        keep-alive messages."""
+    async def _send_metadata(
+        self, context: _Context, keepalive_interval_s: float | None, trace: RequestTrace | None
+    ) -> None:
+        """Send metadata before anything can fail here: the addresses of other routers, the interval of keep-alive
+        messages, and the request's place in traces."""
         metadata: list[tuple[str, str]] = []
         if routers := self._advertised_routers():
             metadata.append((ROUTERS_KEY, ",".join(routers)))
         if keepalive_interval_s is not None:
             metadata.append((KEEPALIVE_KEY, f"{keepalive_interval_s:g}"))
+        if trace is not None:
+            metadata.append((TRACE_PARENT_KEY, str(trace.root)))
         if metadata:
             await context.send_initial_metadata(metadata)
 

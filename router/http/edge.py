@@ -21,7 +21,8 @@ from cluster.accounts.keys import Access, Caller, Gate
 from cluster.accounts.limits import TenantLimits
 from cluster.errors import InvalidRequest, Overloaded, PermissionDenied, TandemError, Unauthenticated
 from cluster.observe.telemetry import Telemetry
-from router.http.bodies.openapi import HEALTH_PATHS, INFERENCE_PREFIXES
+from cluster.observe.trace_context import TRACE_PARENT_KEY, RequestTrace
+from router.http.bodies.openapi import GENERATION_PATHS, HEALTH_PATHS, INFERENCE_PREFIXES
 from router.http.connection import ABORT, StreamedBody, streamed_body
 from router.http.openai_errors import error_response, internal_error, status_response
 from router.request.validation import MAX_REQUEST_ID_CHARACTERS
@@ -50,8 +51,9 @@ class ClientStalled(ClientGone):
 
 
 class Edge:
-    """ASGI middleware. Puts the request id into the response's x-request-id, and with the Caller into the request's
-    state: `scope["state"]["request_id"]` and `["caller"]`."""
+    """ASGI middleware. Puts the request id into the response's x-request-id, the request's place in traces into its
+    traceparent, and both with the Caller into the request's state: `scope["state"]["request_id"]`, `["trace"]` (None:
+    this router makes no spans) and `["caller"]`."""
 
     def __init__(
         self,
@@ -63,8 +65,11 @@ class Edge:
         max_message_bytes: int,
         client_stall_s: float,
         telemetry: Telemetry,
+        begin_trace: Callable[[str], RequestTrace | None] = lambda trace_parent: None,
     ) -> None:
+        """`begin_trace`: as LiveRequests'."""
         self._app = app
+        self._begin_trace = begin_trace
         self._client_stall_s = client_stall_s
         self._bodies = _Bodies(max_message_bytes, _MAX_BODIES * max_message_bytes)
         self._gate, self._audit = gate, audit
@@ -77,8 +82,10 @@ class Edge:
             return
         headers = Headers(scope=scope)
         request_id = headers.get(_REQUEST_ID_HEADER) or uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
-        answer = _Answer(send, request_id, self._client_stall_s)
+        is_generation = scope["method"] == "POST" and scope["path"] in GENERATION_PATHS
+        trace = self._begin_trace(headers.get(TRACE_PARENT_KEY, "")) if is_generation else None
+        scope.setdefault("state", {}).update(request_id=request_id, trace=trace)
+        answer = _Answer(send, request_id, trace, self._client_stall_s)
         if (body := streamed_body(scope)) is not None:
             scope[_CHUNKS] = DirectChunks(body, self._client_stall_s)
         try:
@@ -169,11 +176,13 @@ def _access(path: str) -> Access | None:
 
 
 class _Answer:
-    """Wraps `send`: adds the request id to the headers and a timeout to every write. Remembers the status."""
+    """Wraps `send`: adds the request id and the place in traces to the headers, and a timeout to every write. Remembers
+    the status."""
 
-    def __init__(self, send: Send, request_id: str, stall_s: float) -> None:
+    def __init__(self, send: Send, request_id: str, trace: RequestTrace | None, stall_s: float) -> None:
         self._send = send
         self._request_id = request_id
+        self._trace = trace
         self._stall_s = stall_s
         self.status: int | None = None
 
@@ -183,6 +192,8 @@ class _Answer:
             headers = MutableHeaders(scope=message)
             if self._request_id.isascii() and self._request_id.isprintable():
                 headers[_REQUEST_ID_HEADER] = self._request_id[:MAX_REQUEST_ID_CHARACTERS]
+            if self._trace is not None:
+                headers[TRACE_PARENT_KEY] = str(self._trace.root)
         try:
             async with asyncio.timeout(self._stall_s):
                 await self._send(message)

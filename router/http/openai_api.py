@@ -23,6 +23,7 @@ from cluster.accounts.audit import Audit
 from cluster.accounts.keys import Gate
 from cluster.errors import TandemError
 from cluster.observe.telemetry import Telemetry
+from cluster.observe.trace_context import TRACE_PARENT_KEY
 from cluster.settings.config import CLIENT_STALL_S
 from router.http.anthropic.api import add_messages
 from router.http.anthropic.openapi_bodies import MessageEvent
@@ -49,7 +50,7 @@ from router.text.tokenization import Tokenization
 
 _Headers = Annotated[RequestHeaders, Header()]
 _NO_WISHES = RequestHeaders.model_validate({})
-_WISHES = frozenset(name.replace("_", "-").encode() for name in RequestHeaders.model_fields)
+_WISHES = frozenset(name.replace("_", "-").encode() for name in RequestHeaders.model_fields if name != TRACE_PARENT_KEY)
 _NO_PARSERS = ChatSettings()
 _NO_PATH = "there is no such path; GET /openapi.json lists the paths"
 
@@ -85,6 +86,7 @@ def build_app(
         gate=gate,
         audit=audit,
         limits=live_requests.limits,
+        begin_trace=live_requests.begin_trace,
         max_message_bytes=max_message_bytes,
         client_stall_s=client_stall_s,
         telemetry=telemetry,
@@ -95,7 +97,7 @@ def build_app(
             allow_origins=list(allowed_origins),
             allow_methods=["GET", "HEAD", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "retry-after", TRACE_PARENT_KEY],
         )
     app.add_exception_handler(RequestValidationError, _invalid_body)
     app.add_exception_handler(HTTPException, _http_exception)
@@ -137,7 +139,7 @@ def _add_generation(
             body.echoes(),
         )
         names = "cmpl", "text_completion", "text_completion"
-        requests = headers.apply(body.requests(_label(body, request)), request.state.caller)
+        requests = headers.apply(body.requests(_label(body, request)), request.state.caller, request.state.trace)
         return await answer(body, requests, headers, shape, names)
 
     @app.post(
@@ -150,7 +152,7 @@ def _add_generation(
         label, use = _label(body, request), body.tool_use
         shape = chat_shape(chats, body, use, tokenization, f"chatcmpl-{label}")
         asked = [chats.constrained(each, use, tokenization) for each in body.requests(label)]
-        requests = headers.apply(asked, request.state.caller)
+        requests = headers.apply(asked, request.state.caller, request.state.trace)
         return await answer(body, requests, headers, shape, names)
 
     async def answer(

@@ -110,6 +110,11 @@ class RequestAccount:
         return str(self.trace.root) if self.trace is not None else ""
 
     @property
+    def trace_id(self) -> str:
+        """The id of the request's trace in 32 hexadecimal digits; empty: this router makes no spans."""
+        return self.trace.trace_id if self.trace is not None else ""
+
+    @property
     def num_tokens(self) -> int:
         """The tokens that the client was given, over all choices."""
         return sum(self._num_tokens.values())
@@ -240,6 +245,7 @@ class RequestAccount:
             attempts=self.placements.attempts,
             ledger=self._ledger(intervals),
             spans=_spans(intervals),
+            trace_id=self.trace_id,
         )
 
     def _mean_itl_s(self) -> float | None:

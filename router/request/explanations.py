@@ -23,12 +23,16 @@ MAX_ATTEMPTS = 8  # of one request: the first one and the last ones
 MAX_FOUND = 10  # requests of one label: the newest ones
 
 
-def is_named(name: str, request_id: str, label: str) -> bool:
-    """Return whether `name` is a request's id or label, or the id of its HTTP answer. The label of each of several
-    prompts in one HTTP request has a number appended, and the name without it finds all of them."""
+def is_named(name: str, request_id: str, label: str, trace_id: str) -> bool:
+    """Return whether `name` is a request's id, label or trace id, or the id of its HTTP answer.
+
+    The label of each of several prompts in one HTTP request has a number appended, and the name without it finds all of
+    them."""
     plain = name.removeprefix("chat").removeprefix("cmpl-") if name.startswith(("cmpl-", "chatcmpl-")) else name
     shared, _, number = label.rpartition("-")
-    return bool(plain) and (name in (request_id, label) or plain == label or (number.isdigit() and plain == shared))
+    return bool(plain) and (
+        name in (request_id, label, trace_id) or plain == label or (number.isdigit() and plain == shared)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,7 @@ class Explanation:
     attempts: tuple[PlacedAttempt, ...]
     ledger: Ledger | None = None
     spans: tuple[Span, ...] = ()  # its phases in their order, at most MAX_SPANS
+    trace_id: str = ""  # empty: the router makes no spans
     number: int = 0  # of an ended request, from 1 on
 
 
@@ -130,7 +135,7 @@ class Explanations:
         not ended, which come before all others."""
         ended = *reversed(self._ended), *reversed(self._kept)
         known = [*sorted(live, key=lambda each: each.began_s, reverse=True), *ended]
-        return [each for each in known if is_named(name, each.request_id, each.label)][:MAX_FOUND]
+        return [each for each in known if is_named(name, each.request_id, each.label, each.trace_id)][:MAX_FOUND]
 
     def since(self, number: int, most: int) -> list[Explanation]:
         """Return the requests that ended after the one with this number, the oldest first: at most `most`, of which a

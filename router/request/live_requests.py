@@ -18,6 +18,7 @@ from cluster.accounts.usage import KINDS, Usage, UsageMeter
 from cluster.clock import Clock
 from cluster.errors import Cancelled, LimitReached, ResumeSuperseded, TandemError
 from cluster.observe.telemetry import Telemetry
+from cluster.observe.trace_context import RequestTrace
 from router.policies.admission import AdmissionControl
 from router.policies.candidates import NO_TARGETS, SloTargets
 from router.request.account import RequestAccount
@@ -87,8 +88,8 @@ class LiveRequests:
         return self.buffers.num_tokens
 
     def explain(self, name: str) -> list[Explanation]:
-        """Return the requests with this id or label, live ones and those that ended recently, the newest first."""
-        named = [live for live in self if is_named(name, live.request_id, live.request.label)]
+        """Return the live and recently ended requests with this id, label or trace id, the newest first."""
+        named = [live for live in self if is_named(name, live.request_id, live.request.label, live.account.trace_id)]
         return self.explanations.find(name, self._explained(named))
 
     def explain_oldest(self, most: int) -> list[Explanation]:
@@ -98,6 +99,11 @@ class LiveRequests:
     def _explained(self, requests: Iterable[LiveRequest]) -> list[Explanation]:
         now_s = self._clock.now_s()
         return [live.account.explanation(live.request_id, now_s) for live in requests]
+
+    def begin_trace(self, trace_parent: str) -> RequestTrace | None:
+        """Return the place in traces of a request that arrives; None: this router makes no spans. `trace_parent`: the
+        client's; it may be malformed or empty."""
+        return self._traces.begin(trace_parent) if self._traces is not None else None
 
     async def close(self) -> None:
         """Send the spans that are left."""
@@ -118,8 +124,7 @@ class LiveRequests:
         account = RequestAccount(
             self._telemetry, self._clock.now_s(), label=request.label, targets=targets, is_batch=request.is_batch
         )
-        if self._traces is not None:
-            account.trace = self._traces.begin(request.trace_parent)
+        account.trace = request.trace
         outcome = "cancelled"
         try:
             with self._listed(request, request_id, account, takes_over=takes_over) as live:
@@ -141,7 +146,7 @@ class LiveRequests:
             self.explanations.add(ended)
             if self._traces is not None:
                 self._traces.end(request, account, ended, now_s)
-            self._log.write(ended, now_s, account.trace.trace_id if account.trace is not None else "")
+            self._log.write(ended, now_s)
             self._on_change()
 
     @contextmanager

@@ -18,8 +18,8 @@ class RequestLog:
         self._num_lines = 0  # of this second, of requests that ended well
         self._num_left_out = 0  # since the last line
 
-    def write(self, ended: Explanation, now_s: float, trace_id: str = "") -> None:
-        """Log a request that has ended. `now_s`: by any monotonic clock. `trace_id`: empty if it has none."""
+    def write(self, ended: Explanation, now_s: float) -> None:
+        """Log a request that has ended. `now_s`: by any monotonic clock."""
         if not _LOG.isEnabledFor(logging.INFO):
             return
         if int(now_s) != self._second:
@@ -30,8 +30,6 @@ class RequestLog:
                 return
             self._num_lines += 1
         fields = ended_fields(ended)
-        if trace_id:
-            fields["trace_id"] = trace_id
         if self._num_left_out:
             fields["lines_left_out"] = self._num_left_out
             self._num_left_out = 0
@@ -56,6 +54,7 @@ def ended_fields(ended: Explanation) -> dict[str, object]:
         "workers": " ".join(ledger.members),
         "transport": ledger.transport,
         "reasons": " ".join(ledger.reasons),
+        "trace_id": ended.trace_id,
     }
     return {name: value for name, value in fields.items() if value not in (None, "")}
 

@@ -6,7 +6,6 @@ conventions for generative AI (`gen_ai.*`); what only Tandem has begins with `ta
 """
 
 import asyncio
-import secrets
 import threading
 from collections.abc import Iterator, Mapping
 
@@ -17,7 +16,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from cluster.observe.trace_context import RequestTrace
+from cluster.observe.trace_context import RequestTrace, new_span_id
 from router.policies.placement import Candidate
 from router.request.account import RequestAccount
 from router.request.explanations import Explanation, PlacedAttempt
@@ -91,7 +90,7 @@ class SpanSender:
     def child(
         self, name: str, trace_id: int, parent: SpanContext, times_ns: tuple[int, int], attributes: Attributes
     ) -> SpanContext:
-        context = SpanContext(trace_id, _new_id(), is_remote=False, trace_flags=_SAMPLED)
+        context = SpanContext(trace_id, new_span_id(), is_remote=False, trace_flags=_SAMPLED)
         self.queue(
             ReadableSpan(
                 name,
@@ -128,10 +127,6 @@ class _Spans:
     ) -> SpanContext:
         times_ns = self.ns(began_s), self.ns(max(began_s, ended_s))
         return self._sender.child(name, self._trace_id, parent, times_ns, attributes)
-
-
-def _new_id() -> int:
-    return secrets.randbits(64) or 1
 
 
 def _add_workers(spans: _Spans, root: SpanContext, account: RequestAccount, ended: Explanation) -> None:

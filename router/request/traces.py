@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from cluster.errors import ConfigError
-from cluster.observe.trace_context import RequestTrace, TraceParent, parse_trace_parent
+from cluster.observe.trace_context import RequestTrace, TraceParent, new_span_id, parse_trace_parent
 from cluster.settings.config import RouterConfig
 from router.request.account import RequestAccount
 from router.request.explanations import Explanation
@@ -37,7 +37,7 @@ class Traces:
         parent = parse_trace_parent(trace_parent) if trace_parent else None
         is_sampled = (parent is not None and parent.is_sampled) or random.random() < self._sample_ratio
         trace_id = parent.trace_id if parent is not None else secrets.randbits(128) or 1
-        return RequestTrace(TraceParent(trace_id, secrets.randbits(64) or 1, is_sampled), parent)
+        return RequestTrace(TraceParent(trace_id, new_span_id(), is_sampled), parent)
 
     def end(self, request: GenerateRequest, account: RequestAccount, ended: Explanation, now_s: float) -> None:
         """Send the spans of an ended request if it is sampled, failed, retried or slow. `now_s`: by the account's

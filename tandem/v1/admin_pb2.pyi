@@ -321,7 +321,7 @@ class ExplainResponse(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[RequestExplanation, _Mapping]]] = ...) -> None: ...
 
 class RequestExplanation(_message.Message):
-    __slots__ = ("request_id", "label", "outcome", "age_s", "num_prompt_tokens", "num_tokens", "ttft_s", "itl_s", "placements", "policy")
+    __slots__ = ("request_id", "label", "outcome", "age_s", "num_prompt_tokens", "num_tokens", "ttft_s", "itl_s", "placements", "policy", "trace_id")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
@@ -332,6 +332,7 @@ class RequestExplanation(_message.Message):
     ITL_S_FIELD_NUMBER: _ClassVar[int]
     PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     label: str
     outcome: str
@@ -342,7 +343,8 @@ class RequestExplanation(_message.Message):
     itl_s: float
     placements: _containers.RepeatedCompositeFieldContainer[PlacementExplanation]
     policy: str
-    def __init__(self, request_id: _Optional[str] = ..., label: _Optional[str] = ..., outcome: _Optional[str] = ..., age_s: _Optional[float] = ..., num_prompt_tokens: _Optional[int] = ..., num_tokens: _Optional[int] = ..., ttft_s: _Optional[float] = ..., itl_s: _Optional[float] = ..., placements: _Optional[_Iterable[_Union[PlacementExplanation, _Mapping]]] = ..., policy: _Optional[str] = ...) -> None: ...
+    trace_id: str
+    def __init__(self, request_id: _Optional[str] = ..., label: _Optional[str] = ..., outcome: _Optional[str] = ..., age_s: _Optional[float] = ..., num_prompt_tokens: _Optional[int] = ..., num_tokens: _Optional[int] = ..., ttft_s: _Optional[float] = ..., itl_s: _Optional[float] = ..., placements: _Optional[_Iterable[_Union[PlacementExplanation, _Mapping]]] = ..., policy: _Optional[str] = ..., trace_id: _Optional[str] = ...) -> None: ...
 
 class PlacementExplanation(_message.Message):
     __slots__ = ("reason", "after_s", "failure", "candidates", "num_candidates", "propensity")

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+import grpc
+import httpx
 import openai
 import pytest
 import pytest_asyncio
@@ -15,10 +17,14 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from cluster.errors import QueueFull
+from cluster.observe.trace_context import TRACE_PARENT_KEY, parse_trace_parent
 from router.request.span_sender import SpanSender
 from router.request.traces import Traces
+from router.requests import GenerateRequest
+from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
+from tests.system.asking import question
 from tests.system.local_cluster import LocalCluster
-from tests.system.router_harness import answer_to, ask, router_under_test
+from tests.system.router_harness import RouterUnderTest, answer_to, ask, router_under_test
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -52,9 +58,9 @@ class Receiver:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/x-protobuf\r\ncontent-length: 0\r\n\r\n")
         await writer.drain()
 
-    async def until_received(self, trace_id: str) -> None:
+    async def until_received(self, trace_id: str, num_roots: int = 1) -> None:
         async with asyncio.timeout(60), self.received:
-            await self.received.wait_for(lambda: "root" in self.of(trace_id))
+            await self.received.wait_for(lambda: len(self.of(trace_id).get("root", ())) == num_roots)
 
     def of(self, trace_id: str) -> dict[str, list[Span]]:
         """Return the spans of a trace by name; those of its root under "root"."""
@@ -91,6 +97,11 @@ def _attributes(found: Span | Span.Event) -> dict[str, object]:
     return {a.key: getattr(a.value, str(a.value.WhichOneof("value"))) for a in found.attributes}
 
 
+def traced_ask(router: RouterUnderTest, trace_id: str) -> GenerateRequest:
+    trace = router.live_requests.begin_trace(f"00-{trace_id}-{secrets.token_hex(8)}-00")
+    return replace(ask(), trace=trace)
+
+
 def _seconds(span: Span) -> float:
     return (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9
 
@@ -98,18 +109,20 @@ def _seconds(span: Span) -> float:
 async def test_the_spans_of_a_sampled_request_add_up_to_its_ledger(traced: dict[str, str], receiver: Receiver) -> None:
     trace_id, client_span = secrets.token_hex(16), secrets.token_hex(8)
     async with openai.AsyncOpenAI(base_url=f"http://{traced['http']}/v1", api_key="none") as client:
-        answer = await client.completions.create(
+        response = await client.completions.with_raw_response.create(
             model="",
             prompt=_PROMPT,
             max_tokens=8,
             extra_headers={"traceparent": f"00-{trace_id}-{client_span}-01", "x-tandem-ledger": "1"},
         )
     await receiver.until_received(trace_id)
+    answer = response.parse()
     extra = answer.model_extra
     assert extra is not None
     spans, [ledger] = receiver.of(trace_id), extra["ledger"]
     [root] = spans["root"]
     assert root.parent_span_id.hex() == client_span
+    assert response.headers["traceparent"] == f"00-{trace_id}-{root.span_id.hex()}-01"
     assert all(s.parent_span_id == root.span_id for name, several in spans.items() if name != "root" for s in several)
     assert _seconds(root) == pytest.approx(ledger["wall_s"], rel=0.02, abs=1e-4)
     phases = {name: sum(map(_seconds, spans[name])) for name in _PHASES & set(spans)}
@@ -138,12 +151,53 @@ async def test_a_failed_request_is_sent_though_nothing_samples_it(traced: dict[s
     trace_id = secrets.token_hex(16)
     async with openai.AsyncOpenAI(base_url=f"http://{traced['http']}/v1", api_key="none", max_retries=0) as client:
         failing = {"traceparent": f"00-{trace_id}-{secrets.token_hex(8)}-00"}
-        with pytest.raises(openai.BadRequestError):
+        with pytest.raises(openai.BadRequestError) as refused:
             await client.completions.create(model="", prompt=_PROMPT * 1000, max_tokens=1, extra_headers=failing)
     await receiver.until_received(trace_id)
     [root] = receiver.of(trace_id)["root"]
     assert root.status.code == root.status.STATUS_CODE_ERROR
+    assert refused.value.response.headers["traceparent"] == f"00-{trace_id}-{root.span_id.hex()}-00"
     assert _attributes(root)["error.type"] == root.status.message
+
+
+async def test_a_stream_of_grpc_has_its_trace_in_its_metadata_and_explain_finds_it(traced: dict[str, str]) -> None:
+    trace_id = secrets.token_hex(16)
+    request = question(range(20, 40), max_tokens=2)
+    async with grpc.aio.insecure_channel(traced["grpc"]) as channel:
+        client = {TRACE_PARENT_KEY: f"00-{trace_id}-{secrets.token_hex(8)}-00"}
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(request, metadata=tuple(client.items()), timeout=60)
+        metadata = dict(await call.initial_metadata())
+        async for _ in call:
+            pass
+        named = admin_pb2.ExplainRequest(request=trace_id)
+        explained = await admin_pb2_grpc.AdminStub(channel).Explain(named, timeout=60)
+    trace = parse_trace_parent(str(metadata[TRACE_PARENT_KEY]))
+    assert trace is not None and f"{trace.trace_id:032x}" == trace_id and not trace.is_sampled
+    assert [each.trace_id for each in explained.requests] == [trace_id]
+
+
+async def test_a_router_without_traces_sends_no_context(traced: dict[str, str], shm_cluster: LocalCluster) -> None:
+    context = {"traceparent": f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"}
+    body = {"prompt": list(range(20, 40)), "max_tokens": 2}
+    plain = shm_cluster.members["router0"].ready["http"]
+    async with httpx.AsyncClient(timeout=60) as http:
+        for address, has_context in ((plain, False), (traced["http"], True)):
+            answer = await http.post(f"http://{address}/v1/completions", json=body, headers=context)
+            assert answer.status_code == 200 and ("traceparent" in answer.headers) == has_context
+        assert "traceparent" not in (await http.get(f"http://{traced['http']}/v1/models")).headers
+
+
+async def test_several_prompts_of_one_call_are_requests_of_one_trace(
+    traced: dict[str, str], receiver: Receiver
+) -> None:
+    trace_id = secrets.token_hex(16)
+    body = {"prompt": [[20, 21, 22], [30, 31, 32]], "max_tokens": 2}
+    async with httpx.AsyncClient(timeout=60) as http:
+        context = {"traceparent": f"00-{trace_id}-{secrets.token_hex(8)}-01"}
+        answer = await http.post(f"http://{traced['http']}/v1/completions", json=body, headers=context)
+    await receiver.until_received(trace_id, num_roots=2)
+    roots = {root.span_id.hex() for root in receiver.of(trace_id)["root"]}
+    assert len(roots) == 2 and answer.headers["traceparent"].split("-")[2] in roots
 
 
 async def test_of_unsampled_requests_a_retried_one_is_sent_and_calls_to_workers_carry_the_context(
@@ -154,9 +208,9 @@ async def test_of_unsampled_requests_a_retried_one_is_sent_and_calls_to_workers_
         prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
         await router.connected()
         trace_id, other = secrets.token_hex(16), secrets.token_hex(16)
-        await answer_to(router, replace(ask(), trace_parent=f"00-{other}-{secrets.token_hex(8)}-00"))
+        await answer_to(router, traced_ask(router, other))
         prefill.refusals = [QueueFull("256 wait here")]
-        await answer_to(router, replace(ask(), trace_parent=f"00-{trace_id}-{secrets.token_hex(8)}-00"))
+        await answer_to(router, traced_ask(router, trace_id))
     await router.live_requests.close()
     await receiver.until_received(trace_id)
     [root] = receiver.of(trace_id)["root"]

@@ -35,7 +35,9 @@ _REASONS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     connection.add_arguments(parser)
     parser.add_argument(
-        "request", metavar="REQUEST", help="the request's id, or its label (over HTTP its x-request-id)"
+        "request",
+        metavar="REQUEST",
+        help="the request's id, its label (over HTTP its x-request-id), or the id of its trace",
     )
     parser.add_argument("--json", action="store_true", help="print one object")
 
@@ -101,6 +103,7 @@ def _request_object(request: admin_pb2.RequestExplanation) -> dict[str, object]:
         "outcome": request.outcome,
         "age_s": request.age_s,
         "policy": request.policy,
+        "trace_id": request.trace_id,
         "num_prompt_tokens": request.num_prompt_tokens,
         "num_tokens": request.num_tokens,
         "ttft_s": _optional(request, "ttft_s"),
@@ -145,7 +148,8 @@ def explained_text(request: admin_pb2.RequestExplanation) -> str:
     """Return the text about one request: a table of candidates for each attempt, then the measured times beside the
     first prediction.
     """
-    label = f" (label {request.label})" if request.label else ""
+    names = [f"{kind} {name}" for kind, name in (("label", request.label), ("trace", request.trace_id)) if name]
+    label = f" ({', '.join(names)})" if names else ""
     lines = [
         f"request {request.request_id}{label}: {request.outcome or 'live'}, {request.num_prompt_tokens} prompt tokens,"
         f" {request.num_tokens} generated, arrived {request.age_s:.1f} s ago, placed by {request.policy}"

@@ -38,7 +38,8 @@ def add_messages(
         use = body.tool_use
         division = chats.division(body.chat, use, tokenization, answer_id)
         asked = chats.constrained(body.request(label), use, tokenization)
-        shape, requests = MessageShape(division), headers.apply([asked], request.state.caller)
+        requests = headers.apply([asked], request.state.caller, request.state.trace)
+        shape = MessageShape(division)
         envelope = MessageEnvelope(answer_id, model.name, int(time.time()), "message", "message", False)
         if body.stream:
             return MessageStream(pipeline, requests, shape, envelope)

@@ -34,6 +34,7 @@ TOKEN_IDS, ANY_TOKEN_IDS = "Token ids", "Any token ids"
 _REFERENCE = "#/components/schemas/{model}"
 _API_KEY, _HEADER = "api key", "x-api-key"
 INFERENCE_PREFIXES = ("/v1/", "/tokenize", "/detokenize")
+GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages"})
 HEALTH_PATHS = frozenset({"/health", "/ping", "/ready"})  # they need no key
 _REQUEST_ID = {
     "x-request-id": {"description": "names the request in logs", "schema": {"type": "string"}, "required": True}

@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field
 
 from cluster.accounts.keys import Caller
 from cluster.accounts.limits import check_request
+from cluster.observe.trace_context import RequestTrace
 from router.requests import GenerateRequest
 
 _LEAST_MS = 0.001
@@ -29,14 +30,18 @@ class RequestHeaders(BaseModel):
         None, description="1: the answer, or a last event of a stream, has ledger: where the time went"
     )
 
+    # For the API's document: router/http/edge.py reads it.
     traceparent: str | None = Field(None, description="W3C trace context: the request's spans become its children")
 
     @property
     def wants_ledger(self) -> bool:
         return self.x_tandem_ledger == "1"
 
-    def apply(self, requests: Sequence[GenerateRequest], caller: Caller) -> list[GenerateRequest]:
-        """Raises LimitReached where the requests of one body have more sequences than the caller's key allows."""
+    def apply(
+        self, requests: Sequence[GenerateRequest], caller: Caller, trace: RequestTrace | None
+    ) -> list[GenerateRequest]:
+        """Add the wishes, the caller and the place in traces to the requests of one body. Raises LimitReached where
+        they have more sequences than the caller's key allows."""
         check_request(caller, sum(request.n for request in requests), caller.max_priority)
         ttft_s, tpot_s, timeout_s = (
             None if ms is None else ms / 1000
@@ -49,7 +54,7 @@ class RequestHeaders(BaseModel):
                 slo_ttft_s=ttft_s,
                 slo_tpot_s=tpot_s,
                 timeout_s=timeout_s,
-                trace_parent=self.traceparent or "",
+                trace=trace.beside() if trace is not None and number else trace,
             )
-            for request in requests
+            for number, request in enumerate(requests)
         ]
