@@ -50,6 +50,12 @@ def add_credentials(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="use TLS; PEM file with the certificate authorities of the router (default: TANDEM_TLS_CA)",
     )
+    parser.add_argument(
+        "--tls-server-name",
+        metavar="NAME",
+        help="the name that the router's certificate has, where it does not name the host of the address"
+        " (default: TANDEM_TLS_SERVER_NAME)",
+    )
 
 
 def open_client(arguments: argparse.Namespace) -> Client:
@@ -57,7 +63,11 @@ def open_client(arguments: argparse.Namespace) -> Client:
     file is missing."""
     address = find_address(arguments.address)
     return Client(
-        address, client_key(arguments, address), tls_ca=tls_ca(arguments, address), discover=arguments.discover
+        address,
+        client_key(arguments, address),
+        tls_ca=tls_ca(arguments, address),
+        tls_server_name=tls_server_name(arguments),
+        discover=arguments.discover,
     )
 
 
@@ -65,7 +75,11 @@ def open_async_client(arguments: argparse.Namespace) -> AsyncClient:
     """Do what `open_client` does, for a client on the running event loop."""
     address = find_address(arguments.address)
     return AsyncClient(
-        address, client_key(arguments, address), tls_ca=tls_ca(arguments, address), discover=arguments.discover
+        address,
+        client_key(arguments, address),
+        tls_ca=tls_ca(arguments, address),
+        tls_server_name=tls_server_name(arguments),
+        discover=arguments.discover,
     )
 
 
@@ -87,7 +101,7 @@ def ask(arguments: argparse.Namespace, call: Call[Answer]) -> Answer:
 def ask_one(arguments: argparse.Namespace, address: str, call: Call[Answer]) -> Answer:
     """Do what `ask` does, at the router at `address`."""
     authorities = tls_ca(arguments, find_address(arguments.address))
-    with channel.open_channel(address, tls_ca=authorities) as opened:
+    with channel.open_channel(address, tls_ca=authorities, tls_server_name=tls_server_name(arguments)) as opened:
         try:
             return call(admin_pb2_grpc.AdminStub(opened), _metadata(arguments, address))
         except grpc.RpcError as error:
@@ -129,6 +143,11 @@ def tls_ca(arguments: argparse.Namespace, address: str) -> str | None:
     if path is not None and not os.access(path, os.R_OK):
         raise ConfigError(f"cannot read --tls-ca {path}")
     return path
+
+
+def tls_server_name(arguments: argparse.Namespace) -> str | None:
+    """Return the name to verify in the certificates of routers and workers; None: the host of each address."""
+    return arguments.tls_server_name or os.environ.get("TANDEM_TLS_SERVER_NAME") or None
 
 
 def client_key(arguments: argparse.Namespace, address: str) -> str:

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 _DEFAULT_ADDRESS = "127.0.0.1:50051"
 _TIMEOUT_S = 2.5
-_OPTIONS = [("grpc.enable_http_proxy", 0)]
+_OPTIONS: list[tuple[str, object]] = [("grpc.enable_http_proxy", 0)]
 
 
 def main(arguments: list[str]) -> int:
@@ -40,7 +40,9 @@ def _channel(address: str) -> grpc.Channel:
     if not (ca and key and cert):
         return _plain_channel(address)
     credentials = grpc.ssl_channel_credentials(*(Path(path).read_bytes() for path in (ca, key, cert)))
-    return grpc.secure_channel(address, credentials, options=_OPTIONS)
+    name = os.environ.get("TANDEM_TLS_SERVER_NAME", "")
+    options = [*_OPTIONS, ("grpc.ssl_target_name_override", name)] if name else _OPTIONS
+    return grpc.secure_channel(address, credentials, options=options)
 
 
 def _plain_channel(address: str) -> grpc.Channel:

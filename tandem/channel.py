@@ -1,7 +1,7 @@
 """A client's channel to a router, plaintext or TLS, and explanations of TLS failures.
 
 An authority in `tls_ca` (or a publicly trusted one, with `secure` alone) must have signed the router's certificate, and
-the certificate must name the host that is dialled.
+the certificate must name the host that is dialled, or `tls_server_name`.
 """
 
 from pathlib import Path
@@ -27,7 +27,10 @@ _MEANINGS = (
         "the server's certificate is not valid yet; check clocks",
     ),
     ("CERTIFICATE_VERIFY_FAILED", "the server's certificate is not signed by a trusted authority; see --tls-ca"),
-    ("Hostname Verification Check failed", "the server's certificate does not name this host in its subjectAltName"),
+    (
+        "Hostname Verification Check failed",
+        "the server's certificate does not name this host in its subjectAltName; see --tls-server-name",
+    ),
     ("WRONG_VERSION_NUMBER", "the server does not use TLS"),
     ("Failed parsing HTTP/2", "the server does not use gRPC; a router's gRPC port is not its HTTP port"),
     ("Connection refused", "no process accepts connections at this address"),
@@ -38,21 +41,26 @@ _MEANINGS = (
 )
 
 
-def open_channel(address: str, *, tls_ca: str | None = None, secure: bool = False) -> grpc.Channel:
-    """`tls_ca`: PEM file with the authorities that may have signed the router's certificate; `secure`: TLS, with the
-    publicly trusted ones where no file is given. Raises OSError when the file cannot be read."""
+def open_channel(
+    address: str, *, tls_ca: str | None = None, tls_server_name: str | None = None, secure: bool = False
+) -> grpc.Channel:
+    """`tls_ca`: PEM file with the authorities that may have signed the router's certificate; `tls_server_name`: what it
+    must name instead of the host; `secure`: TLS, with the publicly trusted ones where no file is given. Raises OSError
+    when the file cannot be read."""
     credentials = _credentials(tls_ca, secure)
     if credentials is None:
         return grpc.insecure_channel(address, options=_OPTIONS)
-    return grpc.secure_channel(address, credentials, options=_OPTIONS)
+    return grpc.secure_channel(address, credentials, options=_tls_options(tls_server_name))
 
 
-def open_async_channel(address: str, *, tls_ca: str | None = None, secure: bool = False) -> grpc.aio.Channel:
+def open_async_channel(
+    address: str, *, tls_ca: str | None = None, tls_server_name: str | None = None, secure: bool = False
+) -> grpc.aio.Channel:
     """Open a channel as `open_channel` does, on the running event loop."""
     credentials = _credentials(tls_ca, secure)
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=_OPTIONS)
-    return grpc.aio.secure_channel(address, credentials, options=_OPTIONS)
+    return grpc.aio.secure_channel(address, credentials, options=_tls_options(tls_server_name))
 
 
 def explained(details: str) -> str:
@@ -61,6 +69,10 @@ def explained(details: str) -> str:
         return details
     meaning = next((meaning for word, meaning in _MEANINGS if word in details), None)
     return f"{meaning} ({details})" if meaning is not None else details
+
+
+def _tls_options(server_name: str | None) -> tuple[tuple[str, object], ...]:
+    return (*_OPTIONS, ("grpc.ssl_target_name_override", server_name)) if server_name else _OPTIONS
 
 
 def _credentials(tls_ca: str | None, secure: bool) -> grpc.ChannelCredentials | None:

@@ -49,6 +49,7 @@ class _BaseClient(Generic[Channel]):
         *,
         timeout_s: float = _GENERATION_TIMEOUT_S,
         tls_ca: str | None = None,
+        tls_server_name: str | None = None,
         secure: bool = False,
         discover: bool = True,
         keepalive_timeout_s: float = KEEPALIVE_TIMEOUT_S,
@@ -60,12 +61,14 @@ class _BaseClient(Generic[Channel]):
         - `timeout_s`: the deadline of a generation that has no `timeout_s` of its own.
         - `tls_ca`: a PEM file with the authorities that may sign a router's certificate. `secure` without it: TLS with
           the publicly trusted authorities. Neither: plaintext.
+        - `tls_server_name`: the name that every router's certificate has, where it does not name the hosts of their
+          addresses.
         - `discover`: also use the routers that the given ones name. Set it to False if these addresses cannot be
           dialled from here, for example behind a load balancer or NAT.
         - `keepalive_timeout_s`: a router that sends no message for this long while a reader waits counts as lost.
 
         Raises OSError if the file cannot be read, and ValueError without an address."""
-        dial = partial(self._open_channel, tls_ca=tls_ca, secure=secure)
+        dial = partial(self._open_channel, tls_ca=tls_ca, tls_server_name=tls_server_name, secure=secure)
         self._routers: Routers[Channel] = Routers(addresses(address), dial, discover=discover)
         self._metadata: Metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._timeout_s = timeout_s

@@ -12,17 +12,20 @@ from cluster.serving.tls import ClusterTls, load_tls
 from cluster.settings.config import RouterConfig
 
 HOSTS = ("localhost", "127.0.0.1")
+SERVER_NAME = "members.tandem.example"
 
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """The certificates of a test. `member` is valid; `stranger` is valid under another authority; each of the others
-    has one defect.
+    """The certificates of a test. `member` is valid; `shared` (of workers) and `router` are valid where members verify
+    SERVER_NAME; `stranger` is valid under another authority; each of the others has one defect.
     """
 
     authority: Pair
     other_authority: Pair
     member: Pair
+    shared: Pair
+    router: Pair
     stranger: Pair
     expired: Pair
     nameless: Pair
@@ -30,6 +33,14 @@ class Certificates:
 
     def flags(self) -> tuple[str, ...]:
         return tls_flags(self.member, self.authority)
+
+    def worker_flags(self) -> tuple[str, ...]:
+        """Of a worker whose address its certificate does not name."""
+        return (*tls_flags(self.shared, self.authority), "--tls-server-name", SERVER_NAME)
+
+    def router_flags(self) -> tuple[str, ...]:
+        """Of a router of such workers."""
+        return (*tls_flags(self.router, self.authority), "--tls-server-name", SERVER_NAME)
 
     def stranger_flags(self) -> tuple[str, ...]:
         """Return the flags of a process with a certificate of another authority, which it trusts."""
@@ -47,6 +58,8 @@ def make_certificates(folder: Path) -> Certificates:
         authority=authority,
         other_authority=other,
         member=make_certificate(folder, authority, "member", HOSTS, days=2),
+        shared=make_certificate(folder, authority, "shared", (SERVER_NAME,), days=2),
+        router=make_certificate(folder, authority, "router", (SERVER_NAME, *HOSTS), days=2),
         stranger=make_certificate(folder, other, "stranger", HOSTS, days=2),
         expired=make_certificate(folder, authority, "expired", HOSTS, days=-1),
         nameless=make_certificate(folder, authority, "nameless", (), days=2),
@@ -58,9 +71,15 @@ def tls_flags(member: Pair, authority: Pair) -> tuple[str, ...]:
     return ("--tls-cert", str(member.cert), "--tls-key", str(member.key), "--tls-ca", str(authority.cert))
 
 
-def load(member: Pair, authority: Pair, host: str = "127.0.0.1") -> ClusterTls:
+def load(member: Pair, authority: Pair, host: str = "127.0.0.1", server_name: str = "") -> ClusterTls:
     """Load the certificates as a member does at its start."""
-    settings = RouterConfig(model="-", tls_cert=str(member.cert), tls_key=str(member.key), tls_ca=str(authority.cert))
+    settings = RouterConfig(
+        model="-",
+        tls_cert=str(member.cert),
+        tls_key=str(member.key),
+        tls_ca=str(authority.cert),
+        tls_server_name=server_name,
+    )
     tls = load_tls(settings, host)
     assert tls is not None
     return tls

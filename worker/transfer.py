@@ -170,5 +170,5 @@ def _transport_setup(life: WorkerLife, memory: PoolMemory) -> TransportSetup:
         timeout_s=life.config.read_timeout_s,
         stall_timeout_s=life.config.read_stall_timeout_s,
         server_tls=life.tls.server_context if life.tls is not None else None,
-        client_tls=life.tls.client_context if life.tls is not None else None,
+        client_tls=life.tls.wrap_client if life.tls is not None else None,
     )

@@ -38,7 +38,7 @@ def means_of(member: MemberId, memory: PoolMemory, tls: ClusterTls | None) -> Tr
         advertise_host=HOST,
         timeout_s=_TIMEOUT_S,
         server_tls=tls.server_context if tls else None,
-        client_tls=tls.client_context if tls else None,
+        client_tls=tls.wrap_client if tls else None,
     )
 
 

@@ -142,11 +142,14 @@ class GrpcServer:
 def open_channel(
     address: str, tls: ClusterTls | None = None, *, max_message_bytes: int = MAX_MESSAGE_BYTES
 ) -> grpc.aio.Channel:
-    """Return a channel to host:port, over TLS if the cluster uses it. It connects at the first call and reconnects
-    within about two seconds after the server has come back."""
-    options = [*_CHANNEL_OPTIONS, *_message_options(max_message_bytes)]
+    """Return a channel to host:port, over TLS if the cluster uses it. The certificate there must have the common name
+    of members (`--tls-server-name`), or name the host if there is none. The channel connects at the first call and
+    reconnects within about two seconds after the server has come back."""
+    options: list[tuple[str, object]] = [*_CHANNEL_OPTIONS, *_message_options(max_message_bytes)]
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
+    if tls.server_name:
+        options.append(("grpc.ssl_target_name_override", tls.server_name))
 
     def connect() -> grpc.aio.Channel:
         return grpc.aio.secure_channel(address, tls.channel_credentials(), options=options)

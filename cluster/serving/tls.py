@@ -5,6 +5,7 @@ do not work. The files are read again when they change: connections that exist g
 new files. Files that do not work are reported and not used. Without files all traffic between members is plaintext.
 """
 
+import socket
 import ssl
 import threading
 from collections.abc import Callable
@@ -27,10 +28,11 @@ class ClusterTls:
     def __init__(self, settings: ClusterSettings, host: str) -> None:
         """Raises ConfigError."""
         self._files = TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_ca)
-        self._host = host
+        self.server_name = settings.tls_server_name  # of every member; empty: members' certificates name their hosts
+        self._own_name = self.server_name or host
         self._lock = threading.Lock()
         self._seen = self._files.versions()
-        self._verified = _verified(self._files, host)
+        self._verified = _verified(self._files, self._own_name)
         self.version = 0  # grows with each reload
 
     @property
@@ -46,7 +48,7 @@ class ClusterTls:
             if versions == self._seen and not is_forced:
                 return False
             self._seen = versions
-            verified = _verified(self._files, self._host)
+            verified = _verified(self._files, self._own_name)
             if verified.pem == self._verified.pem:
                 return False
             self._verified = verified
@@ -64,9 +66,8 @@ class ClusterTls:
         return self._server_credentials(lambda pem: None, asks_for_certificate=False)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Return credentials for a channel to a member, whose certificate must be signed by the cluster's authorities
-        and name the host of its address. A channel's credentials cannot change: open another channel after a reload.
-        """
+        """Return credentials for a channel to a member, whose certificate must be signed by the cluster's authorities.
+        A channel's credentials cannot change: open another channel after a reload."""
         pem = self._verified.pem
         return grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
 
@@ -77,6 +78,11 @@ class ClusterTls:
     def client_context(self) -> ssl.SSLContext:
         """Return the credentials of `channel_credentials` as a context for sockets that pass `server_hostname`."""
         return self._verified.client
+
+    def wrap_client(self, connection: socket.socket, host: str) -> ssl.SSLSocket:
+        """Make the handshake on a socket that is connected to a member at `host`. Its certificate must name
+        `server_name`, or `host` if members have no common name. Raises OSError (ssl.SSLError is)."""
+        return self.client_context().wrap_socket(connection, server_hostname=self.server_name or host)
 
     def public_context(self) -> ssl.SSLContext:
         """Return the credentials of `public_credentials` as a context for server sockets."""
@@ -136,16 +142,16 @@ class _Verified:
 
 def load_tls(settings: ClusterSettings, host: str) -> ClusterTls | None:
     """Read the TLS files; return None if the settings name none. `host`: the address at which members reach this
-    process.
+    process, which its certificate must name if the settings have no `tls_server_name`.
 
     Raises ConfigError at start for everything that would later fail at each peer: files that are not PEM, a key that
-    does not match, a certificate that has expired, is signed by another authority or names another host.
+    does not match, a certificate that has expired, is signed by another authority or has another name.
     """
     return ClusterTls(settings, host) if settings.tls_cert else None
 
 
-def _verified(files: TlsFiles, host: str) -> _Verified:
-    """Read the files and make a handshake with what was read. Raises ConfigError."""
+def _verified(files: TlsFiles, name: str) -> _Verified:
+    """Read the files and make a handshake with what was read, as a caller that verifies `name`. Raises ConfigError."""
     pem = _read_all(files)
     _try_authorities(files, pem)
     try:
@@ -158,9 +164,9 @@ def _verified(files: TlsFiles, host: str) -> _Verified:
         raise ConfigError(f"--tls-cert {files.cert} changed while it was read")
     server.verify_mode = ssl.CERT_REQUIRED
     try:
-        _shake_hands(server, client, host)
+        _shake_hands(server, client, name)
     except ssl.SSLCertVerificationError as error:
-        raise ConfigError(_not_accepted(files, host, error)) from error
+        raise ConfigError(_not_accepted(files, name, error)) from error
     except ssl.SSLError as error:
         raise ConfigError(f"--tls-cert {files.cert} does not work for TLS: {error.reason or error}") from error
     return _Verified(pem, server, client, public)
@@ -206,24 +212,24 @@ def _no_pair(files: TlsFiles, error: Exception) -> str:
     return f"--tls-cert {files.cert} and --tls-key {files.key} must be a certificate and its key in PEM form"
 
 
-def _not_accepted(files: TlsFiles, host: str, error: ssl.SSLCertVerificationError) -> str:
+def _not_accepted(files: TlsFiles, name: str, error: ssl.SSLCertVerificationError) -> str:
     said = error.verify_message.rstrip(".")
     lower = said.lower()
     if "mismatch" in lower:
         return (
-            f"--tls-cert {files.cert} does not name {host}, the address at which members reach this process: use a "
-            f"certificate with that host or IP address as subjectAltName, or set --advertise-host ({said})"
+            f"--tls-cert {files.cert} does not name {name}, which other members verify: use a certificate with it as "
+            f"subjectAltName, or set --tls-server-name, or else --advertise-host, to a name that it has ({said})"
         )
     if "issuer" in lower or "self-signed" in lower or "self signed" in lower:
         return f"--tls-cert {files.cert} is not signed by an authority of --tls-ca {files.ca} ({said})"
     return f"other members would not accept --tls-cert {files.cert}: {said}"
 
 
-def _shake_hands(server_context: ssl.SSLContext, client_context: ssl.SSLContext, host: str) -> None:
+def _shake_hands(server_context: ssl.SSLContext, client_context: ssl.SSLContext, name: str) -> None:
     """Make one handshake in memory with this process's own files, with the checks that each peer makes. Raises
     ssl.SSLError."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    client = client_context.wrap_bio(to_client, to_server, server_hostname=host)
+    client = client_context.wrap_bio(to_client, to_server, server_hostname=name)
     server = server_context.wrap_bio(to_server, to_client, server_side=True)
     waiting = [client, server]
     for _ in range(_MAX_HANDSHAKE_TURNS):

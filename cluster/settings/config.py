@@ -49,6 +49,9 @@ class ClusterSettings:
     )
     tls_key: str = setting("", "PEM file with the private key of --tls-cert")
     tls_ca: str = setting("", "PEM file with the certificate authorities that sign members' certificates")
+    tls_server_name: str = setting(
+        "", "DNS name that every member's certificate has; callers verify it instead of the address that they dial"
+    )
     log_level: str = setting("info", "least severe level that is logged", choices=("debug", "info", "warning", "error"))
     log_format: str = setting("text", "format of log lines", choices=("text", "json"))
 
@@ -65,6 +68,7 @@ class ClusterSettings:
             len({bool(self.tls_cert), bool(self.tls_key), bool(self.tls_ca)}) == 1,
             "--tls-cert, --tls-key and --tls-ca belong together: give all three or none",
         )
+        require(bool(self.tls_cert) or not self.tls_server_name, "--tls-server-name needs --tls-cert")
 
     @property
     def is_open(self) -> bool:

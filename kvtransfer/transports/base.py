@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias, TypeVar
 from cluster.messages import Epoch, MemberId
 from cluster.settings.transfer_settings import READ_STALL_TIMEOUT_S
 from kvtransfer.memory import PoolMemory
-from kvtransfer.transports.proven_connections import ConnectionProofs
+from kvtransfer.transports.proven_connections import ClientHandshake, ConnectionProofs
 
 # Returns the context of the next handshake: certificates change while a process runs.
 TlsContext: TypeAlias = Callable[[], ssl.SSLContext]
@@ -35,7 +35,7 @@ class TransportSetup:
     timeout_s: float  # for one message or read of a peer
     stall_timeout_s: float = READ_STALL_TIMEOUT_S  # for one more byte of a read in progress
     server_tls: TlsContext | None = None  # set when the cluster uses TLS
-    client_tls: TlsContext | None = None
+    client_tls: ClientHandshake | None = None
 
 
 class ExporterTransport(Protocol):

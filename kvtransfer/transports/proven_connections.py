@@ -11,8 +11,9 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from cluster.auth.connections import (
     CHALLENGE_BYTES,
@@ -37,6 +38,9 @@ MAX_UNPROVEN = 64  # connections per transport; one more ends the oldest of them
 _CONNECT_TIMEOUT_S = 5.0
 _LOG_EVERY_S = 1.0
 _LOG = logging.getLogger(__name__)
+
+# Makes the TLS handshake on a socket that is connected to a host, and verifies the certificate there. Raises OSError.
+ClientHandshake: TypeAlias = Callable[[socket.socket, str], ssl.SSLSocket]
 
 
 class NotProven(ConnectionError):
@@ -135,8 +139,8 @@ class Opening:
     exporter: MemberId
 
 
-async def connect(address: tuple[str, int], opening: Opening, tls: ssl.SSLContext | None = None) -> socket.socket:
-    """Return a connected, blocking TCP socket whose both ends are proved, with TLS if a context is given.
+async def connect(address: tuple[str, int], opening: Opening, tls: ClientHandshake | None = None) -> socket.socket:
+    """Return a connected, blocking TCP socket whose both ends are proved, with TLS if its handshake is given.
 
     Raises OSError (ssl.SSLError and NotProven are)."""
     loop = asyncio.get_running_loop()
@@ -152,7 +156,7 @@ async def connect(address: tuple[str, int], opening: Opening, tls: ssl.SSLContex
                 await proofs.open_on_loop(connection, transport, exporter)
         connection.settimeout(_CONNECT_TIMEOUT_S)
         if tls is not None:
-            connection = await asyncio.to_thread(tls.wrap_socket, connection, server_hostname=address[0])
+            connection = await asyncio.to_thread(tls, connection, address[0])
             await asyncio.to_thread(proofs.open, connection, transport, exporter)
         connection.settimeout(None)
     except BaseException:

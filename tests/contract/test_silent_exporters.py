@@ -115,7 +115,7 @@ async def relayed(reader: str, source: KvPool, target: KvPool) -> AsyncIterator[
         tls=tls.server_context if tls is not None else None,
     )
     importer = TcpImporter(
-        memory=target, proofs=PROOFS, stall_timeout_s=_STALL_S, tls=tls.client_context if tls is not None else None
+        memory=target, proofs=PROOFS, stall_timeout_s=_STALL_S, tls=tls.wrap_client if tls is not None else None
     )
     await exporter.start()
     relay = Relay()

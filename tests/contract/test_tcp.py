@@ -4,7 +4,6 @@ import asyncio
 import socket
 import ssl
 from contextlib import suppress
-from functools import partial
 
 import pytest
 import torch
@@ -12,10 +11,18 @@ import torch
 from kvtransfer.transports.base import TransportError
 from kvtransfer.transports.tcp.exporting import ANNOUNCEMENT, ANSWER, MAGIC, pack_endpoint
 from kvtransfer.transports.tcp.transport import TcpExporter, TcpImporter
-from tests.certificates import load
+from tests.certificates import SERVER_NAME, load
 from tests.contract.kv_pools import random_pool
 from tests.contract.proofs import PROOFS
-from tests.contract.transport_rig import EPOCH, certificates_of_the_run, over_shm, over_tcp, over_tls, read_by_thread
+from tests.contract.transport_rig import (
+    EPOCH,
+    certificates_of_the_run,
+    over_shm,
+    over_tcp,
+    over_tls,
+    read_by_thread,
+    tls_exporter,
+)
 
 
 @pytest.mark.parametrize("is_short", [True, False])
@@ -101,16 +108,45 @@ async def test_a_peer_without_a_certificate_of_the_cluster_cannot_read_over_tcp(
     exporter, _ = over_tls(source, target)
     await exporter.start()
     certificates = certificates_of_the_run()
-    contexts = {
+    handshakes = {
         "plain": None,
-        "of another authority": load(certificates.stranger, certificates.other_authority).client_context,
-        "without certificate": partial(ssl.create_default_context, cafile=str(certificates.authority.cert)),
+        "of another authority": load(certificates.stranger, certificates.other_authority).wrap_client,
+        "without certificate": _without_certificate,
     }
-    importer = TcpImporter(memory=target, proofs=PROOFS, tls=contexts[who])
+    importer = TcpImporter(memory=target, proofs=PROOFS, tls=handshakes[who])
     before = target.raw.clone()
     with pytest.raises(TransportError):
         await _open_and_read(importer, exporter.grant(EPOCH))
     assert torch.equal(target.raw, before)
+    await importer.close()
+    await exporter.close()
+
+
+def _without_certificate(connection: socket.socket, host: str) -> ssl.SSLSocket:
+    context = ssl.create_default_context(cafile=str(certificates_of_the_run().authority.cert))
+    return context.wrap_socket(connection, server_hostname=host)
+
+
+@pytest.mark.parametrize("verifies", ["the name of members", "the address", "another name"])
+async def test_an_importer_verifies_the_common_name_of_members_instead_of_the_address(verifies: str) -> None:
+    """The exporter's certificate has the DNS name alone, and the exporter is reached at 127.0.0.1."""
+    source, target = random_pool(4, seed=1), random_pool(4, seed=2)
+    made = certificates_of_the_run()
+    shared = load(made.shared, made.authority, server_name=SERVER_NAME)
+    own = {
+        "the name of members": shared,
+        "the address": load(made.member, made.authority),
+        "another name": load(made.elsewhere, made.authority, server_name="elsewhere.example"),
+    }
+    exporter = tls_exporter(source, shared)
+    await exporter.start()
+    importer = TcpImporter(memory=target, proofs=PROOFS, tls=own[verifies].wrap_client)
+    if own[verifies] is shared:
+        await _open_and_read(importer, exporter.grant(EPOCH))
+        assert torch.equal(target.raw[0], source.raw[0])
+    else:
+        with pytest.raises(TransportError, match="mismatch"):
+            await _open_and_read(importer, exporter.grant(EPOCH))
     await importer.close()
     await exporter.close()
 
@@ -125,7 +161,7 @@ async def test_an_importer_with_tls_reads_only_from_exporters_with_tls() -> None
     source, target = random_pool(4, seed=1), random_pool(4, seed=2)
     exporter, _ = over_tcp(source, target)
     await exporter.start()
-    importer = TcpImporter(memory=target, proofs=PROOFS, tls=certificates_of_the_run().loaded().client_context)
+    importer = TcpImporter(memory=target, proofs=PROOFS, tls=certificates_of_the_run().loaded().wrap_client)
     with pytest.raises(TransportError):
         await importer.open_channel(EPOCH, exporter.grant(EPOCH))
     await importer.close()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cluster.messages import Epoch, MemberId
+from cluster.serving.tls import ClusterTls
 from cluster.settings.transfer_settings import TransferSettings
 from engine.kv.pool import KvPool
 from kvtransfer.memory import PoolMemory
@@ -71,16 +72,19 @@ def over_tcp_by_thread(source: KvPool, target: KvPool) -> tuple[ExporterTranspor
 
 
 def over_tls(source: KvPool, target: KvPool) -> tuple[ExporterTransport, ImporterTransport]:
-    certificates = certificates_of_the_run().loaded()
-    exporter = TcpExporter(
+    tls = certificates_of_the_run().loaded()
+    return tls_exporter(source, tls), TcpImporter(memory=target, proofs=PROOFS, tls=tls.wrap_client)
+
+
+def tls_exporter(source: KvPool, tls: ClusterTls) -> TcpExporter:
+    return TcpExporter(
         memory=source,
         proofs=PROOFS,
         host="127.0.0.1",
         advertise_host="127.0.0.1",
         send_timeout_s=5.0,
-        tls=certificates.server_context,
+        tls=tls.server_context,
     )
-    return exporter, TcpImporter(memory=target, proofs=PROOFS, tls=certificates.client_context)
 
 
 @lru_cache

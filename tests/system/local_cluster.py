@@ -21,6 +21,8 @@ import grpc
 from cluster.auth.key_file import load_keys
 from cluster.auth.member_channel import MemberChannel
 from cluster.process import die_with_parent
+from cluster.serving.serving import open_channel
+from cluster.serving.tls import ClusterTls
 from tandem.enum_words import MEMBER_ROLES
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
@@ -104,7 +106,7 @@ class LocalCluster:
         model: Path = DEMO_MODEL,
         flags: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,  # of each member, beside that of the test
-        credentials: grpc.ChannelCredentials | None = None,  # to reach members with, where they use TLS
+        tls: ClusterTls | None = None,  # to reach members with, where they use TLS
         launch: Launch = forked,
     ) -> None:
         self.redis_url = redis_url
@@ -113,7 +115,7 @@ class LocalCluster:
         self._model = model
         self._flags = tuple(flags)
         self._environment = dict(environment or {}) | {"PYTHONUNBUFFERED": "1"}
-        self._credentials = credentials
+        self._tls = tls
         self._launch = launch
         self.name = f"test-{os.urandom(4).hex()}"
 
@@ -215,10 +217,7 @@ class LocalCluster:
     def channel(self, name: str = "router0") -> grpc.aio.Channel:
         """Return a channel to a router, or to a worker as another member uses it."""
         address = self.members[name].grpc_address
-        if self._credentials is None:
-            channel = grpc.aio.insecure_channel(address)
-        else:
-            channel = grpc.aio.secure_channel(address, self._credentials)
+        channel = grpc.aio.insecure_channel(address) if self._tls is None else open_channel(address, self._tls)
         return channel if name.startswith("router") else MemberChannel(channel, load_keys(self.key_file), "test@0")
 
     def inference(self, channel: grpc.aio.Channel) -> inference_pb2_grpc.InferenceStub:

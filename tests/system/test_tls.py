@@ -1,4 +1,7 @@
-"""A cluster whose members use TLS: it answers, over encrypted KV too, and refuses members without a certificate."""
+"""A cluster whose members use TLS: it answers, over encrypted KV too, and refuses members without a certificate.
+
+The members verify a common name, as pods do: the certificates of workers do not name their addresses.
+"""
 
 import asyncio
 import dataclasses
@@ -23,7 +26,7 @@ from cluster.serving.serving import GrpcServer
 from tandem.client import AsyncClient
 from tandem.errors import Unavailable
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
-from tests.certificates import HOSTS, Certificates, client_credentials, load, make_certificates
+from tests.certificates import HOSTS, SERVER_NAME, Certificates, client_credentials, load, make_certificates
 from tests.system.local_cluster import LocalCluster
 from tests.system.polling import until
 
@@ -42,15 +45,15 @@ async def tls_cluster(
     redis_url: str, certificates: Certificates, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[LocalCluster]:
     """One prefill and one decode worker over tcp, the data path that TLS covers."""
-    flags = ("--kv-transports", "tcp", "--num-blocks", "128", "--dtype", "float32", *certificates.flags())
+    flags = ("--kv-transports", "tcp", "--num-blocks", "128", "--dtype", "float32", *certificates.worker_flags())
     cluster = LocalCluster(
         redis_url,
         tmp_path_factory.mktemp("tls"),
         flags=flags,
-        credentials=client_credentials(certificates.authority, certificates.member),
+        tls=load(certificates.shared, certificates.authority, server_name=SERVER_NAME),
     )
     try:
-        yield await cluster.start(router_flags=certificates.flags())
+        yield await cluster.start(router_flags=certificates.router_flags())
     finally:
         await cluster.stop()
 
@@ -72,7 +75,7 @@ async def test_doctor_reaches_workers_with_a_members_certificate(
         "--cluster-key-file",
         str(tls_cluster.key_file),
     )
-    assert await asyncio.to_thread(main, ["doctor", *address, *certificates.flags(), "--json"]) == 0
+    assert await asyncio.to_thread(main, ["doctor", *address, *certificates.router_flags(), "--json"]) == 0
     (pair,) = json.loads(capsys.readouterr().out)["pairs"]
     assert pair["chosen"] == "tcp" and pair["paths"][0]["bytes_per_s"] > 0
     without = ["doctor", *address, "--tls-ca", str(certificates.authority.cert)]
@@ -112,8 +115,9 @@ async def test_processes_use_new_certificates_without_a_restart(
     async with AsyncClient(router.grpc_address, tls_ca=str(certificates.authority.cert)) as client:
         stream = client.generate(PROMPT, max_tokens=48, temperature=0.0)
         await anext(aiter(stream))
-        folder = certificates.member.cert.parent
-        make_certificate(folder, certificates.authority, "member", HOSTS, days=2)
+        folder = certificates.shared.cert.parent
+        for name, hosts in (("shared", ()), ("router", HOSTS)):
+            make_certificate(folder, certificates.authority, name, (SERVER_NAME, *hosts), days=2)
         tls_cluster.members["decode0"].send_signal(signal.SIGHUP)
         for name in ("router0", "prefill0", "decode0"):
             await until(

@@ -114,6 +114,7 @@ def test_an_unreachable_worker_is_a_problem_of_its_link(monkeypatch: pytest.Monk
     arguments = argparse.Namespace(
         address="127.0.0.1:2",
         tls_ca=None,
+        tls_server_name=None,
         tls_cert=None,
         tls_key=None,
         blocks=0,

@@ -24,7 +24,7 @@ from router.fleet.supervision import check_health
 from tandem.channel import open_async_channel
 from tandem.client import AsyncClient
 from tandem.errors import Unavailable
-from tests.certificates import Certificates, client_credentials, load, make_certificates
+from tests.certificates import SERVER_NAME, Certificates, client_credentials, load, make_certificates
 
 DEADLINE_S = 10.0
 
@@ -140,6 +140,36 @@ def test_the_certificate_must_name_the_advertised_host(certificates: Certificate
         load(certificates.member, certificates.authority, host="10.0.0.7")
 
 
+async def test_members_verify_their_common_name_instead_of_the_address(certificates: Certificates) -> None:
+    """A pod has an address that no certificate can name, because it is made before the pod."""
+    shared = load(certificates.shared, certificates.authority, host="10.0.0.7", server_name=SERVER_NAME)
+    by_address = certificates.loaded()
+    elsewhere = load(certificates.elsewhere, certificates.authority, server_name="elsewhere.example")
+    async with serving(shared.member_credentials()) as address:
+        assert await refusal(open_channel(address, shared)) == ""
+        for other in (by_address, elsewhere):
+            assert "does not name this host in its subjectAltName" in await refusal(open_channel(address, other))
+    async with serving(by_address.member_credentials()) as address:
+        assert "does not name this host in its subjectAltName" in await refusal(open_channel(address, shared))
+
+
+async def test_a_client_verifies_the_name_that_it_is_given(certificates: Certificates) -> None:
+    ca = str(certificates.authority.cert)
+    shared = load(certificates.shared, certificates.authority, server_name=SERVER_NAME)
+    async with serving(shared.public_credentials()) as address:
+        assert await refusal(open_async_channel(address, tls_ca=ca, tls_server_name=SERVER_NAME)) == ""
+        for name in (None, "elsewhere.example"):
+            said = await refusal(open_async_channel(address, tls_ca=ca, tls_server_name=name))
+            assert "see --tls-server-name" in said
+
+
+def test_a_certificate_without_the_common_name_of_members_is_refused_at_start(certificates: Certificates) -> None:
+    with pytest.raises(ConfigError, match=f"does not name {SERVER_NAME}, .* --tls-server-name"):
+        load(certificates.member, certificates.authority, server_name=SERVER_NAME)
+    with pytest.raises(ConfigError, match="--tls-server-name needs --tls-cert"):
+        RouterConfig(model="-", tls_server_name=SERVER_NAME)
+
+
 def test_authorities_must_be_certificates(certificates: Certificates) -> None:
     with pytest.raises(ConfigError, match="holds no certificate"):
         load(certificates.member, Pair(certificates.member.key, certificates.member.key))
@@ -216,6 +246,11 @@ async def test_a_containers_health_check_shows_the_members_own_certificate(
         files = {"CA": certificates.authority.cert, "CERT": certificates.member.cert, "KEY": certificates.member.key}
         for name, path in files.items():
             monkeypatch.setenv(f"TANDEM_TLS_{name}", str(path))
+        assert await asyncio.to_thread(health.main, [address]) == 0
+        monkeypatch.setenv("TANDEM_TLS_SERVER_NAME", SERVER_NAME)
+        assert await asyncio.to_thread(health.main, [address]) == 1
+    shared = load(certificates.shared, certificates.authority, server_name=SERVER_NAME)
+    async with serving(shared.member_credentials()) as address:
         assert await asyncio.to_thread(health.main, [address]) == 0
 
 

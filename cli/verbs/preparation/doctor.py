@@ -198,7 +198,7 @@ def _worker_channel(address: str, arguments: argparse.Namespace) -> grpc.aio.Cha
     """Return a channel to a worker. Raises ConfigError if the cluster uses TLS and no certificate for the workers is
     given."""
     tls_ca = connection.tls_ca(arguments, find_address(arguments.address))
-    options = [("grpc.enable_http_proxy", 0)]
+    options: list[tuple[str, object]] = [("grpc.enable_http_proxy", 0)]
     if tls_ca is None:
         return grpc.aio.insecure_channel(address, options=options)
     cert = arguments.tls_cert or os.environ.get("TANDEM_TLS_CERT")
@@ -211,6 +211,8 @@ def _worker_channel(address: str, arguments: argparse.Namespace) -> grpc.aio.Cha
         credentials = grpc.ssl_channel_credentials(*(Path(path).read_bytes() for path in (tls_ca, key, cert)))
     except OSError as error:
         raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
+    if name := connection.tls_server_name(arguments):
+        options.append(("grpc.ssl_target_name_override", name))
     return grpc.aio.secure_channel(address, credentials, options=options)
 
 

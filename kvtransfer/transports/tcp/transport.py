@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from cluster.messages import Epoch
 from cluster.settings.transfer_settings import READ_STALL_TIMEOUT_S
 from kvtransfer.memory import SHORT_BYTES, HostMemory, PoolMemory
-from kvtransfer.transports.base import TlsContext, TransportError, TransportSetup
-from kvtransfer.transports.proven_connections import ConnectionProofs, Opening, connect
+from kvtransfer.transports.base import TransportError, TransportSetup
+from kvtransfer.transports.proven_connections import ClientHandshake, ConnectionProofs, Opening, connect
 from kvtransfer.transports.sockets import advanced, joined, limit_stalls, receive, receive_into, shut_down
 from kvtransfer.transports.tcp.exporting import ANNOUNCEMENT, ANSWER, MAGIC, parse_endpoint
 from kvtransfer.transports.tcp.exporting import TcpExporter as TcpExporter
@@ -178,7 +178,7 @@ class TcpImporter:
         memory: PoolMemory,
         proofs: ConnectionProofs,
         stall_timeout_s: float = READ_STALL_TIMEOUT_S,
-        tls: TlsContext | None = None,
+        tls: ClientHandshake | None = None,
     ) -> None:
         self._memory = HostMemory(memory)
         self._stall_timeout_s = stall_timeout_s
@@ -200,9 +200,7 @@ class TcpImporter:
         connection = self._take_idle(address)
         if connection is None:
             opening = Opening(self._proofs, NAME, epoch.exporter)
-            connection = await _connected(
-                address, opening, self._tls() if self._tls is not None else None, self._stall_timeout_s
-            )
+            connection = await _connected(address, opening, self._tls, self._stall_timeout_s)
         channel = TcpChannel(connection, epoch, token, self._memory, self._block_bytes, self._ended)
         self._channels.add(channel)
         return channel
@@ -352,7 +350,7 @@ class TcpChannel:
 
 
 async def _connected(
-    address: tuple[str, int], opening: Opening, tls: ssl.SSLContext | None, stall_timeout_s: float
+    address: tuple[str, int], opening: Opening, tls: ClientHandshake | None, stall_timeout_s: float
 ) -> _Connection:
     try:
         connection = await connect(address, opening, tls)
