@@ -19,6 +19,7 @@ import torch
 from cluster.compiled_library import CompiledLibrary, NotCompiled
 
 _SPLIT_BYTES = 2 << 20  # more than this is worth another thread
+_MAX_SEEDS = 4  # the public coefficients, and those of the secrets of one rotation
 _pointer, _integer = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -54,7 +55,7 @@ class DigestForm:
     num_sums: int
     digest_bytes: int
     max_hashed_pieces: int
-    coefficients: Callable[[int], torch.Tensor]  # of a fold: torch.int8, [piece_bytes, num_sums]
+    coefficients: Callable[[int, bytes], torch.Tensor]  # of a fold and a seed: torch.int8, [piece_bytes, num_sums]
 
 
 class CompiledDigests:
@@ -67,12 +68,12 @@ class CompiledDigests:
             raise NotCompiled("this processor has no AVX-512 VNNI")
         self._digest_rows = library.td_digest_rows
         self._form = form
-        self._coefficients = torch.empty(0, dtype=torch.uint8)
+        self._coefficients: dict[bytes, torch.Tensor] = {}  # by seed
         self._helpers: ThreadPoolExecutor | None = None
 
-    def digest(self, rows: npt.NDArray[np.uint8], row_ids: Sequence[int]) -> tuple[bytes, ...]:
-        """Return the digests of these rows of an array `[num_rows, row_bytes]`."""
-        return self._run(rows, row_ids, None, ())
+    def digest(self, rows: npt.NDArray[np.uint8], row_ids: Sequence[int], seed: bytes = b"") -> tuple[bytes, ...]:
+        """Return the digests of these rows of an array `[num_rows, row_bytes]`. `seed`: of the coefficients."""
+        return self._run(rows, row_ids, None, (), seed)
 
     def copy(
         self,
@@ -80,13 +81,14 @@ class CompiledDigests:
         source_ids: Sequence[int],
         target: npt.NDArray[np.uint8],
         target_ids: Sequence[int],
+        seed: bytes = b"",
     ) -> tuple[bytes, ...]:
         """Copy rows of one array to rows of another with rows of the same length, and return the digests of the bytes
         that were written, even if another process changes the source at the same time."""
         assert len(source_ids) == len(target_ids) and source.shape[1] == target.shape[1]
         assert target.flags.c_contiguous and target.flags.writeable
         assert not target_ids or 0 <= min(target_ids) <= max(target_ids) < len(target), "a row outside the target"
-        return self._run(source, source_ids, target, target_ids)
+        return self._run(source, source_ids, target, target_ids, seed)
 
     def _run(
         self,
@@ -94,6 +96,7 @@ class CompiledDigests:
         source_ids: Sequence[int],
         target: npt.NDArray[np.uint8] | None,
         target_ids: Sequence[int],
+        seed: bytes,
     ) -> tuple[bytes, ...]:
         assert source.dtype == np.uint8 and source.flags.c_contiguous
         assert not source_ids or 0 <= min(source_ids) <= max(source_ids) < len(source), "a row outside the source"
@@ -101,7 +104,7 @@ class CompiledDigests:
         sources, targets = np.array(source_ids, dtype=np.int64), np.array(target_ids, dtype=np.int64)
         digests = np.empty((num_rows, self._form.digest_bytes), dtype=np.uint8)
         pieces_per_row, num_folds = self._pieces(row_bytes)
-        coefficients = self._coefficients_of(num_folds + 1)
+        coefficients = self._coefficients_of(seed, num_folds + 1)
 
         def run(first: int, last: int) -> None:
             sums = np.empty((last - first) * pieces_per_row * self._form.num_sums, dtype=np.int32)
@@ -150,16 +153,19 @@ class CompiledDigests:
             num_folds += 1
         return total, num_folds
 
-    def _coefficients_of(self, num_matrices: int) -> torch.Tensor:
-        """Return the first matrices: torch.uint8, [num_matrices, piece_bytes / 4, num_sums, 4], 128 added to each
-        coefficient. They are aligned as torch aligns: to 64 bytes."""
+    def _coefficients_of(self, seed: bytes, num_matrices: int) -> torch.Tensor:
+        """Return at least the first matrices of a seed: torch.uint8, [num_matrices, piece_bytes / 4, num_sums, 4], 128
+        added to each coefficient. They are aligned as torch aligns: to 64 bytes."""
         form = self._form
         matrix_bytes = form.piece_bytes * form.num_sums
-        if len(self._coefficients) < num_matrices * matrix_bytes:
+        known = self._coefficients.get(seed)
+        if known is None or len(known) < num_matrices * matrix_bytes:
             shape = (form.piece_bytes // 4, 4, form.num_sums)
-            matrices = [form.coefficients(fold).reshape(shape).transpose(1, 2) for fold in range(num_matrices)]
-            self._coefficients = (torch.stack(matrices).to(torch.int16) + 128).to(torch.uint8).flatten()
-        return self._coefficients
+            matrices = [form.coefficients(fold, seed).reshape(shape).transpose(1, 2) for fold in range(num_matrices)]
+            known = (torch.stack(matrices).to(torch.int16) + 128).to(torch.uint8).flatten()
+            kept = list(self._coefficients.items())[1 - _MAX_SEEDS :]
+            self._coefficients = {**dict(kept), seed: known}
+        return known
 
 
 def main(folder: str) -> int:

@@ -29,9 +29,13 @@ All these chances hold for changes that do not depend on the coefficients: damag
 public and the sums are linear, so an attacker who chooses the bytes finds a change of a few dozen bytes that leaves all
 sums, and with them the digest, unchanged (docs/security.md). A digest is not a message authentication code.
 
+With a seed, the coefficients are secret: the bytes of SHAKE256(seed, number of the fold), made odd. Then the chances
+hold for every change whose author does not have the seed, and the digest is a keyed universal hash. It must not be
+revealed; kvtransfer/keyed_digests.py makes the tags that travel instead.
+
 `VerifyMode` says which blocks of a hand-off an importer compares with the exporter's digests: `all` blocks that it
-reads; a `sample` of one in 16 (at least one), drawn at random for each hand-off so that it cannot be predicted; or none
-(`off`). The lease and the settle message guard a hand-off in every mode.
+reads, or all of them by `keyed` digests; a `sample` of one in 16 (at least one), drawn at random for each hand-off so
+that it cannot be predicted; or none (`off`). The lease and the settle message guard a hand-off in every mode.
 """
 
 import hashlib
@@ -41,9 +45,10 @@ import random
 import struct
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from cluster.compiled_library import NotCompiled
@@ -54,6 +59,7 @@ _LOG = logging.getLogger(__name__)
 FOLDED_SUMS = "folded-sums"  # the name of this definition, as the two sides of a hand-off exchange it
 KNOWN_DIGESTS = (FOLDED_SUMS,)  # the definitions that this version computes, best first
 DIGEST_BYTES = 16
+PUBLIC = b""  # the seed of the public coefficients
 PIECE_BYTES = 8_192  # sums stay far below 2^31, and a 16 KiB matrix stays in the first-level cache
 NUM_SUMS = 16
 
@@ -67,19 +73,19 @@ _Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 SAMPLE_SHARE = 16  # one block in this many is verified
 
 
-def digest_blocks(memory: PoolMemory, block_ids: Sequence[int]) -> tuple[bytes, ...]:
+def digest_blocks(memory: PoolMemory, block_ids: Sequence[int], seed: bytes = PUBLIC) -> tuple[bytes, ...]:
     """Return one digest per block, in the order of `block_ids`.
 
     The call blocks its thread for about 0.1 seconds per GB on one core with int8 units."""
     if memory.raw.is_cuda:
-        return _digest_on_device(memory.raw, block_ids)
+        return _digest_on_device(memory.raw, block_ids, seed)
     compiled = compiled_digests()
     if compiled is not None:
-        return compiled.digest(memory.raw.numpy(), block_ids)
-    return reference_digests(memory.raw, block_ids)
+        return compiled.digest(memory.raw.numpy(), block_ids, seed)
+    return reference_digests(memory.raw, block_ids, seed)
 
 
-def reference_digests(blocks: torch.Tensor, block_ids: Sequence[int]) -> tuple[bytes, ...]:
+def reference_digests(blocks: torch.Tensor, block_ids: Sequence[int], seed: bytes = PUBLIC) -> tuple[bytes, ...]:
     """Return the digests of these rows of `blocks` (torch.uint8, [n, block_bytes], in host memory), computed by torch.
 
     It is the reference for compiled code, and the fallback where there is none."""
@@ -90,8 +96,8 @@ def reference_digests(blocks: torch.Tensor, block_ids: Sequence[int]) -> tuple[b
     sums = torch.empty(len(block_ids), num_pieces(block_bytes), NUM_SUMS, dtype=torch.int32)
     for start in range(0, len(block_ids), batch):
         ids = block_ids[start : start + batch]
-        sums[start : start + batch] = host_sums(_gathered(blocks, ids), 0)
-    return _hashed(folded(sums, host_sums), block_bytes)
+        sums[start : start + batch] = host_sums(_gathered(blocks, ids), 0, seed)
+    return _hashed(folded(sums, partial(host_sums, seed=seed)), block_bytes)
 
 
 def digest_tensor(blocks: torch.Tensor) -> tuple[bytes, ...]:
@@ -99,7 +105,7 @@ def digest_tensor(blocks: torch.Tensor) -> tuple[bytes, ...]:
     on."""
     num_blocks, num_bytes = blocks.shape
     if blocks.is_cuda:
-        return _digest_on_device(blocks, range(num_blocks))
+        return _digest_on_device(blocks, range(num_blocks), PUBLIC)
     compiled = compiled_digests()
     if compiled is not None and num_bytes:
         return compiled.digest(blocks.contiguous().numpy(), range(num_blocks))
@@ -146,11 +152,11 @@ def folded(sums: torch.Tensor, sums_of: Callable[[torch.Tensor, int], torch.Tens
     return sums
 
 
-def host_sums(rows: torch.Tensor, fold: int) -> torch.Tensor:
+def host_sums(rows: torch.Tensor, fold: int, seed: bytes = PUBLIC) -> torch.Tensor:
     """Return the sums (torch.int32, [n, pieces, 16]) of `rows` (torch.uint8, [n, row_bytes]) with that fold's
     matrix."""
     pieces = pieces_of(rows)
-    sums = exact_product()(pieces, coefficients(fold)[: pieces.shape[1]])
+    sums = exact_product()(pieces, coefficients(fold, seed)[: pieces.shape[1]])
     return sums.reshape(len(rows), num_pieces(rows.shape[1]), NUM_SUMS)
 
 
@@ -189,20 +195,28 @@ def wide_product(pieces: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     return (pieces.to(torch.float64) @ factors.to(torch.float64)).to(torch.int32)
 
 
-@lru_cache(maxsize=8)
-def coefficients(fold: int) -> torch.Tensor:
+@lru_cache(maxsize=16)
+def coefficients(fold: int, seed: bytes = PUBLIC) -> torch.Tensor:
     """Return the matrix of a fold: torch.int8, [PIECE_BYTES, NUM_SUMS].
 
-    The coefficients are the highest bytes of the outputs of splitmix64, made odd. Fold 0, the sums of the block itself,
-    uses the first 131,072 outputs, and each later fold the next 131,072. The array arithmetic wraps modulo 2^64."""
+    Each coefficient is a byte of a stream of 131,072 for each fold, made odd: all 128 odd values are equally likely."""
     count = PIECE_BYTES * NUM_SUMS
+    if seed:
+        drawn = np.frombuffer(hashlib.shake_256(seed + struct.pack("<I", fold)).digest(count), dtype=np.uint8)
+    else:
+        drawn = _public_bytes(fold, count)
+    return torch.from_numpy((drawn | np.uint8(1)).view(np.int8).reshape(PIECE_BYTES, NUM_SUMS))
+
+
+def _public_bytes(fold: int, count: int) -> npt.NDArray[np.uint8]:
+    """Return the highest bytes of the outputs of splitmix64. Fold 0, the sums of the block itself, uses the first
+    `count` outputs, and each later fold the next ones. The array arithmetic wraps modulo 2^64."""
     place = np.arange(fold * count + 1, (fold + 1) * count + 1, dtype=np.uint64)
     state = np.uint64(_SEED) + place * _GAMMA
     mixed = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed = mixed ^ (mixed >> np.uint64(31))
-    odd = (mixed >> np.uint64(56)).astype(np.uint8) | np.uint8(1)
-    return torch.from_numpy(odd.view(np.int8).reshape(PIECE_BYTES, NUM_SUMS))
+    return (mixed >> np.uint64(56)).astype(np.uint8)
 
 
 def _gathered(raw: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
@@ -211,7 +225,7 @@ def _gathered(raw: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
     return raw.index_select(0, torch.from_numpy(np.array(ids, dtype=np.int64)))
 
 
-def _digest_on_device(blocks: torch.Tensor, block_ids: Sequence[int]) -> tuple[bytes, ...]:
+def _digest_on_device(blocks: torch.Tensor, block_ids: Sequence[int], seed: bytes) -> tuple[bytes, ...]:
     """Enqueue all work on the GPU, then wait once, for the copy of the last sums to the host."""
     from kvtransfer.digest_kernel import piece_sums
 
@@ -220,20 +234,20 @@ def _digest_on_device(blocks: torch.Tensor, block_ids: Sequence[int]) -> tuple[b
     device = blocks.device
 
     def fold_on_device(rows: torch.Tensor, fold: int) -> torch.Tensor:
-        return piece_sums(rows, torch.arange(len(rows), device=device), _device_coefficients(device, fold))
+        return piece_sums(rows, torch.arange(len(rows), device=device), _device_coefficients(device, fold, seed))
 
     with side_stream("digest", device) as stream:
         ids = torch.from_numpy(np.array(block_ids, dtype=np.int64)).pin_memory().to(device, non_blocking=True)
-        sums = folded(piece_sums(blocks, ids, _device_coefficients(device, 0)), fold_on_device)
+        sums = folded(piece_sums(blocks, ids, _device_coefficients(device, 0, seed)), fold_on_device)
         on_host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
         stream.record_event().synchronize()
     return _hashed(on_host, blocks.shape[1])
 
 
 @lru_cache(maxsize=16)
-def _device_coefficients(device: torch.device, fold: int) -> torch.Tensor:
+def _device_coefficients(device: torch.device, fold: int, seed: bytes) -> torch.Tensor:
     """Return torch.int8, [NUM_SUMS, PIECE_BYTES]: the values that a matrix unit reads together lie together."""
-    return coefficients(fold).t().contiguous().to(device)
+    return coefficients(fold, seed).t().contiguous().to(device)
 
 
 def _hashed(sums: torch.Tensor, num_bytes: int) -> tuple[bytes, ...]:
@@ -251,14 +265,20 @@ class VerifyMode(StrEnum):
     """The values of --kv-verify."""
 
     ALL = "all"
+    KEYED = "keyed"
     SAMPLE = "sample"
     OFF = "off"
 
     @property
+    def verifies_all(self) -> bool:
+        """Return whether every block that is read is compared with a digest."""
+        return self in (VerifyMode.ALL, VerifyMode.KEYED)
+
+    @property
     def warning(self) -> str:
-        """Return a warning for the log that says what is not verified; empty for ALL."""
+        """Return a warning for the log that says what is not verified; empty if everything is."""
         match self:
-            case VerifyMode.ALL:
+            case VerifyMode.ALL | VerifyMode.KEYED:
                 return ""
             case VerifyMode.SAMPLE:
                 return (
@@ -272,7 +292,7 @@ def unverified_places(
     mode: VerifyMode, *, num_cached: int, num_sealed: int, num_blocks: int, dice: random.Random
 ) -> frozenset[int]:
     """Return the places of a hand-off whose digests are not compared. Cached places are not read and do not count."""
-    if mode is VerifyMode.ALL:
+    if mode.verifies_all:
         return frozenset()
     places = frozenset(range(num_blocks))
     if mode is VerifyMode.OFF:

@@ -16,7 +16,7 @@ from itertools import chain
 from cluster.clock import Clock
 from cluster.messages import Epoch
 from kvtransfer.counters import TransferCounters
-from kvtransfer.digests import digest_blocks
+from kvtransfer.digests import PUBLIC, digest_blocks
 from kvtransfer.importer.links import LinkTable
 from kvtransfer.protocol.import_state import FallBackReason
 from kvtransfer.transports.base import Channel, DigestingChannel, ImporterTransport, TransportError
@@ -123,8 +123,9 @@ class BlockReader:
         wire: WireFormat,
         verifier: ThreadPoolExecutor,
         was_read: Callable[[int, float], None],  # bytes, and the seconds that the channel alone took
+        seed: bytes = PUBLIC,  # of the digests' coefficients
     ) -> None:
-        self._channel, self._wire, self._verifier = channel, wire, verifier
+        self._channel, self._wire, self._verifier, self._seed = channel, wire, verifier, seed
         self._was_read = was_read
         most_bytes = GPU_PIECE_BYTES if wire.memory.raw.is_cuda else PIECE_BYTES
         self._size = PieceSize(wire.memory.block_bytes, most_bytes)
@@ -176,7 +177,7 @@ class BlockReader:
         for start in range(0, len(remote_block_ids), num_blocks):
             piece = slice(start, start + num_blocks)
             began_s = time.perf_counter()
-            digests += await channel.read_digested(remote_block_ids[piece], local_block_ids[piece])
+            digests += await channel.read_digested(remote_block_ids[piece], local_block_ids[piece], self._seed)
             self._piece_ended(len(local_block_ids[piece]), began_s)
         return tuple(digests)
 
@@ -198,6 +199,6 @@ class BlockReader:
         if self._is_destroyed:  # an executor that failed to start a thread may still run the call later
             raise TransportError("the channel was destroyed")
         wanted = [block_id for block_id in block_ids if block_id not in unverified]
-        digests = dict(zip(wanted, digest_blocks(self._wire.memory, wanted), strict=True))
+        digests = dict(zip(wanted, digest_blocks(self._wire.memory, wanted, self._seed), strict=True))
         self._wire.decode(block_ids)
         return tuple(digests.get(block_id, b"") for block_id in block_ids)

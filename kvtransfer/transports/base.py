@@ -88,8 +88,10 @@ class DigestingChannel(ABC):
     because each hand-off asks whether its channel is one."""
 
     @abstractmethod
-    async def read_digested(self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> tuple[bytes, ...]:
-        """Do what `read` does, and return the digests of the bytes that were written."""
+    async def read_digested(
+        self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int], seed: bytes
+    ) -> tuple[bytes, ...]:
+        """Do what `read` does, and return the digests of the bytes that were written. `seed`: of the coefficients."""
 
 
 class ImporterTransport(Protocol):

@@ -93,9 +93,9 @@ async def test_exposed_time_counts_from_the_end_of_prefill_not_from_its_announce
 async def test_blocks_of_one_step_are_digested_together(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     batches: list[int] = []
 
-    def digested(memory: PoolMemory, block_ids: Sequence[int]) -> tuple[bytes, ...]:
+    def digested(memory: PoolMemory, block_ids: Sequence[int], seed: bytes) -> tuple[bytes, ...]:
         batches.append(len(block_ids))
-        return digest_blocks(memory, block_ids)
+        return digest_blocks(memory, block_ids, seed)
 
     monkeypatch.setattr("kvtransfer.exporter.exporter.digest_blocks", digested)
     prefill, other = rig.prefill(3 * BLOCK_SIZE + 1), rig.prefill(BLOCK_SIZE)

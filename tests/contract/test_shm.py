@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cluster.errors import ConfigError
-from kvtransfer.digests import compiled_digests, digest_blocks
+from kvtransfer.digests import PUBLIC, compiled_digests, digest_blocks
 from kvtransfer.memory import SHORT_BYTES
 from kvtransfer.transports.base import DigestingChannel, TransportError
 from kvtransfer.transports.shm import transport as shm
@@ -42,13 +42,13 @@ async def test_a_digested_read_returns_the_digests_of_what_arrived(
     await exporter.start()
     channel = await importer.open_channel(EPOCH, exporter.grant(EPOCH))
     assert isinstance(channel, DigestingChannel)
-    assert await channel.read_digested((5, 0, 1), (2, 4, 5)) == digest_blocks(source, (5, 0, 1))
+    assert await channel.read_digested((5, 0, 1), (2, 4, 5), PUBLIC) == digest_blocks(source, (5, 0, 1))
     assert torch.equal(target.raw[[2, 4, 5]], source.raw[[5, 0, 1]])
     with pytest.raises(TransportError, match="past the 6"):
-        await channel.read_digested((6,), (0,))
+        await channel.read_digested((6,), (0,), PUBLIC)
     await channel.destroy()
     with pytest.raises(TransportError, match="closed"):
-        await channel.read_digested((0,), (0,))
+        await channel.read_digested((0,), (0,), PUBLIC)
     await importer.close()
     await exporter.close()
 

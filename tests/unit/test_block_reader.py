@@ -121,7 +121,9 @@ async def test_a_short_read_needs_no_other_thread(pools: tuple[KvPool, KvPool]) 
 class _Digesting(_Channel, DigestingChannel):
     """A channel that digests as it copies."""
 
-    async def read_digested(self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> tuple[bytes, ...]:
+    async def read_digested(
+        self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int], seed: bytes
+    ) -> tuple[bytes, ...]:
         await self.read(remote_block_ids, local_block_ids)
         return tuple(b"%d" % block_id for block_id in remote_block_ids)
 

@@ -11,6 +11,7 @@ import torch
 from kvtransfer import compiled_digests as compiled_module
 from kvtransfer import digests
 from kvtransfer.compiled_digests import CompiledDigests
+from kvtransfer.digests import PUBLIC
 
 PIECE = 8192
 SIZES = (1, 64, 511, 512, 513, PIECE - 1, PIECE, PIECE + 1, 20_000, 8 * PIECE, 45 * PIECE, (2 << 20) + 5)
@@ -42,14 +43,16 @@ def aligned(num_rows: int, num_bytes: int) -> npt.NDArray[np.uint8]:
 
 
 @pytest.mark.parametrize("num_bytes", SIZES)
-@pytest.mark.parametrize("num_rows", [1, 3, 11])
-def test_digests_and_copies_equal_the_reference(compiled: CompiledDigests, num_rows: int, num_bytes: int) -> None:
+@pytest.mark.parametrize(("num_rows", "seed"), [(1, PUBLIC), (3, b"secret"), (11, PUBLIC), (11, b"secret")])
+def test_digests_and_copies_equal_the_reference(
+    compiled: CompiledDigests, num_rows: int, seed: bytes, num_bytes: int
+) -> None:
     source, target = random_rows(num_rows, num_bytes), aligned(num_rows + 2, num_bytes)
     backwards = range(num_rows)[::-1]
-    expected = digests.reference_digests(torch.from_numpy(source), backwards)
+    expected = digests.reference_digests(torch.from_numpy(source), backwards, seed)
 
-    assert compiled.digest(source, backwards) == expected
-    assert compiled.copy(source, backwards, target, range(1, num_rows + 1)) == expected
+    assert compiled.digest(source, backwards, seed) == expected
+    assert compiled.copy(source, backwards, target, range(1, num_rows + 1), seed) == expected
     assert np.array_equal(target[1:-1], source[::-1])
     assert not target[0].any() and not target[-1].any()
 
@@ -60,6 +63,7 @@ def test_several_threads_share_a_long_copy(compiled: CompiledDigests) -> None:
     scattered = [7 * place % 101 for place in range(101)]
 
     assert compiled.copy(source, scattered, target, range(101)) == compiled.digest(source, scattered)
+    assert compiled.digest(target, range(101), b"secret") == compiled.digest(source, scattered, b"secret")
     assert compiled.digest(target, range(101)) == digests.reference_digests(torch.from_numpy(source), scattered)
 
 
@@ -106,7 +110,7 @@ def test_a_copy_digests_what_it_wrote_while_its_source_changes(compiled: Compile
 
 def test_digests_that_differ_from_the_reference_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong(CompiledDigests):
-        def digest(self, rows: npt.NDArray[np.uint8], row_ids: object) -> tuple[bytes, ...]:
+        def digest(self, rows: npt.NDArray[np.uint8], row_ids: object, seed: bytes = PUBLIC) -> tuple[bytes, ...]:
             return (bytes(16),) * 3
 
     monkeypatch.setattr(digests, "CompiledDigests", Wrong)

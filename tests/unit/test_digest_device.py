@@ -13,6 +13,7 @@ from kvtransfer import digests
 from kvtransfer.digests import (
     NUM_SUMS,
     PIECE_BYTES,
+    PUBLIC,
     coefficients,
     digest_blocks,
     digest_tensor,
@@ -64,18 +65,21 @@ def launches(gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int
     monkeypatch.setitem(sys.modules, "kvtransfer.digest_kernel", SimpleNamespace(piece_sums=piece_sums))
     monkeypatch.setattr(digests, "side_stream", side_stream)
     monkeypatch.setattr(
-        digests, "_device_coefficients", lambda device, fold: OnGpu(coefficients(fold).t().contiguous())
+        digests, "_device_coefficients", lambda device, fold, seed: OnGpu(coefficients(fold, seed).t().contiguous())
     )
     return made
 
 
-@pytest.mark.parametrize("block_ids", [(4, 0, 4), (1, 2, 3), (2,), ()])
+@pytest.mark.parametrize(
+    ("block_ids", "seed"),
+    [((4, 0, 4), PUBLIC), ((1, 2, 3), PUBLIC), ((1, 2, 3), b"secret"), ((2,), PUBLIC), ((), PUBLIC)],
+)
 def test_a_pools_blocks_are_digested_as_on_the_host_behind_one_wait(
-    gpu: PretendGpu, launches: list[tuple[int, int]], block_ids: Sequence[int]
+    gpu: PretendGpu, launches: list[tuple[int, int]], block_ids: Sequence[int], seed: bytes
 ) -> None:
     blocks = blocks_of(POOL_BYTES)
-    expected = digest_blocks(_Pool(blocks), block_ids)
-    assert digest_blocks(_Pool(OnGpu(blocks)), block_ids) == expected
+    expected = digest_blocks(_Pool(blocks), block_ids, seed)
+    assert digest_blocks(_Pool(OnGpu(blocks)), block_ids, seed) == expected
     assert gpu.waits == (["event"] if block_ids else [])
 
 

@@ -38,12 +38,12 @@ def random_blocks(num_blocks: int, block_bytes: int) -> torch.Tensor:
     return torch.randint(0, 256, (num_blocks, block_bytes), dtype=torch.uint8, generator=generator)
 
 
-def kernel_sums(blocks: torch.Tensor, block_ids: list[int], fold: int = 0) -> torch.Tensor:
+def kernel_sums(blocks: torch.Tensor, block_ids: list[int], fold: int = 0, seed: bytes = b"") -> torch.Tensor:
     device = kernel_device()
     from kvtransfer.digest_kernel import piece_sums
 
     ids = torch.tensor(block_ids, device=device)
-    return piece_sums(blocks.to(device), ids, coefficients(fold).t().contiguous().to(device)).cpu()
+    return piece_sums(blocks.to(device), ids, coefficients(fold, seed).t().contiguous().to(device)).cpu()
 
 
 def defined_sums(blocks: torch.Tensor, block_ids: list[int]) -> torch.Tensor:
@@ -55,6 +55,12 @@ def defined_sums(blocks: torch.Tensor, block_ids: list[int]) -> torch.Tensor:
 def test_the_kernel_computes_the_definition_at_any_size(block_bytes: int) -> None:
     blocks = random_blocks(4, block_bytes)
     assert torch.equal(kernel_sums(blocks, [3, 0, 3]), defined_sums(blocks, [3, 0, 3]))
+
+
+def test_the_kernel_computes_secret_coefficients_as_the_host_does() -> None:
+    blocks = random_blocks(4, 24_592)
+    of_host = host_sums(blocks[[3, 0]], 0, b"secret")
+    assert torch.equal(kernel_sums(blocks, [3, 0], 0, b"secret"), of_host)
 
 
 @pytest.mark.parametrize("byte", [0x80, 0x7F, 0xFF])

@@ -73,14 +73,19 @@ class DigestingShmChannel(PoolFileChannel[_Pool], DigestingChannel):
         self,
         pool: RemotePool[_Pool],
         start_copy: Callable[[_Pool, Sequence[int], Sequence[int]], Future[None] | None],
-        start_digested_copy: Callable[[_Pool, Sequence[int], Sequence[int]], Future[_Digests] | _Digests],
+        start_digested_copy: Callable[[_Pool, Sequence[int], Sequence[int], bytes], Future[_Digests] | _Digests],
         ended: Callable[[PoolFileChannel[_Pool]], None],
     ) -> None:
         super().__init__(pool, start_copy, ended)
         self._start_digested_copy = start_digested_copy
 
-    async def read_digested(self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> _Digests:
-        return await self._copied(self._start_digested_copy, remote_block_ids, local_block_ids)
+    async def read_digested(
+        self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int], seed: bytes
+    ) -> _Digests:
+        def start_copy(pool: _Pool, remote: Sequence[int], local: Sequence[int]) -> Future[_Digests] | _Digests:
+            return self._start_digested_copy(pool, remote, local, seed)
+
+        return await self._copied(start_copy, remote_block_ids, local_block_ids)
 
 
 class ShmImporter(PoolFileImporter[_Pool]):
@@ -103,11 +108,11 @@ class ShmImporter(PoolFileImporter[_Pool]):
         target, digesting = self._memory.incoming(()).array, compiled
 
         def start_digested_copy(
-            source: _Pool, source_ids: Sequence[int], target_ids: Sequence[int]
+            source: _Pool, source_ids: Sequence[int], target_ids: Sequence[int], seed: bytes
         ) -> Future[_Digests] | _Digests:
             if len(target_ids) * self._block_bytes <= SHORT_BYTES:
-                return digesting.copy(source, source_ids, target, target_ids)
-            return self._threads.submit(digesting.copy, source, tuple(source_ids), target, tuple(target_ids))
+                return digesting.copy(source, source_ids, target, target_ids, seed)
+            return self._threads.submit(digesting.copy, source, tuple(source_ids), target, tuple(target_ids), seed)
 
         return DigestingShmChannel(pool, self.start_copy, start_digested_copy, self._channels.discard)
 
