@@ -64,7 +64,7 @@ class Offers:
         return issued.signed
 
 
-async def serve(transport_name: str, num_blocks: int, certificates: str, device: str) -> None:
+async def serve(transport_name: str, num_blocks: int, certificates: str, device: str, verify: str) -> None:
     tls = load_tls(certificates)
     pool = source_pool(num_blocks, device, transport_name)
     transport: ExporterTransport = module_of(transport_name).exporter(means_of(EXPORTER, pool, tls))
@@ -79,7 +79,7 @@ async def serve(transport_name: str, num_blocks: int, certificates: str, device:
         wire=NativeFormat(pool),
         layout=LAYOUT,
         keys=KEY,
-        settings=TransferSettings(),
+        settings=TransferSettings(kv_verify=verify),
         transports=[transport],
         release=lambda ticket_id: None,
         clock=MonotonicClock(),
@@ -119,5 +119,8 @@ if __name__ == "__main__":
     parser.add_argument("--blocks", type=int, required=True)
     parser.add_argument("--certificates", default="")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--verify", default="all")
     arguments = parser.parse_args()
-    asyncio.run(serve(arguments.transport, arguments.blocks, arguments.certificates, arguments.device))
+    asyncio.run(
+        serve(arguments.transport, arguments.blocks, arguments.certificates, arguments.device, arguments.verify)
+    )

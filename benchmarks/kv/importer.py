@@ -133,10 +133,10 @@ class Moves:
 
 @asynccontextmanager
 async def moves_over(
-    transport: str, num_blocks: int, certificates: str, device: str
+    transport: str, num_blocks: int, certificates: str, device: str, verify: str = "all"
 ) -> AsyncIterator[tuple[Moves, dict[str, Prepare]]]:
     """Return the moves, and the preparation of each limit by its name."""
-    async with _exporter_process(transport, num_blocks, certificates, device) as process:
+    async with _exporter_process(transport, num_blocks, certificates, device, verify) as process:
         tls = load_tls(certificates)
         pool = target_pool(num_blocks, device, transport)
         means = means_of(IMPORTER, pool, tls)
@@ -147,7 +147,7 @@ async def moves_over(
             layout=LAYOUT,
             block_size=BLOCK_SIZE,
             keys=KEY,
-            settings=TransferSettings(),
+            settings=TransferSettings(kv_verify=verify),
             transports=[side],
             clock=MonotonicClock(),
             counters=TransferCounters(Telemetry()),
@@ -177,12 +177,12 @@ def _limits(transport: str, hello: dict[str, Any], pool: KvPool, context: ssl.SS
 
 @asynccontextmanager
 async def _exporter_process(
-    transport: str, num_blocks: int, certificates: str, device: str
+    transport: str, num_blocks: int, certificates: str, device: str, verify: str
 ) -> AsyncIterator[ExporterProcess]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "benchmarks.kv.exporter", "--transport", transport, "--blocks", str(num_blocks)),
-        *("--certificates", certificates, "--device", device),
+        *("--certificates", certificates, "--device", device, "--verify", verify),
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,

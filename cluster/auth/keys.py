@@ -23,6 +23,7 @@ class Purpose(StrEnum):
 
     CALLS = "calls between members"
     KV_CONNECTIONS = "connections that move KV"
+    KV_DIGESTS = "keyed digests of KV"
     REGISTRATIONS = "registrations"
     TICKETS = "tickets"
     LINK_CHECKS = "link checks"
@@ -86,6 +87,11 @@ class ClusterKeys:
         if identifier not in self._by_id:
             self._refresh(is_urgent=True)
         return self._by_id.get(identifier)
+
+    def derived(self, purpose: Purpose) -> dict[bytes, bytes]:
+        """Return the key for this purpose of each valid secret, by the secret's id; the current one comes first."""
+        self._refresh(is_urgent=False)
+        return {identifier: purpose_key(secret, purpose) for identifier, secret in self._by_id.items()}
 
     def cache_key(self, purpose: CachePurpose) -> bytes:
         """Return a key of 32 bytes. It is the same as long as this object lives, also while secrets are replaced."""

@@ -17,7 +17,9 @@ class TransferSettings:
         "auto", "allowed transports, best first, comma-separated; auto: all that work on this host"
     )
     kv_verify: str = setting(
-        "all", "which blocks of a hand-off are compared with their digests", choices=("all", "sample", "off")
+        "all",
+        "which blocks of a hand-off are compared with their digests; keyed: all of them, so that forgeries are found",
+        choices=("all", "keyed", "sample", "off"),
     )
     kv_wire_dtype: str = setting(
         "native",

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from cluster import holders
 from cluster.auth.keys import ClusterKeys
@@ -26,6 +27,7 @@ from cluster.settings.transfer_settings import TransferSettings
 from kvtransfer.counters import TransferCounters
 from kvtransfer.digests import KNOWN_DIGESTS, VerifyMode, digest_blocks
 from kvtransfer.exporter.ticket_driver import AttachRules, IncomingCall, TicketDriver
+from kvtransfer.keyed_digests import TAIL, BlockTags, exported_definition
 from kvtransfer.protocol import export_machine as machine
 from kvtransfer.protocol.handoff import FirstToken as FirstToken
 from kvtransfer.protocol.handoff import RemoteBlock, Renew, Settle, Tail
@@ -57,7 +59,9 @@ class _Written:
     """Blocks that wait for their digests, and the event for the ticket's machine that follows."""
 
     ticket_id: bytes
+    tags: BlockTags  # of the ticket
     block_ids: tuple[int, ...]
+    first_place: int  # in the ticket's order, or TAIL
     unverified: frozenset[int]
     event: Callable[[tuple[RemoteBlock, ...]], machine.Event]
 
@@ -80,12 +84,13 @@ class Exporter:
         counters: TransferCounters,
         wall_clock: Callable[[], float] = time.time,
         protocol: ProtocolRange = OUR_VERSIONS,
-        digests: Sequence[str] = KNOWN_DIGESTS,  # the definitions that it offers, best first
+        digests: Sequence[str] = KNOWN_DIGESTS,  # the definitions without a key that it offers, best first
     ) -> None:
         self._member, self._address = member, address
         self._wire = wire
         self._keys = keys
         self._settings = settings
+        self._definition = partial(exported_definition, VerifyMode(settings.kv_verify), digests[0], keys)
         self._policy = LeasePolicy(settings.lease_s, settings.max_lease_s, settings.attach_timeout_s)
         self._transports = tuple(transports)
         self._release = release
@@ -122,7 +127,7 @@ class Exporter:
         It also prepares what digests need once (kernels, matrices), which takes longer than a short hand-off."""
         for transport in self._transports:
             await transport.start()
-        await asyncio.get_running_loop().run_in_executor(self._digester, self._prepare, (0,))
+        await asyncio.get_running_loop().run_in_executor(self._digester, self._prepare, (0,), self._definition().seed)
 
     def end_idle_calls(self) -> None:
         """End the calls on which no hand-off has begun, so that the server does not wait for them when it stops."""
@@ -169,7 +174,12 @@ class Exporter:
         )
         assert ticket.ticket_id not in self._tickets, "a ticket id was reused"
         self._tickets[ticket.ticket_id] = TicketDriver(
-            ticket=ticket, policy=self._policy, clock=self._clock, counters=self._counters, released=self._on_released
+            ticket=ticket,
+            definition=self._definition(),
+            policy=self._policy,
+            clock=self._clock,
+            counters=self._counters,
+            released=self._on_released,
         )
         return IssuedTicket(ticket.ticket_id, tickets.sign(ticket, self._keys))
 
@@ -179,10 +189,15 @@ class Exporter:
         """Offer blocks that are written and will not change. `first_index` counts in the ticket's order.
 
         `unverified` are those among them that came from another worker and were not verified."""
+        export = self._tickets.get(ticket_id)
+        if export is None:
+            return  # the ticket was released in the meantime
         self._after_digests(
             _Written(
                 ticket_id,
+                export.tags,
                 tuple(block_ids),
+                first_index,
                 frozenset(unverified) & frozenset(block_ids),
                 lambda blocks: machine.SealBlocks(first_index, blocks),
             )
@@ -210,7 +225,7 @@ class Exporter:
 
         block_ids = () if tail is None else (tail.block_id,)
         unverified = frozenset(block_ids if tail is not None and tail.is_unverified else ())
-        self._after_digests(_Written(ticket_id, block_ids, unverified, finished))
+        self._after_digests(_Written(ticket_id, export.tags, block_ids, TAIL, unverified, finished))
 
     def fail(self, ticket_id: bytes, *, reason: HandOffReason, detail: str) -> None:
         """Announce that the prefill will not finish. Attached importers receive the failure; blocks are released when
@@ -242,10 +257,13 @@ class Exporter:
     def attach(self, call: IncomingCall, message: kv_pb2.Attach) -> None:
         """Handle the first message of a call: refuse it with a reason, or pass it to the ticket's machine."""
         try:
-            accepted = self._rules.check(message, importer=call.importer, wall_s=self._wall_clock())
-            export = self._tickets.get(accepted.ticket.ticket_id)
-            if export is None:
-                raise HandOffFailed(HandOffReason.UNKNOWN_TICKET, "the exporter does not hold this ticket")
+            accepted = self._rules.check(
+                message,
+                importer=call.importer,
+                wall_s=self._wall_clock(),
+                definition_of=lambda ticket_id: self._held(ticket_id).tags.definition,
+            )
+            export = self._held(accepted.ticket.ticket_id)
         except HandOffFailed as error:
             call.refuse(error.handoff_reason, error.detail)
         else:
@@ -264,6 +282,13 @@ class Exporter:
         if export is not None:
             export.call_ended(call)
 
+    def _held(self, ticket_id: bytes) -> TicketDriver:
+        """Raises HandOffFailed."""
+        export = self._tickets.get(ticket_id)
+        if export is None:
+            raise HandOffFailed(HandOffReason.UNKNOWN_TICKET, "the exporter does not hold this ticket")
+        return export
+
     def _withdraw_unattached(self, ticket_id: bytes) -> None:
         export = self._tickets.get(ticket_id)
         if export is not None and not export.was_attached:
@@ -275,8 +300,6 @@ class Exporter:
 
     def _after_digests(self, written: _Written) -> None:
         """Apply the event to the ticket's machine when the blocks' digests are known, in the order of the calls."""
-        if written.ticket_id not in self._tickets:
-            return  # the ticket was released in the meantime
         self._written.append(written)
         if not self._is_digesting:
             self._is_digesting = True
@@ -291,11 +314,12 @@ class Exporter:
         while self._written and self._written[0].ticket_id == batch[0].ticket_id:
             batch.append(self._written.popleft())
         block_ids = tuple(block_id for written in batch for block_id in written.block_ids)
+        seed = batch[0].tags.definition.seed
         digesting: asyncio.Future[tuple[bytes, ...]]
         if len(block_ids) * self._wire.memory.block_bytes <= self._wire.short_bytes:
-            digesting = asyncio.create_task(self._prepare_here(block_ids))
+            digesting = asyncio.create_task(self._prepare_here(block_ids, seed))
         else:
-            digesting = asyncio.create_task(self._prepare_off_the_loop(block_ids))
+            digesting = asyncio.create_task(self._prepare_off_the_loop(block_ids, seed))
         digesting.add_done_callback(lambda digests: self._on_digests(batch, digests))
 
     def _on_digests(self, batch: Sequence[_Written], digests: asyncio.Future[tuple[bytes, ...]]) -> None:
@@ -312,22 +336,29 @@ class Exporter:
                 _LOG.error("request %s: digests failed", export.ticket.request_id, exc_info=error)
                 export.apply(machine.Fail(HandOffReason.PREFILL_FAILED, "the exporter could not read its blocks"))
             else:
-                blocks = tuple(
-                    RemoteBlock(block_id, next(left), block_id in written.unverified) for block_id in written.block_ids
-                )
-                export.apply(written.event(blocks))
+                export.apply(written.event(_announced(written, left)))
 
-    async def _prepare_here(self, block_ids: tuple[int, ...]) -> tuple[bytes, ...]:
-        return self._prepare(block_ids)
+    async def _prepare_here(self, block_ids: tuple[int, ...], seed: bytes) -> tuple[bytes, ...]:
+        return self._prepare(block_ids, seed)
 
-    async def _prepare_off_the_loop(self, block_ids: tuple[int, ...]) -> tuple[bytes, ...]:
-        return await asyncio.wrap_future(self._digester.submit(self._prepare, block_ids))
+    async def _prepare_off_the_loop(self, block_ids: tuple[int, ...], seed: bytes) -> tuple[bytes, ...]:
+        return await asyncio.wrap_future(self._digester.submit(self._prepare, block_ids, seed))
 
-    def _prepare(self, block_ids: tuple[int, ...]) -> tuple[bytes, ...]:
+    def _prepare(self, block_ids: tuple[int, ...], seed: bytes) -> tuple[bytes, ...]:
         """Encode the blocks and return their digests, empty ones with --kv-verify off.
 
         It runs on the digest thread unless the blocks are few."""
         self._wire.encode(block_ids)
         if self._settings.kv_verify == VerifyMode.OFF:
             return (b"",) * len(block_ids)
-        return digest_blocks(self._wire.memory, block_ids)
+        return digest_blocks(self._wire.memory, block_ids, seed)
+
+
+def _announced(written: _Written, digests: Iterator[bytes]) -> tuple[RemoteBlock, ...]:
+    """Return the written blocks with their tags, made of the next digests."""
+    blocks = []
+    for place, block_id in enumerate(written.block_ids, written.first_place):
+        is_unverified = block_id in written.unverified
+        tag = written.tags.tag(place, next(digests), is_unverified=is_unverified)
+        blocks.append(RemoteBlock(block_id, tag, is_unverified))
+    return tuple(blocks)

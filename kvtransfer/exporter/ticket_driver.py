@@ -16,6 +16,7 @@ from cluster.messages import LayoutFingerprint, MemberId, Ticket
 from cluster.protocol import tickets
 from cluster.protocol.wire import fingerprint_from_wire
 from kvtransfer.counters import TransferCounters
+from kvtransfer.keyed_digests import BlockTags, DigestDefinition
 from kvtransfer.protocol import export_machine as machine
 from kvtransfer.protocol.handoff import (
     Accepted,
@@ -53,12 +54,19 @@ class AttachRules:
         keys: ClusterKeys,
         transports: Sequence[ExporterTransport],
         protocol: ProtocolRange,
-        digests: Sequence[str],
+        digests: Sequence[str],  # the definitions without a key that it offers, best first
     ) -> None:
         self._member, self._layout, self._keys, self._protocol = member, layout, keys, protocol
         self._transports, self._digests = tuple(transports), tuple(digests)
 
-    def check(self, attach: kv_pb2.Attach, *, importer: str, wall_s: float) -> AcceptedAttach:
+    def check(
+        self,
+        attach: kv_pb2.Attach,
+        *,
+        importer: str,
+        wall_s: float,
+        definition_of: Callable[[bytes], DigestDefinition],  # of the digests of a ticket; raises HandOffFailed
+    ) -> AcceptedAttach:
         """Return the agreed transports and versions. Raises HandOffFailed with the first reason that applies;
         ValueError for an invalid range."""
         signed = attach.ticket.SerializeToString()
@@ -76,14 +84,15 @@ class AttachRules:
             theirs, ours = ", ".join(attach.transports), ", ".join(t.name for t in self._transports)
             detail = f"the importer has [{theirs}], the exporter [{ours}], of those that connect the two"
             raise HandOffFailed(HandOffReason.NO_COMMON_TRANSPORT, detail)
-        digest = self._common_digest(attach.digests)
+        digest = self._common_digest(attach.digests, definition_of(ticket.ticket_id))
         return AcceptedAttach(ticket, transports, protocol, attach.reads_then, digest)
 
-    def _common_digest(self, theirs: Sequence[str]) -> str:
-        for ours in self._digests:
-            if ours in theirs:
-                return ours
-        detail = f"the importer computes digests by [{', '.join(theirs)}], the exporter by [{', '.join(self._digests)}]"
+    def _common_digest(self, theirs: Sequence[str], definition: DigestDefinition) -> str:
+        ours = (definition.name,) if definition.is_keyed else self._digests
+        for name in ours:
+            if name in theirs:
+                return name
+        detail = f"the importer computes digests by [{', '.join(theirs)}], the exporter by [{', '.join(ours)}]"
         raise HandOffFailed(HandOffReason.NO_COMMON_PROTOCOL, detail)
 
     def _common_protocol(self, theirs: ProtocolRange) -> int:
@@ -187,12 +196,14 @@ class TicketDriver:
         self,
         *,
         ticket: Ticket,
+        definition: DigestDefinition,  # of its blocks' digests
         policy: LeasePolicy,
         clock: Clock,
         counters: TransferCounters,
         released: "Callable[[TicketDriver], None]",
     ) -> None:
         self.ticket = ticket
+        self.tags = BlockTags(definition, ticket.exporter, ticket.ticket_id)
         self.ended_s = 0.0  # when its last step ended; sent with Finished
         self._state = machine.export(ticket.exporter, ticket.ticket_id, ticket.attempt, policy)
         self._linger_s = policy.lease_s

@@ -22,6 +22,7 @@ from kvtransfer.digests import VerifyMode, unverified_places
 from kvtransfer.importer.calls import CallPool
 from kvtransfer.importer.links import LinkTable
 from kvtransfer.importer.reads import BlockReader, TransportChoice
+from kvtransfer.keyed_digests import TAIL, BlockTags, DigestDefinition
 from kvtransfer.memory import BlockSource, PopulatedPages, Reservation
 from kvtransfer.protocol import import_machine as machine
 from kvtransfer.protocol import import_state as events
@@ -62,7 +63,7 @@ class HandOffContext:
     counters: TransferCounters
     unhealthy: Callable[[str], None]
     protocol: ProtocolRange
-    digests: tuple[str, ...]  # the definitions that it can compute
+    definitions: Callable[[], Mapping[str, DigestDefinition]]  # of digests that it accepts now, by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,8 @@ class HandOffDriver:
             clock=context.clock,
             counters=context.counters,
         )
+        self._definitions = context.definitions()
+        self._tags: BlockTags | None = None  # by the definition that the exporter accepted
         self._reads: BlockReader | None = None  # over the channel, once there is one
         self._cause = ""  # the message of the last error outside the machine
         self._reservation: asyncio.Task[None] | None = None
@@ -163,7 +166,8 @@ class HandOffDriver:
                 case events.Reserve(num_blocks):
                     self._reservation = self._keep(self._reserve(num_blocks))
                 case events.StartRead():
-                    self._read = self._keep(self._read_blocks(action))
+                    assert self._tags is not None and self._state.reading is not None
+                    self._read = self._keep(self._read_blocks(action, self._state.reading.places, self._tags))
                 case events.DestroyChannel():
                     self._keep(self._destroy())
                 case events.FallBack(reason):
@@ -195,7 +199,7 @@ class HandOffDriver:
                         endpoints=endpoints,
                         protocol_oldest=self._context.protocol.oldest,
                         protocol_newest=self._context.protocol.newest,
-                        digests=self._context.digests,
+                        digests=list(self._definitions),
                         reads_then=True,
                     )
                 )
@@ -226,6 +230,8 @@ class HandOffDriver:
             ways = [(accepted.transport, accepted.endpoint)]
             ways += [(other.transport, other.endpoint) for other in accepted.alternatives]
             message = replace(message, num_alternatives=self._transports.accept(ways))
+            definition = self._definitions[accepted.digest]
+            self._tags = BlockTags(definition, self._ticket.exporter, self._ticket.ticket_id)
         if isinstance(message, Finished):
             self._finished_s = self._context.clock.now_s() - max(0.0, wire.finished.age_s)
         self._apply(events.FromExporter(message, is_followed))
@@ -237,7 +243,7 @@ class HandOffDriver:
             version = accepted_protocol(wire.accepted)
             if version not in self._context.protocol:
                 raise ValueError(f"accepted in protocol {version}, where {self._context.protocol} was offered")
-            if wire.accepted.digest not in self._context.digests:
+            if wire.accepted.digest not in self._definitions:
                 raise ValueError(f"accepted with digests of {wire.accepted.digest!r}, which was not offered")
         if isinstance(message, Finished):
             highest = max((first.token_id for first in message.first_tokens), default=-1)
@@ -270,13 +276,14 @@ class HandOffDriver:
             dice=_DICE,
         )
 
-    async def _read_blocks(self, read: events.StartRead) -> None:
+    async def _read_blocks(self, read: events.StartRead, places: Sequence[int], tags: BlockTags) -> None:
         """Read blocks. The first read opens the channel. Digests are part of the read."""
         try:
             if self._reads is None:
                 context = self._context
                 channel = await self._transports.open_channel()
-                self._reads = BlockReader(channel, context.wire, context.verifier, self._record_piece)
+                seed = tags.definition.seed
+                self._reads = BlockReader(channel, context.wire, context.verifier, self._record_piece, seed)
         except Exception as error:  # noqa: BLE001 - memory, device or library: nothing was written
             self._on_read_error(error)
             self._apply(events.OpenFailed(read.read_id, self._cause))
@@ -288,8 +295,20 @@ class HandOffDriver:
             self._apply(events.ReadFailed(read.read_id, self._cause))
         else:
             reading = self._state.reading
+            digests = self._tagged(tags, places, digests)
             self._apply(events.ReadCompleted(read.read_id, digests))
             asyncio.get_running_loop().call_soon(self._count_checked, reading, digests)  # the next messages leave first
+
+    def _tagged(self, tags: BlockTags, places: Sequence[int], digests: Sequence[bytes]) -> tuple[bytes, ...]:
+        """Return what the exporter must have announced for blocks with these digests."""
+        offered, num_sealed = self._state.offered, self._plan.num_sealed
+
+        def tagged(place: int, digest: bytes) -> bytes:
+            block = offered[place]
+            is_unverified = block is not None and block.is_unverified
+            return tags.tag(place if place < num_sealed else TAIL, digest, is_unverified=is_unverified)
+
+        return tuple(tagged(place, digest) for place, digest in zip(places, digests, strict=True))
 
     def _record_piece(self, num_bytes: int, seconds: float) -> None:
         self._transports.record_read(num_bytes, seconds)

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 
@@ -28,6 +29,7 @@ from kvtransfer.importer.calls import READY_S, CallPool, CallSettings, GrpcChann
 from kvtransfer.importer.handoff_driver import HandOffContext, HandOffDriver
 from kvtransfer.importer.handoff_driver import ImportedBlocks as ImportedBlocks
 from kvtransfer.importer.links import LinkTable
+from kvtransfer.keyed_digests import accepted_definitions
 from kvtransfer.memory import BlockSource as BlockSource
 from kvtransfer.memory import PopulatedPages
 from kvtransfer.protocol.handoff import FirstToken as FirstToken
@@ -65,7 +67,7 @@ class Importer:
         links: LinkTable | None = None,  # None: a new table
         unhealthy: Callable[[str], None] = _LOG.critical,  # reports blocks that only a restart of the process frees
         protocol: ProtocolRange = OUR_VERSIONS,
-        digests: Sequence[str] = KNOWN_DIGESTS,  # that it can compute
+        digests: Sequence[str] = KNOWN_DIGESTS,  # the definitions without a key that it can compute
     ) -> None:
         self._member, self._block_size, self._keys, self._settings = member, block_size, keys, settings
         self._counters = counters
@@ -80,11 +82,12 @@ class Importer:
         )
         self._verifier = ThreadPoolExecutor(1, "kv-verify")
         self._pages = PopulatedPages(wire.memory)
+        verify = VerifyMode(settings.kv_verify)
         self._context = HandOffContext(
             wire=wire,
             layout=layout,
             transports={transport.name: transport for transport in transports},
-            verify=VerifyMode(settings.kv_verify),
+            verify=verify,
             links=links or LinkTable([transport.name for transport in transports]),
             calls=self._calls,
             verifier=self._verifier,
@@ -93,7 +96,7 @@ class Importer:
             counters=counters,
             unhealthy=unhealthy,
             protocol=protocol,
-            digests=tuple(digests),
+            definitions=partial(accepted_definitions, verify, tuple(digests), keys),
         )
         self._runs: dict[asyncio.Task[None], HandOffDriver] = {}  # by the task that waits for its end
 
@@ -181,5 +184,5 @@ class Importer:
             quarantine_s=settings.quarantine_s,
             timeout_s=settings.attach_timeout_s + settings.max_lease_s,
             vocab_size=vocab_size,
-            verifies_all=self._context.verify is VerifyMode.ALL,
+            verifies_all=self._context.verify.verifies_all,
         )

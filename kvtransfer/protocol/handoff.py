@@ -25,6 +25,7 @@ duplicates, and nothing depends on the order in which messages arrive.
 `Guards` names every condition that keeps this safe, so that a test can take each away and see what breaks.
 """
 
+import hmac
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -169,7 +170,7 @@ GUARDS = Guards(
     whole_reservation=lambda num_blocks, num_offered: num_blocks,
     exempt_as_drawn=lambda is_unverified: is_unverified,
     provenance_accepted=lambda is_unverified, verifies: not (is_unverified and verifies),
-    same_digest=lambda announced, found: announced == found,
+    same_digest=hmac.compare_digest,  # in a time that does not tell where they differ
     same_count=lambda expected, found: expected == found,
     same_prompt=lambda expected, found: expected == found,
     pulled_again_once=lambda num_times: num_times < 1,

@@ -248,7 +248,7 @@ class HandOffPlan:
     quarantine_s: float  # for a dead read to end by itself, then for the destruction of its channel
     timeout_s: float  # for the hand-off as a whole
     vocab_size: int = 1 << 31  # first tokens are below it
-    verifies_all: bool = True  # --kv-verify all: takes no block that a worker before took without verifying it
+    verifies_all: bool = True  # --kv-verify all or keyed: takes no block that a worker before took without verifying it
 
     @property
     def num_blocks(self) -> int:

@@ -28,6 +28,7 @@ from cluster.settings.engine_settings import parse_bytes
 from engine.scheduling import cache_commands, commands
 from engine.scheduling.commands import Quiet, Release
 from engine.steps.questions import StepInbox
+from kvtransfer.digests import VerifyMode
 from kvtransfer.memory import PoolMemory
 from prefill_worker.prefixes.prefix_pulls import MAX_COST_RATIO, MIN_TIMEOUT_S, ComputeSeconds
 from prefill_worker.prefixes.tier_index import Place, Store, TierIndex
@@ -51,7 +52,7 @@ def open_tiers(config: WorkerConfig, pool: PoolMemory, fingerprint: LayoutFinger
     file_bytes = BlockFiles.file_bytes(pool.block_bytes)
     max_files = parse_bytes(config.prefix_disk_space) // file_bytes if files is not None else 0
     index = TierIndex(num_slots, max_files)
-    storage = TierStorage(pool, num_slots, files, refuses_unverified=config.kv_verify == "all")
+    storage = TierStorage(pool, num_slots, files, refuses_unverified=VerifyMode(config.kv_verify).verifies_all)
     storage.remove(index.add_files(hashes))
     _LOG.info(
         "tiers of the prefix cache: room for %d blocks in host memory and %d on disk, where %d were found",

@@ -15,6 +15,7 @@ import grpc
 import pytest
 import torch
 
+from cluster.auth.keys import ClusterKeys
 from cluster.clock import Clock, ManualClock, MonotonicClock
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.member import OUR_VERSIONS, ProtocolRange
@@ -261,6 +262,8 @@ class RigOptions(TypedDict, total=False):
     importer_layout: LayoutFingerprint
     exporter_protocol: ProtocolRange
     importer_protocol: ProtocolRange
+    exporter_keys: ClusterKeys
+    importer_keys: ClusterKeys
     exporter_digests: Sequence[str]
     importer_digests: Sequence[str]
     wire_dtype: str
@@ -338,7 +341,7 @@ def _exporter(
         address=address,
         wire=wire,
         layout=LAYOUT,
-        keys=KEY,
+        keys=options.get("exporter_keys", KEY),
         settings=options.get("settings", TransferSettings()),
         transports=sides,
         release=release,
@@ -365,7 +368,7 @@ def _importer(
         wire=wire,
         layout=options.get("importer_layout", LAYOUT),
         block_size=BLOCK_SIZE,
-        keys=KEY,
+        keys=options.get("importer_keys", KEY),
         settings=options.get("importer_settings", settings),
         transports=sides,
         clock=MonotonicClock(),

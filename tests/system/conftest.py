@@ -75,7 +75,8 @@ async def cluster(shm_cluster: LocalCluster) -> LocalCluster:
 @asynccontextmanager
 async def _two_and_two(redis_url: str, directory: Path, transport: str) -> AsyncIterator[LocalCluster]:
     flags = ("--dtype", "float32", "--kv-transports", transport, "--max-prefill-tokens", "64", "--num-blocks", "512")
-    cluster = LocalCluster(redis_url, directory, flags=flags)
+    verify = ("--kv-verify", "keyed") if transport == "tcp" else ()
+    cluster = LocalCluster(redis_url, directory, flags=(*flags, *verify))
     try:
         yield await cluster.start(prefill=2, decode=2)
         living = {name for name, member in cluster.members.items() if member.process.returncode is None}

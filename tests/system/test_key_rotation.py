@@ -23,7 +23,10 @@ from tests.system.polling import until
 _NUM_STREAMS = 4
 _ANSWERS_PER_STEP = 3 * _NUM_STREAMS
 _DEADLINE_S = 120.0
-_FLAGS = ("--dtype", "float32", "--num-blocks", "512", "--kv-transports", "tcp,shm", "--registration-ttl-s", "3")
+_FLAGS = (
+    *("--dtype", "float32", "--num-blocks", "512", "--kv-transports", "tcp,shm"),
+    *("--kv-verify", "keyed", "--registration-ttl-s", "3"),
+)
 
 
 class Streams:

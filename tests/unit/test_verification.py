@@ -16,8 +16,9 @@ def _verified(mode: VerifyMode, num_cached: int, num_sealed: int, num_blocks: in
     return set(range(num_blocks)) - unverified
 
 
-def test_mode_all_verifies_every_block_and_mode_off_no_block() -> None:
-    assert _verified(VerifyMode.ALL, 0, 40, 41) == set(range(41))
+def test_modes_all_and_keyed_verify_every_block_and_mode_off_no_block() -> None:
+    for mode in (VerifyMode.ALL, VerifyMode.KEYED):
+        assert _verified(mode, 0, 40, 41) == set(range(41)) and mode.verifies_all
     assert _verified(VerifyMode.OFF, 0, 40, 41) == set()
 
 
@@ -40,7 +41,8 @@ def test_mode_sample_verifies_one_in_sixteen_blocks_drawn_again_each_time() -> N
 
 
 @pytest.mark.parametrize(
-    ("mode", "said"), [(VerifyMode.ALL, ""), (VerifyMode.SAMPLE, "one in 16"), (VerifyMode.OFF, "no KV block")]
+    ("mode", "said"),
+    [(VerifyMode.ALL, ""), (VerifyMode.KEYED, ""), (VerifyMode.SAMPLE, "one in 16"), (VerifyMode.OFF, "no KV block")],
 )
 def test_verify_mode_is_logged_at_start_and_shown_as_a_metric(
     mode: VerifyMode, said: str, caplog: pytest.LogCaptureFixture

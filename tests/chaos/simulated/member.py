@@ -119,6 +119,7 @@ class Member:
             max_num_seqs=schedule.max_num_seqs,
             swap_space=str(schedule.swap_blocks * layout_of(schedule.block_size).block_bytes),
             speculation="prompt" if schedule.speculates else "off",
+            kv_verify="keyed" if schedule.mix.is_keyed else "all",
             lease_s=1.5,
             max_lease_s=12.0,
             attach_timeout_s=5.0,

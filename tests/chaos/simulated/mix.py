@@ -45,6 +45,7 @@ class Mix:
     direct_asks: tuple[DirectAsk, ...] = ()
     of_both: tuple[str, ...] = ()  # places of workers that start with the role `both`
     flips: tuple[Flip, ...] = ()
+    is_keyed: bool = False  # KV has keyed digests
 
     def first_role(self, place: str, role: str) -> str:
         """Return the role with which each process at this place starts. `role`: of its pool."""
@@ -57,6 +58,7 @@ _COLOCATED_SHARE = 0.06
 _BOTH_SHARE = 0.3  # of schedules in which some workers do the work of both roles
 _FLIPPED_SHARE = 0.3  # of schedules in which workers change their role
 _DIRECT_SHARE = 0.5  # of schedules with direct requests
+_KEYED_SHARE = 0.3
 _WARM_UP_S = 1.5  # longer than the interval of heartbeats
 _PLACEMENTS = ("prefix-aware", "prefix-aware", "auto", "auto", "auto", "least-loaded", "round-robin")
 
@@ -92,6 +94,7 @@ def draw_mix(dice: Random, num_prefills: int, num_decodes: int) -> Mix:
         warm_up_s=dice.choice((0.0, _WARM_UP_S)),
         is_colocated=is_colocated,
         direct_asks=tuple(sorted(direct, key=lambda ask: ask.at_s)),
+        is_keyed=dice.random() < _KEYED_SHARE,
     )
 
 

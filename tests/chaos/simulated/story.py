@@ -27,6 +27,7 @@ def describe(schedule: Schedule) -> str:
         f" {schedule.mix.slo_tpot_ms:g} ms per token; clients begin after {schedule.mix.warm_up_s:g} s": schedule.mix,
         "sequences draft token ahead": schedule.speculates,
         "reads go wrong": schedule.read_faults,
+        "KV has keyed digests": schedule.mix.is_keyed,
         f"{schedule.host_blocks} blocks of host memory for prefixes, {schedule.disk_blocks} of disk": (
             schedule.host_blocks
         ),

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvtransfer.digests import VerifyMode
 from tests.chaos.simulated.handoffs.world import HandOff, Mishap, Plan, run_plan
 from tests.contract.kv_pools import BLOCK_SIZE
 from tests.loopback import Fault
@@ -45,9 +46,9 @@ _HARMLESS = (Fault.DROP, Fault.DELAY, Fault.DUPLICATE, Fault.REORDER, Fault.STOP
 
 @st.composite
 def plans(draw: st.DrawFn, size: int = _PER_PLAN) -> Plan:
-    verify = draw(st.sampled_from(("all", "all", "sample", "off")))
+    verify = draw(st.sampled_from(tuple(VerifyMode)))
     # Damaged bytes are found only when every block is verified.
-    kinds = (*_HARMLESS, Fault.CORRUPT) if verify == "all" else _HARMLESS
+    kinds = (*_HARMLESS, Fault.CORRUPT) if verify.verifies_all else _HARMLESS
     return Plan(
         hand_offs=tuple(draw(st.lists(_hand_offs, min_size=size, max_size=size))),
         mishaps=tuple(draw(st.lists(_mishaps, max_size=6))),
