@@ -40,6 +40,7 @@ class Telemetry:
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
+        self._series: dict[tuple[Any, ...], Any] = {}  # what has been used, by kind, name and labels
         for name in published:
             self._publish(name)
 
@@ -58,27 +59,19 @@ class Telemetry:
 
     def count(self, name: str, value: float = 1, **labels: str) -> None:
         """Add to a counter."""
-        counter = self._counters.get(name) or self._make(name, Kind.COUNTER, self._counters, Counter)
-        values = self._label_values(name, labels)
-        (counter.labels(*values) if values else counter).inc(value)
+        self._one_series(name, Kind.COUNTER, self._counters, Counter, labels).inc(value)
 
     def gauge(self, name: str, value: float, **labels: str) -> None:
         """Set a gauge."""
-        gauge = self._gauges.get(name) or self._make(name, Kind.GAUGE, self._gauges, Gauge)
-        values = self._label_values(name, labels)
-        (gauge.labels(*values) if values else gauge).set(value)
+        self._one_series(name, Kind.GAUGE, self._gauges, Gauge, labels).set(value)
 
     def shift(self, name: str, change: float, **labels: str) -> None:
         """Change a gauge by `change`."""
-        gauge = self._gauges.get(name) or self._make(name, Kind.GAUGE, self._gauges, Gauge)
-        values = self._label_values(name, labels)
-        (gauge.labels(*values) if values else gauge).inc(change)
+        self._one_series(name, Kind.GAUGE, self._gauges, Gauge, labels).inc(change)
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Add one observation to a histogram."""
-        histogram = self._histograms.get(name) or self._make(name, Kind.HISTOGRAM, self._histograms, Histogram)
-        values = self._label_values(name, labels)
-        (histogram.labels(*values) if values else histogram).observe(value)
+        self._one_series(name, Kind.HISTOGRAM, self._histograms, Histogram, labels).observe(value)
 
     def add_process_metrics(self) -> None:
         """Publish this process's CPU time, memory and descriptors too, under the names that Prometheus' own libraries
@@ -118,6 +111,21 @@ class Telemetry:
                 self._make(name, Kind.GAUGE, self._gauges, Gauge)
             case Kind.HISTOGRAM:
                 self._make(name, Kind.HISTOGRAM, self._histograms, Histogram)
+
+    def _one_series(
+        self, name: str, kind: Kind, made: dict[str, Figure], figure: type[Figure], labels: dict[str, str]
+    ) -> Figure:
+        """Return the metric with these labels. It is looked up once, because the checks take longer than to count."""
+        key = (figure, name, *labels.items())
+        found: Figure | None = self._series.get(key)
+        if found is not None:
+            return found
+        metric = made.get(name) or self._make(name, kind, made, figure)
+        values = self._label_values(name, labels)
+        found = metric.labels(*values) if values else metric
+        if values == tuple(map(labels.get, METRICS[name].labels)):  # those counted as "other" have no bound
+            self._series[key] = found
+        return found
 
     def _make(self, name: str, kind: Kind, made: dict[str, Figure], figure: type[Figure]) -> Figure:
         """Create a metric, so that a process does not publish zeros for other roles' metrics."""

@@ -9,7 +9,7 @@ decode worker, so that the prefill is not repeated. docs/failover.md.
 import asyncio
 from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -39,7 +39,6 @@ _REISSUED = "ticket_reissued"
 class AttemptContext:
     """The parts of a router that all its attempts share."""
 
-    router: MemberId
     keys: ClusterKeys  # sign tickets
     fleet: Fleet
     migrations: Migrations
@@ -122,7 +121,7 @@ class TicketImport:
                 ticket, attempt = await self._go_elsewhere(failure, ticket, prefill)
 
     async def _run(self, decoding: DecodeLeg, ticket: bytes, attempt: int) -> None:
-        job = self._admitted.decode_job(decoding.owners, self._committed, attempt, self._context.router, ticket)
+        job = self._admitted.decode_job(decoding.owners, self._committed, attempt, ticket)
         with leg(DECODE, decoding.worker):
             await self._unless_suspect(decoding.decode, decoding.decode.start(job))
         while len(self._legs) > 1:  # only now: a cancelled importer settles its hand-off as unneeded
@@ -138,11 +137,14 @@ class TicketImport:
         fleet = self._context.fleet
         async with running(work) as working:
             while not working.done():
-                others = {load.member for load in fleet.decode_loads()} - {decode.member.id}
-                if decode.num_missed and others - (self._tried if decode.num_missed == 1 else set()):
+                if decode.num_missed and self._others(decode) - (self._tried if decode.num_missed == 1 else set()):
                     raise decode.loss("does not answer, and another one does")
                 await asyncio.wait((working, fleet.next_change()), return_when=asyncio.FIRST_COMPLETED)
             working.result()
+
+    def _others(self, decode: Peer) -> set[MemberId]:
+        """Return the other workers that may decode."""
+        return {load.member for load in self._context.fleet.decode_loads()} - {decode.member.id}
 
     async def _go_elsewhere(self, failure: AttemptFailed, ticket: bytes, prefill: Peer) -> tuple[bytes, int]:
         """Open a leg at another importer and return the reissued ticket and its attempt. Raises `failure` if there is
@@ -205,7 +207,6 @@ class Attempt:
         self._fleet = context.fleet
         self._migrations = context.migrations
         self._prefixes = context.prefixes
-        self._router = context.router
         self._context = context
         self._number = admitted.next_attempt()
 
@@ -221,11 +222,8 @@ class Attempt:
             with leg(PREFILL, prefill_id):
                 chain = self._chain(prefill_id, self._choices[0].committed)
                 sources = self._prefixes.sources(chain, puller=prefill_id)
-                job = replace(
-                    self._admitted.prefill_job(self._choices, self._number, decode_id, sources),
-                    router=self._router,
-                    num_expected_cached=self._prefixes.num_cached(chain, prefill_id),
-                )
+                num_cached = self._prefixes.num_cached(chain, prefill_id)
+                job = self._admitted.prefill_job(self._choices, self._number, decode_id, sources, num_cached)
                 prefill = self._fleet.connected_peer(prefill_id)
                 async with prefill.prefill(job) as call:
                     ticket_import.begin(await self._from(PREFILL, prefill, call.ticket()), self._number, prefill)
@@ -244,7 +242,6 @@ class Attempt:
         self._admitted.dispatched(prefill=prefill_id)
         with leg(PREFILL, prefill_id):
             job = self._admitted.prefill_job(self._choices, self._number, importer=None)
-            job = replace(job, router=self._router)
             prefill = self._fleet.connected_peer(prefill_id)
             async with prefill.prefill(job) as call:
                 await self._from(PREFILL, prefill, call.ticket())
@@ -261,8 +258,7 @@ class Attempt:
             prompt = PromptWork.of(num_tokens, num_cached)
             with DecodeLeg(self._admitted, decode, self._choices, exporter=None, prompt=prompt) as decoding:
                 self._admitted.dispatched(decode=decode_id)
-                job = self._admitted.decode_job(decoding.owners, committed, self._number, self._router, None)
-                job = replace(job, num_expected_cached=num_cached)
+                job = self._admitted.decode_job(decoding.owners, committed, self._number, None, num_cached)
                 await self._from(DECODE, decode, decode.start(job))
                 await self._follow(decoding)
                 self._note_outputs(decode_id)

@@ -226,7 +226,8 @@ class _Migration:
                 DecodeLeg(self._admitted, self._target, [self._choice], exporter=self._source.worker)
             )
             (handle,) = there.sequences.handles
-            job = self._admitted.moved_job(handle, self._choice, self._attempt, self._router, ticket)
+            covered = self._choice.committed[:-1]  # the last token is the first one of the hand-off
+            job = self._admitted.decode_job({handle: self._choice}, covered, self._attempt, ticket)
             try:
                 with leg(DECODE, worker):
                     async with asyncio.timeout(self._timeout_s):

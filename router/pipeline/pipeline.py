@@ -89,8 +89,8 @@ class Pipeline:
         self._worker_choice = WorkerChoice(
             fleet=fleet, policy=policy, prefixes=prefixes, pairs=pairs, telemetry=telemetry
         )
+        self._router = router
         self._attempt_context = AttemptContext(
-            router=router,
             keys=keys,
             fleet=fleet,
             migrations=migrations,
@@ -231,6 +231,7 @@ class Pipeline:
         self, live: LiveRequest, request: ResolvedRequest, acceptance: Acceptance, deadline_s: float
     ) -> AdmittedRequest:
         return AdmittedRequest(
+            router=self._router,
             request_id=live.request_id,
             request=request,
             choices=[

@@ -8,9 +8,10 @@ has not, that worker failed, and the fleet handles it.
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from cluster.errors import NoGrammarWorker, NoWorkerLargeEnough, Overloaded
 from cluster.messages import MemberId, Role
@@ -45,6 +46,7 @@ class PairHealth:
         self._fleet = fleet
         self._telemetry = telemetry
         self._suspicions: list[_Suspicion] = []  # at most one per attempt in the time that a check takes
+        self._published: dict[BreakerState, int] = {}
 
     def excluded_pairs(self) -> frozenset[Pair]:
         """Return the pairs that no request should use now."""
@@ -108,7 +110,9 @@ class PairHealth:
 
     def _publish(self) -> None:
         for state in (BreakerState.OPEN, BreakerState.HALF_OPEN):
-            self._telemetry.gauge("tandem_pair_breaker_state", self._breakers.count(state), state=state)
+            if (number := self._breakers.count(state)) != self._published.get(state):
+                self._published[state] = number
+                self._telemetry.gauge("tandem_pair_breaker_state", number, state=state)
 
 
 def _names(trial: Trial) -> dict[str, object]:
@@ -153,7 +157,6 @@ class WorkerChoice:
         """
         facts = self._facts_with_prefixes(admitted, choices)
         while True:
-            facts = replace(facts, excluded_pairs=self._pairs.excluded_pairs())
             placement = self._choose(facts, without_prefill=without_prefill)
             is_hasty = placement is not None and placement.is_fallback and self._fleet.is_checking_prefill
             if placement is not None and (without_prefill or not is_hasty):
@@ -168,6 +171,7 @@ class WorkerChoice:
             admitted.waits(choices[0], shortage)
             with self.waiting(shortage):
                 await self._fleet.changed()
+            facts = replace(facts, excluded_pairs=self._pairs.excluded_pairs())
 
     def _modelled(self, chosen: Candidate) -> ModelledRequest | None:
         """Return the record from which the models of the chosen workers learn. Requests of the batch class teach
@@ -193,6 +197,8 @@ class WorkerChoice:
 
     def grammar_refusal(self, admitted: AdmittedRequest) -> NoGrammarWorker | None:
         """Return why no worker applies the request's grammar; None if one does, or none answers now."""
+        if not admitted.grammar_engine:
+            return None
         facts, decodes = facts_of(admitted, admitted.size()), self._fleet.decode_loads()
         if not decodes or any(map(facts.has_grammar_engine, decodes)):
             return None
@@ -216,7 +222,6 @@ class WorkerChoice:
     def early_refusal(self, admitted: AdmittedRequest) -> Overloaded | None:
         """Return why a new request would be served too late or not at all; None if it would be served in time."""
         facts = self._facts_with_prefixes(admitted, admitted.choices)
-        facts = replace(facts, excluded_pairs=self._pairs.excluded_pairs())
         prefills, decodes = self._fleet.prefill_loads(), self._fleet.decode_loads()
         ways = self._policy.ways(prefills, decodes, facts)
         return early_refusal(prefills, decodes, ways, facts, admitted.time_left_s())
@@ -271,8 +276,12 @@ class WorkerChoice:
 
     def _facts_with_prefixes(self, admitted: AdmittedRequest, choices: Sequence[Choice]) -> RequestFacts:
         prompt = admitted.request.prompt_token_ids + choices[0].committed
-        cached_tokens = self._prefixes.cached_tokens(prompt, admitted.chains)
-        return replace(_facts(admitted, choices, choices[0].num_committed), cached_tokens=cached_tokens)
+        return facts_of(
+            admitted,
+            admitted.size(choices[0].num_committed, len(choices)),
+            cached_tokens=self._prefixes.cached_tokens(prompt, admitted.chains),
+            excluded_pairs=self._pairs.excluded_pairs(),
+        )
 
     def _shortage(self, facts: RequestFacts) -> NoWorkerLargeEnough | None:
         """Return why no worker can hold a request without a placement; None if there is no decode worker at all that
@@ -291,7 +300,13 @@ def _facts(admitted: AdmittedRequest, choices: Sequence[Choice], num_committed: 
     return facts_of(admitted, admitted.size(num_committed, len(choices)))
 
 
-def facts_of(admitted: AdmittedRequest, size: RequestSize) -> RequestFacts:
+def facts_of(
+    admitted: AdmittedRequest,
+    size: RequestSize,
+    *,
+    cached_tokens: Mapping[MemberId, int] = MappingProxyType({}),
+    excluded_pairs: Collection[Pair] = (),
+) -> RequestFacts:
     """Return what placement has to know about a request whose workers must hold `size`."""
     return RequestFacts(
         num_prompt_tokens=size.num_known,
@@ -303,4 +318,6 @@ def facts_of(admitted: AdmittedRequest, size: RequestSize) -> RequestFacts:
         expected_output=max(1.0, admitted.expected_output - size.num_committed),
         targets=admitted.targets,
         grammar_engine=admitted.grammar_engine,
+        cached_tokens=cached_tokens,
+        excluded_pairs=excluded_pairs,
     )

@@ -297,11 +297,17 @@ class _RecentMedian:
     def __init__(self, default: float) -> None:
         self._default = default
         self._values: deque[tuple[float, float]] = deque(maxlen=_NUM_REQUESTS)  # the time and the value
+        self._median: float | None = default  # None: it must be computed again
 
     def add(self, value: float, now_s: float) -> None:
         self._values.append((now_s, value))
+        self._median = None
 
     def at(self, now_s: float) -> float:
         while self._values and self._values[0][0] < now_s - _MAX_AGE_S:
             self._values.popleft()
-        return median(value for _, value in self._values) if len(self._values) >= _LEAST_REQUESTS else self._default
+            self._median = None
+        if self._median is None:
+            is_known = len(self._values) >= _LEAST_REQUESTS
+            self._median = median(value for _, value in self._values) if is_known else self._default
+        return self._median

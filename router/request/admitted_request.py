@@ -137,6 +137,7 @@ class AdmittedRequest:
     def __init__(
         self,
         *,
+        router: MemberId,
         request_id: str,
         request: ResolvedRequest,
         choices: Sequence[Choice],
@@ -156,6 +157,7 @@ class AdmittedRequest:
         `grammar_engine`: what a worker must have in common with this router; empty: the request has no grammar.
 
         `keeps_queue_position`: the request is new, or it resumes one whose first deadline has not passed."""
+        self._router = router
         self.request_id = request_id
         self.request = request
         self.choices = tuple(choices)
@@ -253,11 +255,14 @@ class AdmittedRequest:
         attempt: int,
         importer: MemberId | None,
         prefix_sources: tuple[PrefixSource, ...] = (),
+        num_expected_cached: int = 0,
     ) -> PrefillJob:
-        """Return the job for a prefill worker. All `choices` have the same committed tokens."""
+        """Return the job for a prefill worker. All `choices` have the same committed tokens. `num_expected_cached`:
+        tokens whose KV the worker should have."""
         committed = choices[0].committed
         assert all(choice.committed == committed for choice in choices)
         return PrefillJob(
+            router=self._router,
             request_id=self.request_id,
             attempt=attempt,
             token_ids=self.request.prompt_token_ids + committed,
@@ -269,6 +274,7 @@ class AdmittedRequest:
             timeout_s=self.time_left_s(),
             cache_salt=self.request.cache_salt,
             prefix_sources=prefix_sources,
+            num_expected_cached=num_expected_cached,
             priority=self.request.priority,
             is_batch=self.request.is_batch,
             age_s=self._clock.now_s() - self.account.began_s,
@@ -282,31 +288,22 @@ class AdmittedRequest:
         sequences: dict[int, Choice],
         committed: tuple[int, ...],
         attempt: int,
-        router: MemberId,
         ticket: bytes | None,
+        num_expected_cached: int = 0,
     ) -> DecodeJob:
         """Return the job for a decode worker. `sequences`: handle -> choice. `committed`: the tokens that the prefill
-        covers. Without a ticket the decode worker prefills the prompt."""
+        covers. Without a ticket the decode worker prefills the prompt; `num_expected_cached` is as of `prefill_job`."""
         starts = tuple(SequenceStart(handle, choice.seed, committed) for handle, choice in sequences.items())
-        return self._decode_job(starts, attempt, router, ticket)
-
-    def moved_job(self, handle: int, choice: Choice, attempt: int, router: MemberId, ticket: bytes) -> DecodeJob:
-        """Return the job that continues a moved sequence. Its ticket covers all tokens but the last, which is the first
-        token of the hand-off."""
-        return self._decode_job((SequenceStart(handle, choice.seed, choice.committed[:-1]),), attempt, router, ticket)
-
-    def _decode_job(
-        self, starts: tuple[SequenceStart, ...], attempt: int, router: MemberId, ticket: bytes | None
-    ) -> DecodeJob:
         return DecodeJob(
             request_id=self.request_id,
             attempt=attempt,
-            router=router,
+            router=self._router,
             prompt_token_ids=self.request.prompt_token_ids,
             sampling=self.request.sampling,
             stops=self.request.stops,
             sequences=starts,
             signed_ticket=ticket,
+            num_expected_cached=num_expected_cached,
             num_expected_output=self.expected_output,
             timeout_s=self.time_left_s(),
             cache_salt=self.request.cache_salt,
