@@ -123,7 +123,7 @@ def _add_generation(
     app: FastAPI, pipeline: Generates, live_requests: LiveRequests, tokenization: Tokenization, chats: ChatSettings
 ) -> "dict[str, _Endpoint]":
     """Return the endpoints by their paths."""
-    model = tokenization.model_info.name
+    answers = _Answers(pipeline, live_requests, tokenization.model_info.name)
 
     @app.post(
         "/v1/completions",
@@ -140,7 +140,7 @@ def _add_generation(
         )
         names = "cmpl", "text_completion", "text_completion"
         requests = headers.apply(body.requests(_label(body, request)), request.state.caller, request.state.trace)
-        return await answer(body, requests, headers, shape, names)
+        return answers.answer(body, requests, headers, shape, names)
 
     @app.post(
         "/v1/chat/completions",
@@ -153,9 +153,26 @@ def _add_generation(
         shape = chat_shape(chats, body, use, tokenization, f"chatcmpl-{label}")
         asked = [chats.constrained(each, use, tokenization) for each in body.requests(label)]
         requests = headers.apply(asked, request.state.caller, request.state.trace)
-        return await answer(body, requests, headers, shape, names)
+        return answers.answer(body, requests, headers, shape, names)
 
-    async def answer(
+    routes = {route.path: route for route in app.routes if isinstance(route, Route)}
+    hot = (
+        _Endpoint(routes["/v1/completions"], CompletionRequest, completions),
+        _Endpoint(routes["/v1/chat/completions"], ChatCompletionRequest, chat_completions),
+    )
+    return {endpoint.route.path: endpoint for endpoint in hot}
+
+
+@dataclass(frozen=True, slots=True)
+class _Answers:
+    """Makes the response of a generation: whole, or as a stream of events."""
+
+    pipeline: Generates
+    live_requests: LiveRequests
+    model: str
+
+    def answer(
+        self,
         body: CompletionRequest | ChatCompletionRequest,
         requests: list[GenerateRequest],
         headers: RequestHeaders,
@@ -166,7 +183,7 @@ def _add_generation(
         options = body.stream_options
         envelope = Envelope(
             f"{prefix}-{requests[0].label}",
-            model,
+            self.model,
             int(time.time()),
             kind,
             chunk_kind,
@@ -175,15 +192,8 @@ def _add_generation(
             headers.wants_ledger,
         )
         if body.stream:
-            return EventStream(pipeline, requests, shape, envelope)
-        return WholeResponse(pipeline, live_requests, requests, shape, envelope)
-
-    routes = {route.path: route for route in app.routes if isinstance(route, Route)}
-    hot = (
-        _Endpoint(routes["/v1/completions"], CompletionRequest, completions),
-        _Endpoint(routes["/v1/chat/completions"], ChatCompletionRequest, chat_completions),
-    )
-    return {endpoint.route.path: endpoint for endpoint in hot}
+            return EventStream(self.pipeline, requests, shape, envelope)
+        return WholeResponse(self.pipeline, self.live_requests, requests, shape, envelope)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ module as `__main__` with its own arguments, environment and output, and is stop
 one thread and uses nothing of what it imports; gRPC starts with a member's first server or channel.
 
 Forked members share the seed of `hash()` and all that is read before Python code runs, such as LD_PRELOAD and
-OMP_NUM_THREADS. `test_tandem_command.py`, `test_router_process.py`, the far members of `test_link_cut.py`, `make soak`
-and `make chaos` start members as programs of their own.
+OMP_NUM_THREADS. `test_tandem_command.py`, `test_tandem_up.py`, `test_router_process.py`, the far members of
+`test_link_cut.py`, `make soak` and `make chaos` start members as programs of their own.
 """
 
 import asyncio

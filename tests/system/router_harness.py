@@ -22,6 +22,7 @@ from router.pipeline.migration import Migrations
 from router.pipeline.pipeline import Pipeline, PipelineSettings
 from router.policies.breakers import BreakerPolicy
 from router.policies.candidates import NO_TARGETS, SloTargets
+from router.policies.placement import Policy
 from router.policies.prefix_index import PrefixIndex
 from router.policies.slo_aware import policy
 from router.request.live_requests import LiveRequests
@@ -118,22 +119,28 @@ class RouterUnderTest:
         )
         self.evacuation = Evacuation(fleet=self.fleet, migrations=self.migrations)
         self.grammars = GrammarChecker(DEMO_MODEL, grammar_engine_id(DEMO_MODEL))
-        self.pipeline = Pipeline(
+        settings = PipelineSettings(
+            request_timeout_s=request_timeout_s,
+            max_attempts=max_attempts,
+            breakers=breakers or BreakerPolicy(),
+            messages=MessageLimits(max_message_bytes, MAX_MESSAGE_BYTES),
+        )
+        self.pipeline = self._new_pipeline(chooser, PrefixLocator(self.fleet, index, b"key"), settings, wall_clock)
+
+    def _new_pipeline(
+        self, chooser: Policy, prefixes: PrefixLocator, settings: PipelineSettings, wall_clock: Callable[[], float]
+    ) -> Pipeline:
+        return Pipeline(
             router=self.member.id,
             tokenization=self.tokenization,
             live_requests=self.live_requests,
             policy=chooser,
             fleet=self.fleet,
             migrations=self.migrations,
-            prefixes=PrefixLocator(self.fleet, index, b"key"),
+            prefixes=prefixes,
             grammars=self.grammars,
             keys=KEYS,
-            settings=PipelineSettings(
-                request_timeout_s=request_timeout_s,
-                max_attempts=max_attempts,
-                breakers=breakers or BreakerPolicy(),
-                messages=MessageLimits(max_message_bytes, MAX_MESSAGE_BYTES),
-            ),
+            settings=settings,
             clock=MonotonicClock(),
             telemetry=self.telemetry,
             wall_clock=wall_clock,

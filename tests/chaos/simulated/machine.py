@@ -181,12 +181,9 @@ def _unheard_ends() -> Iterator[None]:
             gc.enable()
 
 
-@contextmanager
-def simulated_machine() -> Iterator[None]:
-    """Replace the real machine for any number of runs."""
-    clock = SimpleNamespace(perf_counter=lambda: world().loop.time(), monotonic=lambda: world().loop.time())
-    dice = _Dice()
-    replaced = {
+def _of_every_member(dice: _Dice) -> dict[str, object]:
+    """Return the replacements, by name, in the code of every member."""
+    return {
         "grpc.aio.insecure_channel": lambda address, options=(): Channel(world().network, address, world().watch),
         "grpc.aio.server": lambda interceptors=(), options=(), **_: Server(world().network, interceptors),
         "cluster.auth.sessions.body_digest": lambda _: b"",  # a faulty member signs what it sends
@@ -195,10 +192,19 @@ def simulated_machine() -> Iterator[None]:
         "cluster.process.gc": SimpleNamespace(disable=_nothing, freeze=_nothing, enable=_nothing),
         "cluster.registry.registry.open_redis": lambda *_: RedisClient(world().redis),
         "cluster.registry.registry.random": dice,
-        "router.pipeline.worker_choice.random": dice,
         "cluster.registry.signed_records.to_json": lru_cache(256)(to_json),  # the same values repeatedly
         "cluster.registry.signed_records.from_json": lru_cache(256)(from_json),
         "cluster.registry.registry.MonotonicClock": SimulatedClock,
+        "secrets.token_bytes": lambda num=16: world().ids.randbytes(num),
+        "secrets.token_hex": lambda num=16: world().ids.randbytes(num).hex(),
+        "secrets.randbits": lambda bits: world().ids.getrandbits(bits),
+    }
+
+
+def _of_workers(dice: _Dice) -> dict[str, object]:
+    """Return the replacements, by name, in the code of workers."""
+    clock = SimpleNamespace(perf_counter=lambda: world().loop.time(), monotonic=lambda: world().loop.time())
+    return {
         "worker.life.configure_logs": lambda *_: None,
         "worker.life.MonotonicClock": SimulatedClock,
         "worker.life.process_age_s": lambda: 0.0,
@@ -214,6 +220,20 @@ def simulated_machine() -> Iterator[None]:
         "prefill_worker.prefixes.tier_storage.time": clock,
         "prefill_worker.prefixes.tiers.BlockFiles": _block_files,
         "worker.transfer.available_transports": _transports,
+        "worker.app.build_engine": _engine,
+        "worker.app.worker_grammars": lambda *_: compiled_grammars(),
+        "engine.grammar.compiled_grammars.ThreadPoolExecutor": AtOnce,
+        "worker.app.StepLoop": SimulatedStepLoop,
+        "worker.app.MonotonicClock": SimulatedClock,
+        "worker.app.fixed_rows": lambda _: _FIXED_ROWS,
+        "worker.app.time_steps": lambda *_: _STEPS_AT_LOAD,
+    }
+
+
+def _of_routers(dice: _Dice) -> dict[str, object]:
+    """Return the replacements, by name, in the code of routers."""
+    return {
+        "router.pipeline.worker_choice.random": dice,
         "router.fleet.decode_events.Sequences": type("Sequences", (Counted, Sequences), {}),
         "router.fleet.worker_stream.Sequences": type("Sequences", (Counted, Sequences), {}),
         "router.app.configure_logs": lambda *_: None,
@@ -226,21 +246,17 @@ def simulated_machine() -> Iterator[None]:
         "router.app.add_page": lambda *_: None,
         "router.app.MonotonicClock": SimulatedClock,
         "router.app.Tokenization": SimpleNamespace(load=_tokenization),
-        "secrets.token_bytes": lambda num=16: world().ids.randbytes(num),
-        "secrets.token_hex": lambda num=16: world().ids.randbytes(num).hex(),
-        "secrets.randbits": lambda bits: world().ids.getrandbits(bits),
+        "router.app.grammar_checker": lambda *_: Checked(),
     }
-    replaced["worker.app.build_engine"] = _engine
-    replaced["worker.app.worker_grammars"] = lambda *_: compiled_grammars()
-    replaced["router.app.grammar_checker"] = lambda *_: Checked()
-    replaced["engine.grammar.compiled_grammars.ThreadPoolExecutor"] = AtOnce
-    replaced["worker.app.StepLoop"] = SimulatedStepLoop
-    replaced["worker.app.MonotonicClock"] = SimulatedClock
-    replaced["worker.app.fixed_rows"] = lambda _: _FIXED_ROWS
-    replaced["worker.app.time_steps"] = lambda *_: _STEPS_AT_LOAD
+
+
+@contextmanager
+def simulated_machine() -> Iterator[None]:
+    """Replace the real machine for any number of runs."""
+    dice = _Dice()
     with ExitStack() as stack:
         vocab_size()
-        for name, value in replaced.items():
+        for name, value in (_of_every_member(dice) | _of_workers(dice) | _of_routers(dice)).items():
             stack.enter_context(mock.patch(name, value))
         now_s = (lambda: float(world().loop.time()),)
         stack.enter_context(mock.patch.object(SwappingRunner.__init__, "__defaults__", now_s))
