@@ -47,6 +47,9 @@ class StaticBatching:
         events, plan = self._scheduler.plan(now_s)
         return self._count_ended((*admitted, *events)), plan
 
+    def written(self, plan: StepPlan) -> tuple[Event, ...]:
+        return self._scheduler.written(plan)
+
     def complete(self, plan: StepPlan, result: StepResult, now_s: float) -> tuple[Event, ...]:
         return self._count_ended(self._scheduler.complete(plan, result, now_s))
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,8 @@ class PackedBatch:
     rows: tuple[slice, ...]  # of each chunk
     query_lens: tuple[int, ...]
     starts: tuple[int, ...]  # position of each chunk's first token
+    # A forward on a CPU calls it once, when the K and V of all tokens are in the pool. It raises nothing.
+    written: Callable[[], None] | None = None
 
 
 def pack(chunks: Sequence[Chunk], block_size: int, device: torch.device) -> PackedBatch:

@@ -78,6 +78,7 @@ class WorkerApp:
         runner = with_swaps(engine.runner, host_blocks) if host_blocks else engine.runner
         self._time_steps = partial(time_steps, engine, runner, config.max_num_seqs)
         self._steps = self._step_loop(self._scheduler(engine, limits, host_blocks), runner)
+        engine.runner.on_written = self._steps.written
         self._canary = CanaryGeneration(
             self._steps.post, vocab_size=engine.model_info.vocab_size, timeout_s=canary_timeout_s(config)
         )

@@ -17,7 +17,7 @@ from torch import nn
 from cluster.errors import ModelRefused
 from cluster.settings.engine_settings import EngineSettings
 from engine.batch import PackedBatch
-from engine.cpu.library import Layer, Model, Product, Step, load_kernels
+from engine.cpu.library import Layer, Model, Product, Step, Written, load_kernels
 from engine.decoders.layer_parts import LayerParts, RmsNorm
 from engine.decoders.recognise import Decoder, DecoderLayer, recognise
 from engine.decoders.traced_calls import NotCompiled
@@ -179,6 +179,7 @@ class CompiledForward:
         for index, (cos, sin) in enumerate(rotations):
             step.cos[index], step.sin[index] = cos.data_ptr(), sin.data_ptr()
         step.hidden, step.logits = hidden.data_ptr(), logits.data_ptr()
+        step.written = Written() if batch.written is None else Written(batch.written)
         self._run(self._model, step)
         return logits if not self._softcap else logits.div_(self._softcap).tanh_().mul_(self._softcap)
 

@@ -111,11 +111,13 @@ static void leave(const td_model *model, const bf16 *x, int64_t rows, const td_p
     td_add_rows(hidden, parts->delta, rows * width);
 }
 
-static void attention(const td_model *model, const td_layer *layer, const td_step *step, const Scratch *parts) {
+static void attention(const td_model *model, const td_layer *layer, const td_step *step, const Scratch *parts,
+                      int last) {
     td_end heads = {td_store, parts->heads, layer->qkv.out_features, 0};
     enter(model, step->hidden, step->num_tokens, layer->input_norm, parts->normed);
     td_multiply(parts->normed, step->num_tokens, &layer->qkv, &heads, parts->tiles);
     place_heads(model, layer, step, parts);
+    if (last && step->written) step->written();
     td_attend(model, layer, step, parts->query, parts->attended, parts->attention);
 }
 
@@ -144,7 +146,7 @@ void td_run(const td_model *model, const td_step *step) {
         int last = i + 1 == model->num_layers;
         int64_t rows = last ? step->num_logit_rows : step->num_tokens;
         float *hidden = last ? parts.kept : step->hidden;
-        attention(model, layer, step, &parts);
+        attention(model, layer, step, &parts, last);
         if (last) keep_logit_rows(model, step, &parts);
         leave(model, last ? parts.query : parts.attended, rows, &layer->out, layer->attention_out_norm, &parts, hidden);
         feed_forward(model, layer, rows, &parts, hidden);

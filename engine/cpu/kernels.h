@@ -70,6 +70,7 @@ typedef struct {
     float *hidden;                               /* [tokens, hidden]: the embeddings; overwritten */
     float *logits;                               /* [logit rows, vocab] */
     void *scratch;
+    void (*written)(void);                       /* called when the K and V of all tokens are in the pool; NULL: nothing */
 } td_step;
 
 int64_t td_version(void);

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from cluster.compiled_library import CompiledLibrary, NotCompiled
 
-VERSION = 1  # of the contract in kernels.h
+VERSION = 2  # of the contract in kernels.h
 _pointer, _integer, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _floats, _bf16s, _address = _pointer, _pointer, _pointer
+Written = ctypes.CFUNCTYPE(None)
 
 
 class Product(ctypes.Structure):
@@ -77,6 +78,7 @@ class Step(ctypes.Structure):
         ("hidden", _pointer),
         ("logits", _pointer),
         ("scratch", _pointer),
+        ("written", Written),
     )
 
 

@@ -209,13 +209,22 @@ class PromptExports:
     def start(self, sequence: Sequence, now_s: float) -> tuple[Event, ...]:
         """Announce the cached blocks of an export whose first step is being planned."""
         _export(sequence).started_s = now_s
-        return self._seal(sequence)
+        return self._seal(sequence, sequence.num_computed)
+
+    def will_seal(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Return whether computing that many tokens fills a block that an importer waits for."""
+        export, end = sequence.group.export, sequence.num_computed + num_tokens
+        return export is not None and export.has_importer and self._num_sealed(end) > export.num_leased
+
+    def announce(self, sequence: Sequence, num_written: int) -> tuple[Event, ...]:
+        """Announce the blocks that are full with `num_written` tokens, before the step that wrote them has ended."""
+        return () if sequence.group.export is None or sequence.is_over else self._seal(sequence, num_written)
 
     def advance(self, sequence: Sequence, drawn: tuple[DrawnToken, ...], now_s: float) -> tuple[Event, ...]:
-        """Announce the blocks that a step has sealed. With the first tokens the export ends."""
+        """Announce the blocks that a step has sealed and not announced. With the first tokens the export ends."""
         self._tables.cache_sealed(sequence)
         _note_chunk(sequence, now_s)
-        sealed = self._seal(sequence)
+        sealed = self._seal(sequence, sequence.num_computed)
         return (*sealed, self._finish(sequence, drawn, now_s)) if drawn else sealed
 
     def fail(self, sequence: Sequence, error: TandemError) -> tuple[Event, ...]:
@@ -243,10 +252,12 @@ class PromptExports:
             )
         return refusal
 
-    def _seal(self, sequence: Sequence) -> tuple[Event, ...]:
+    def _num_sealed(self, num_tokens: int) -> int:
+        return sealed_blocks(num_tokens, self._limits.block_size)
+
+    def _seal(self, sequence: Sequence, num_written: int) -> tuple[Event, ...]:
         """Lease and announce the blocks that were sealed since the last call, if an importer will come."""
-        export = _export(sequence)
-        num_sealed = sealed_blocks(sequence.num_computed, self._limits.block_size)
+        export, num_sealed = _export(sequence), self._num_sealed(num_written)
         first, newly_sealed = export.num_leased, sequence.block_ids[export.num_leased : num_sealed]
         if not export.has_importer or not newly_sealed:
             return ()

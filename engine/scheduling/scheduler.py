@@ -174,6 +174,12 @@ class SequenceScheduler:
         self._in_flight.assume_completed()
         return self._plan(now_s) if self._batch.can_plan_ahead() else ((), None)
 
+    def written(self, plan: StepPlan) -> tuple[Event, ...]:
+        step = self._in_flight.only
+        assert step is not None and step.plan is plan, "only the step that computes writes"
+        pairs = zip(step.sequences, plan.chunks, strict=True)
+        return tuple(event for sequence, chunk in pairs for event in self._exports.announce(sequence, chunk.end))
+
     def complete(self, plan: StepPlan, result: StepResult, now_s: float) -> tuple[Event, ...]:
         step = self._end_step(plan, has_failed=False)
         self._cost.observe_copies(len(plan.swaps_out) + len(plan.swaps_in), result.swap_s)
@@ -253,7 +259,8 @@ class SequenceScheduler:
         draft_tokens = self._speculation.propose(decoding, budget, self._batch.num_spare_blocks)
         feeds = self._in_flight.feeds()
         chunks = tuple(self._chunk(*part, draft_tokens.get(part[0].number, ()), feeds) for part in parts)
-        plan = StepPlan(chunks, copies, swaps_out, swaps_in)
+        announces = any(self._exports.will_seal(*prompt) for prompt in prompts)
+        plan = StepPlan(chunks, copies, swaps_out, swaps_in, announces)
         self._in_flight.begin(plan, tuple(sequence for sequence, _ in parts), now_s)
         return announced, plan
 

@@ -97,6 +97,7 @@ class StepPlan:
     copies: tuple[BlockCopy, ...] = ()
     swaps_out: tuple[BlockSwap, ...] = ()
     swaps_in: tuple[BlockSwap, ...] = ()
+    announces: bool = False  # it seals blocks that importers may read before the step's tokens are computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,8 +226,8 @@ class Scheduler(Protocol[Command, Event]):
     """A pure decision maker, driven by one StepLoop thread; it owns the BlockPool.
 
     One turn of the loop calls `apply` for every command that has arrived, `reap`, `plan`, and, if there is a plan,
-    `complete` or `fail` for it. Nothing is called between `plan` and its `complete` or `fail`, so nothing that a
-    running step reads or writes is freed under it.
+    `complete` or `fail` for it. Between `plan` and its `complete` or `fail` nothing but `written` is called, so nothing
+    that a running step reads or writes is freed under it.
     """
 
     def apply(self, command: Command, now_s: float) -> tuple[Event, ...]:
@@ -241,6 +242,12 @@ class Scheduler(Protocol[Command, Event]):
     def plan(self, now_s: float) -> tuple[tuple[Event, ...], StepPlan | None]:
         """Return events to send before the next step, and that step, or None if there is nothing to compute before the
         next command or deadline."""
+        ...
+
+    def written(self, plan: StepPlan) -> tuple[Event, ...]:
+        """Record that all KV of a step that `announces` is in the pool, while the step still computes its tokens.
+
+        Return the events that announce its sealed blocks. `complete` announces blocks for which this was not called."""
         ...
 
     def complete(self, plan: StepPlan, result: StepResult, now_s: float) -> tuple[Event, ...]:

@@ -45,27 +45,30 @@ class PlainForward:
         return logits[:num_rows] if self._keeps_rows else logits[batch.logit_rows]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _PagedKv:
     """Gives the layers access to the pool for one step."""
 
     pool: KvPool
     batch: PackedBatch
     backend: AttentionBackend
+    num_written: int = 0  # layers whose K and V are in the pool
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         keys, values = self.pool.layers[layer]
-        if not self.pool.scales:
+        scales = self.pool.scales[layer] if self.pool.scales else ()
+        if not scales:
             self._write(keys, key)
             self._write(values, value)
-            return self.backend.attend(query, LayerKv(key, value, keys, values), self.batch, options)
-        scales = self.pool.scales[layer]
-        for view, scale_view, states in zip((keys, values), scales, (key, value), strict=True):
+        for view, scale_view, states in zip((keys, values), scales, (key, value), strict=False):
             codes, found = quantise(states, view.dtype)
             self._write(view, codes)
             self._write(scale_view, found)
+        self.num_written += 1
+        if self.num_written == len(self.pool.layers) and self.batch.written is not None:
+            self.batch.written()
         return self.backend.attend(query, LayerKv(key, value, keys, values, *scales), self.batch, options)
 
     def _write(self, view: torch.Tensor, states: torch.Tensor) -> None:

@@ -1,6 +1,7 @@
 """Computes steps on one device. Owns the order inside a step: copies, forward, draw; never decides its content."""
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -35,6 +36,8 @@ class ModelRunner:
         self.compiled_draw: RowDraw | None = None  # draws instead of torch, if set
         self.feeds = True  # its steps may feed steps that are launched behind them
         self.drafts: Drafts | None = None  # answers DraftRequests, if a draft model is loaded
+        # Called on a CPU in each step that `announces`, when its KV is in the pool; by the thread of the step.
+        self.on_written: Callable[[], None] | None = None
         self.masks: StepMasks | None = None  # computes what grammars allow; without it no sample has a grammar
         self._newest: StartedStep | None = None
 
@@ -91,6 +94,8 @@ class ModelRunner:
         if not plan.chunks:
             return torch.empty(0, 0)
         batch = pack(plan.chunks, self._pool.layout.block_size, self._pool.device)
+        if plan.announces and self._pool.device.type == "cpu":  # a GPU has only been told to write
+            batch = dataclasses.replace(batch, written=self.on_written)
         if batch.fresh_blocks is not None:
             self._pool.tensor.index_fill_(0, batch.fresh_blocks, 0)
         if batch.fed is not None:

@@ -151,6 +151,7 @@ class StepLoop(Generic[CommandT, EventT]):
         self._held: list[tuple[EventT, ...]] | None = [] if isinstance(runner, Launcher) else None  # None: none is held
         self._inbox: SimpleQueue[CommandT | _Stop] = SimpleQueue()
         self._kept: CommandT | _Stop | None = None  # taken from the inbox, to be applied when no step is running
+        self._broken: Exception | None = None  # what `written` raised
         self._questions = Questions(self.post)
         self._progress = Progress(0, clock.now_s())
         # A daemon, so that a step that hangs in the device does not keep the process from ending.
@@ -187,6 +188,17 @@ class StepLoop(Generic[CommandT, EventT]):
         """Give the answers among these events to the callers of `ask` and return the other events. Runs on the event
         loop."""
         return self._questions.settle(events)
+
+    def written(self) -> None:
+        """Emit what importers may read already, while the step computes its tokens. The runner calls it on this thread,
+        when the KV of a step that `announces` is in the pool. Raises nothing; an error of the scheduler ends the loop
+        with the step."""
+        plan = self._progress.plan
+        assert plan is not None, "no step runs"
+        try:
+            self._hand_over(self._scheduler.written(plan))
+        except Exception as error:  # noqa: BLE001 - it may pass no frame of compiled code
+            self._broken = error
 
     def watch(self, watch: StepWatch | None) -> None:
         """Let the loop call `watch` around its steps from now on; None: no longer. One thread may call it at a time.
@@ -305,6 +317,8 @@ class StepLoop(Generic[CommandT, EventT]):
         launched = in_flight.launched
         result = launched if isinstance(launched, Exception) else _tried(launched.result)
         computed_s = self._clock.now_s()
+        if self._broken is not None:
+            raise self._broken
         if isinstance(result, Exception):
             self._on_error(result)
             events = self._scheduler.fail(in_flight.plan, result, computed_s)

@@ -194,13 +194,17 @@ class ExportBench:
         self._take_in(self.scheduler.apply(command, self.now_s))
 
     def step(self, error: Exception | None = None) -> StepPlan | None:
-        """Run one turn of the loop after the commands. With an error, the runner raises it."""
+        """Run one turn of the loop after the commands. With an error, the runner raises it. Every second step announces
+        its blocks before its end."""
         self._take_in(self.scheduler.reap(self.now_s)[0])
         plan = self._plan()
         if plan is not None:
             self.steps += 1
+            result = self.runner.run(plan)
+            if plan.announces and self.steps % 2:
+                self._take_in(self.scheduler.written(plan))
             if error is None:
-                self._take_in(self.scheduler.complete(plan, self.runner.run(plan), self.now_s))
+                self._take_in(self.scheduler.complete(plan, result, self.now_s))
             else:
                 self._take_in(self.scheduler.fail(plan, error, self.now_s))
         self.scheduler.check()

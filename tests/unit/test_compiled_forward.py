@@ -73,6 +73,25 @@ def forward_line(engine: Engine) -> str:
     return line
 
 
+@pytest.mark.parametrize("kernels", [pytest.param("on", marks=needs_kernels), "off"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_kv_is_complete_once_the_runner_says_so_and_before_the_step_has_ended(
+    folder: Path, kernels: str, kv_dtype: str
+) -> None:
+    engine = build_engine(settings(folder, cpu_kernels=kernels, kv_cache_dtype=kv_dtype))
+    found: list[torch.Tensor] = []
+    engine.runner.on_written = lambda: found.append(engine.pool.raw.clone())
+
+    engine.runner.run(STEP)
+    assert not found, "the plan does not ask for it"
+    engine.pool.raw.zero_()
+    engine.runner.run(dataclasses.replace(STEP, announces=True))
+
+    (written,) = found
+    assert bool(written[2].any()) and torch.equal(written, engine.pool.raw)
+    engine.pool.close()
+
+
 @needs_kernels
 def test_a_compiled_engine_reports_its_forward(folder: Path) -> None:
     assert forward_line(build_engine(settings(folder))) == "forward: compiled (llama, 2 layers)"

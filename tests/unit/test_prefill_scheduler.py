@@ -14,6 +14,8 @@ from cluster.messages import FinishReason, TokenStops
 from engine.scheduling.commands import (
     CancelExport,
     DrainExports,
+    ExportFinished,
+    Sealed,
     Tail,
 )
 from tests.unit.export_bench import export_bench, export_job
@@ -34,6 +36,41 @@ def test_blocks_are_sealed_chunk_by_chunk_before_the_prompt_is_done() -> None:
     bench.step()
     finished = bench.tickets[ticket_id].finished
     assert finished is not None and isinstance(finished.tail, Tail) and finished.tail.num_valid == 2
+
+
+def test_blocks_that_a_running_step_has_written_are_announced_once_and_leased() -> None:
+    bench = export_bench()
+    ticket_id = bench.admit_export(export_job(range(1, 11)))
+    _, plan = bench.scheduler.plan(0.0)
+    assert plan is not None and plan.announces
+    result = bench.runner.run(plan)
+
+    (sealed,) = bench.scheduler.written(plan)
+    (finished,) = bench.scheduler.complete(plan, result, 1.0)
+
+    assert isinstance(sealed, Sealed) and (sealed.ticket_id, sealed.first_index) == (ticket_id, 0)
+    assert sealed.block_ids == plan.chunks[0].block_ids[:2]
+    assert isinstance(finished, ExportFinished) and finished.tail is not None
+    assert bench.inspect().blocks["leased"] == 3
+
+
+def test_blocks_that_were_announced_stay_leased_after_their_step_has_failed() -> None:
+    bench = export_bench()
+    ticket_id = bench.admit_export(export_job(range(1, 11)))
+    bench.step(RuntimeError("the device is gone"))
+
+    assert len(bench.tickets[ticket_id].sealed) == 2 and isinstance(bench.tickets[ticket_id].error, StepFailed)
+    assert bench.inspect().blocks["leased"] == 2
+    bench.release_export(ticket_id)
+    bench.assert_none_in_use()
+
+
+@pytest.mark.parametrize(("num_tokens", "imported"), [(3, True), (10, False)], ids=["no full block", "no importer"])
+def test_a_step_that_seals_nothing_for_an_importer_announces_nothing(num_tokens: int, imported: bool) -> None:
+    bench = export_bench()
+    bench.admit_export(export_job(range(num_tokens), imported=imported))
+    plan = bench.step()
+    assert plan is not None and not plan.announces
 
 
 def test_leased_blocks_stay_until_release_and_only_until_then() -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
 
@@ -58,13 +58,27 @@ class _HeldRunner(FakePagedRunner):
         self.may_go = threading.Event()
         self.may_go.set()
         self.errors: SimpleQueue[Exception] = SimpleQueue()
+        self._on_written: Callable[[], None] = lambda: None
+
+    def hold_written(self, on_written: Callable[[], None]) -> threading.Event:
+        """Call `on_written` when a step has written, and hold the step until the returned event is set."""
+        may_end = threading.Event()
+
+        def written() -> None:
+            on_written()
+            assert may_end.wait(_DEADLINE_S)
+
+        self._on_written = written
+        return may_end
 
     def run(self, plan: StepPlan) -> StepResult:
         self.entered.set()
         assert self.may_go.wait(_DEADLINE_S)
         if not self.errors.empty():
             raise self.errors.get()
-        return super().run(plan)
+        result = super().run(plan)
+        self._on_written()
+        return result
 
 
 class _Bench:
@@ -197,6 +211,27 @@ def test_a_failing_step_is_reported_once_and_the_loop_continues(bench: _Bench) -
     assert isinstance(bench.until(ExportFinished), ExportFinished)
     assert [str(error) for error in bench.step_errors] == ["the device is gone"]
     assert bench.fatal.empty()
+
+
+def test_blocks_are_announced_while_their_step_still_computes(bench: _Bench) -> None:
+    held = bench.runner.hold_written(bench.loop.written)
+    bench.submit(b"1", 6)
+
+    assert isinstance(sealed := bench.until(Sealed), Sealed) and len(sealed.block_ids) == 1
+    assert bench.loop.progress.busy_since_s is not None
+    held.set()
+    assert isinstance(bench.until(ExportFinished), ExportFinished)
+
+
+def test_an_error_of_the_scheduler_in_the_middle_of_a_step_ends_the_loop(bench: _Bench) -> None:
+    def written(plan: StepPlan) -> tuple[Event, ...]:
+        raise AssertionError("a block is lost")
+
+    bench.scheduler.written = written  # type: ignore[method-assign]
+    bench.runner.hold_written(bench.loop.written).set()
+    bench.submit(b"1", 6)
+
+    assert str(bench.fatal.get(timeout=_DEADLINE_S)) == "a block is lost"
 
 
 def test_a_broken_invariant_ends_the_loop_and_is_reported(bench: _Bench) -> None:

@@ -5,7 +5,7 @@ every cluster must produce the tokens of a serial run on a separate pool.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -37,6 +37,7 @@ class StandInRunner:
         self._memory, self._vocab_size, self._block_size = memory, vocab_size, block_size
         self._block_bytes = layout_of(block_size).block_bytes
         self.masks: StepMasks | None = None  # as of a model runner
+        self.on_written: Callable[[], None] | None = None  # so is this
 
     def run(self, plan: StepPlan) -> StepResult:
         size = self._block_bytes
@@ -46,6 +47,8 @@ class StandInRunner:
         for chunk in plan.chunks:
             for position, token_id in enumerate(chunk.token_ids, start=chunk.start):
                 self._write(chunk.block_ids, position, token_id)
+        if plan.announces and self.on_written is not None:
+            self.on_written()
         refused = self.masks.begin(plan).wait() if self.masks is not None else {}
         return StepResult(tuple(map(self._draw, plan.chunks)), refused=refused)
 
@@ -131,7 +134,7 @@ class StandInLauncher(StandInRunner):
         return _Later(self, plan)
 
     def run(self, plan: StepPlan) -> StepResult:
-        result = super().run(replace(plan, chunks=tuple(map(self._fed, plan.chunks))))
+        result = super().run(replace(plan, chunks=tuple(map(self._fed, plan.chunks)), announces=False))
         self.newest = tuple(token.token_id for drawn in result.tokens for token in drawn)
         return result
 

@@ -2,13 +2,15 @@
 
 A step takes its time, commands are applied when the loop would apply them, events leave in order. A step reads and
 writes at its end, the latest moment at which an early write of another would show; a step that was planned while
-another ran begins when that one ends.
+another ran begins when that one ends. A step that announces blocks of exports to importers computes at any moment
+before its end, and may still fail at its end.
 """
 
 import asyncio
+from dataclasses import dataclass
 from typing import TypeVar
 
-from engine.scheduling.step import StepPlan
+from engine.scheduling.step import StepPlan, StepResult
 from engine.steps.step_loop import StepInFlight, StepLoop
 from tests.chaos.simulated.loop import SimulatedLoop, current
 
@@ -80,7 +82,19 @@ class SimulatedStepLoop(StepLoop[CommandT, EventT]):
         if hangs_s:
             current().hangs.set()
         takes_s = loop.soon_s(current().step_s) + num_tokens * current().token_s + hangs_s
-        loop.call_later(takes_s, self._come_down, in_flight, following)
+        if in_flight.plan.announces and self._held is None:  # a device that only launches announces nothing
+            computes_s = min(takes_s, loop.soon_s(takes_s))
+            loop.call_later(computes_s, self._compute, in_flight, following, takes_s - computes_s)
+        else:
+            loop.call_later(takes_s, self._come_down, in_flight, following)
+
+    def _compute(self, in_flight: StepInFlight, following: StepInFlight | None, left_s: float) -> None:
+        """Compute a step, which announces what it has written, `left_s` before its end."""
+        if self._has_ended:
+            return
+        launched = in_flight.launched
+        computed = launched if isinstance(launched, Exception) else _Computed(launched.result())
+        _loop().call_later(left_s, self._come_down, StepInFlight(in_flight.plan, computed), following)
 
     def _come_down(self, in_flight: StepInFlight, following: StepInFlight | None) -> None:
         if self._has_ended:
@@ -100,6 +114,16 @@ class SimulatedStepLoop(StepLoop[CommandT, EventT]):
             return
         self._is_stepping = False
         self._soon()
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """A step in flight whose result is known."""
+
+    computed: StepResult
+
+    def result(self) -> StepResult:
+        return self.computed
 
 
 def _loop() -> SimulatedLoop:
