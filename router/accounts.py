@@ -2,7 +2,7 @@
 
 `SharedUse` shares the use of tenants between routers, and stores usage, through the cluster's Redis. Each router writes
 its tenants' whole use and reads that of the others, twice a second: a lost report is replaced by the next one, and the
-report of a router that ended expires. Usage is added up in numbered batches, each of them once. While Redis does not
+report of a router that ended expires. Usage is added up in numbered batches, each exactly once. While Redis does not
 answer, usage waits in the router, and limits are divided (cluster/accounts/limits.py).
 """
 
@@ -31,7 +31,7 @@ _IN_REDIS = "redis"
 
 class Accounts:
     def __init__(self, config: RouterConfig, registry: Registry, keys: ClusterKeys) -> None:
-        """Raises ConfigError for a key file or an audit file that cannot be used."""
+        """Open the accounts. Raises ConfigError for a key file or an audit file that cannot be used."""
         if config.is_insecure:
             _LOG.warning("--insecure: every host that reaches the ports uses this router without a key")
         self.gate = Gate(
@@ -61,8 +61,9 @@ class Accounts:
                 tasks.create_task(self.keys.follow(), name="API keys")
 
     async def usage(self) -> list[KeyUsage]:
-        """Return the usage of all keys, at all routers. What others have not stored is missing: at most that of a
-        second. Raises RegistryUnavailable."""
+        """Return the usage of all keys, at all routers. The usage of the last second may be missing, because routers
+        store theirs once a second. Raises RegistryUnavailable.
+        """
         if self._shared is not None:
             await self._shared.store()
         return await stored_usage(self._registry)

@@ -136,7 +136,7 @@ class Router:
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin_service(), self._ports.grpc.grpc)
 
     async def serve(self, announce: Callable[..., None]) -> None:
-        """Serve until the router was asked to stop and has drained.
+        """Serve until the router is asked to stop and has drained.
 
         Raises RegistryUnavailable, Fenced when a newer process has the same name, and DrainIncomplete when requests
         were left at the end of the drain.

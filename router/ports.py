@@ -32,7 +32,7 @@ class Ports:
 def bind_ports(
     config: RouterConfig, host: str, telemetry: Telemetry, tls: ClusterTls | None, accounts: Accounts
 ) -> Ports:
-    """Raises ConfigError."""
+    """Bind the ports. Raises ConfigError."""
     http = HttpServer(host=config.host, port=config.port, tls=tls, shares_port=config.share_port == "on")
     grpc = GrpcServer(
         service_names=SERVICES,
@@ -51,6 +51,7 @@ def bind_ports(
 
 
 def max_calls(config: RouterConfig) -> int:
-    """The bound on concurrent gRPC calls and on HTTP connections. It is far above the bound on live requests, because
-    the router answers every request that it refuses with the reason."""
+    """Return the bound on concurrent gRPC calls and on HTTP connections. It is far above the bound on live requests,
+    because the router answers every request that it refuses with the reason.
+    """
     return 2 * config.max_live_requests + _SPARE_CALLS

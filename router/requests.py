@@ -106,8 +106,9 @@ class ResumedChoice:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One request. Without `request_id` the router makes one; without `model` the served one is used; without
-    `timeout_s` the router's default applies."""
+    """A request. Without `request_id` the router makes one; without `model` the served one is used; without `timeout_s`
+    the router's default applies.
+    """
 
     prompt: Prompt
     request_id: str = ""
@@ -140,8 +141,9 @@ class GenerateRequest:
 
 
 class ChoiceDelta(NamedTuple):
-    """New tokens and text of one choice. `token_ids` may be empty when only text that was held back is released. One
-    per token, so it is a tuple, as `SequenceToken` in router/fleet/decode_events.py is."""
+    """New tokens and text of one choice. `token_ids` may be empty when only text that was held back is released. It is
+    a tuple because there is one per token, as with `SequenceToken` in router/fleet/decode_events.py.
+    """
 
     choice: int
     first_index: int  # how many tokens of this choice came before
@@ -220,8 +222,9 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One message of a request's stream. Every message has the id, and the last one the summary. `accepted` comes
-    alone, before the first deltas. A message with only the id is a sign of life."""
+    """A message of a request's stream. Every message has the id, and the last one the summary. `accepted` comes alone,
+    before the first deltas. A message with only the id is a keep-alive message.
+    """
 
     request_id: str
     deltas: tuple[ChoiceDelta, ...] = ()

@@ -1,5 +1,5 @@
 """Structured concurrency: tasks that live exactly as long as the block that started them, and a signal for which many
-tasks wait together with something else.
+tasks can wait.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ Answer = TypeVar("Answer")
 
 @asynccontextmanager
 async def running(work: Coroutine[None, None, Answer]) -> AsyncIterator[asyncio.Task[Answer]]:
-    """Run `work` as a task that is cancelled when the block is left."""
+    """Run `work` as a task that is cancelled when the `with` block ends."""
     task = asyncio.create_task(work)
     try:
         yield task
@@ -76,7 +76,9 @@ async def all_of(works: Iterable[Coroutine[None, None, None]]) -> None:
 
 
 class ChangeSignal:
-    """Every wait is for the next change only. `next` costs a waiter no task, because all waiters share one future."""
+    """A signal for tasks that wait for the next change. `next` costs a waiter no task, because all waiters share one
+    future.
+    """
 
     def __init__(self) -> None:
         self._next: asyncio.Future[None] | None = None
@@ -93,7 +95,7 @@ class ChangeSignal:
         await asyncio.shield(self.next())
 
     def set(self) -> None:
-        """The change has happened: wake every task that waits for it."""
+        """Wake every task that waits for the change."""
         changed, self._next = self._next, None
         if changed is not None:
             changed.set_result(None)

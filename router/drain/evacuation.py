@@ -4,7 +4,7 @@ A sequence is moved with its KV, as when an operator asks for it (router/pipelin
 most tokens left first, a few at a time, and again later where no other worker had room. From half of the worker's grace
 on, a sequence that has not started there, or that is preempted and has no KV to move, is restarted at another worker. A
 sequence that no other decode worker can hold stays until the worker leaves. Sequences that the worker still has at that
-time are restarted, as after any loss of a worker. docs/maintenance.md.
+time are restarted, as after any loss of a worker (docs/maintenance.md).
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Performs operators' commands: drain a member, change a worker's role, or the number of workers of each role.
 
-A worker or another router is drained by a call to it, this router by its own stop event. The drained member reports
-what became of its work; a member that ends without a report is lost. The process that runs the workers follows the
-scale target by itself.
+A worker or another router is drained by a call to it, this router by its own stop event. The drained member reports the
+outcome of its drain; a member that ends without a report is lost. The process that runs the workers follows the scale
+target by itself.
 """
 
 import asyncio

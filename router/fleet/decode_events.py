@@ -32,7 +32,9 @@ class SequencesStarted:
 
 
 class SequenceToken(NamedTuple):
-    """One per token of every sequence, so it is a tuple: a frozen dataclass takes four times as long to make."""
+    """A token of a sequence. It is a tuple because there is one per token: a frozen dataclass takes four times as long
+    to make.
+    """
 
     handle: int
     index: int  # type: ignore[assignment]  # hides a method of tuples that nothing needs here
@@ -64,7 +66,7 @@ class MoveOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MoveRequest:
-    """An event of this router itself: the sequence is to continue at another decode worker."""
+    """This router's own request to move the sequence to another decode worker."""
 
     handle: int
     target: MemberId | None  # None: placement chooses
@@ -79,7 +81,7 @@ class MoveRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Taking:
-    """An attempt that takes tokens as they arrive. `ended` is done when the attempt's task has to go on."""
+    """An attempt that receives tokens as they arrive. `ended` is done when the attempt's task must continue."""
 
     take: Callable[[SequenceToken], None]
     ended: asyncio.Future[None]
@@ -121,8 +123,9 @@ class Sequences:
             self._taking.ended.set_result(None)
 
     async def next_besides_tokens(self, take: Callable[[SequenceToken], None]) -> DecodeEvent | None:
-        """Give tokens to `take` in the moment in which they arrive, with no switch to this task for each, until another
-        event arrives. Returns that event; None when no sequence is live. Raises the errors of `take`."""
+        """Pass tokens to `take` as they arrive, without a switch to this task for each, until another event arrives.
+        Returns that event; None when no sequence is live. Raises the errors of `take`.
+        """
         while self.live:
             if self.events.empty():
                 self._taking = _Taking(take, asyncio.get_running_loop().create_future())
@@ -192,7 +195,9 @@ def _plain_token(token_id: int) -> SampledToken:
 
 
 def _logprobs(step: worker_pb2.StepOutput, position: int) -> TokenLogprobs | None:
-    """Sequences without log-probabilities share the message with sequences that have them."""
+    """Return the log-probabilities of a token; None if its sequence requested none, although another one of the message
+    did.
+    """
     if not step.logprobs or not step.logprobs[position].HasField("chosen"):
         return None
     return wire.logprobs_from_wire(step.logprobs[position])

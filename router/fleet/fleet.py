@@ -79,19 +79,20 @@ class Fleet:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a worker could serve a request that arrived now."""
+        """Return whether a worker could serve a request that arrived now."""
         return any(peer.member.role.decodes and self._may_get_work(peer) for peer in self._peers.values())
 
     @property
     def ignores_priorities(self) -> bool:
-        """Whether every known worker schedules without priorities; False while none is known."""
+        """Return whether every known worker schedules without priorities; False while none is known."""
         policies = [member.scheduling_policy for role in (Role.PREFILL, Role.DECODE) for member in self._workers(role)]
         return bool(policies) and all(policy not in ("", PRIORITY_POLICY) for policy in policies)
 
     @property
     def knows_absent_workers(self) -> bool:
-        """Whether `recent_capacities` includes every worker that may be absent for a moment: this router has read the
-        registry for `absence_s`, or the scale target has been reached and that many workers are registered."""
+        """Return whether `recent_capacities` includes every worker that may be absent for a moment: this router has
+        read the registry for `absence_s`, or the scale target has been reached and that many workers are registered.
+        """
         return self._has_read_long_enough or self._has_all_targeted_workers()
 
     def set_scale_target(self, target: ScaleTarget | None) -> None:
@@ -101,8 +102,9 @@ class Fleet:
 
     @property
     def is_checking_prefill(self) -> bool:
-        """Whether a registered prefill worker is suspect and its health check has not ended, or its stream is being
-        connected."""
+        """Return whether a registered prefill worker is suspect and its health check has not ended, or its stream is
+        connecting.
+        """
         prefills = [peer for peer in self._peers.values() if peer.member.role.prefills]
         return any(peer.member.id in self._registered and not peer.is_reachable for peer in prefills)
 
@@ -116,7 +118,7 @@ class Fleet:
             _LOG.warning("not every registered worker answers yet")
 
     async def changed(self) -> None:
-        """Wait until a worker came, left, became suspect or answered again."""
+        """Wait until a worker joins, leaves, becomes suspect or answers again."""
         await self._changed.wait()
 
     def next_change(self) -> "asyncio.Future[None]":
@@ -159,7 +161,7 @@ class Fleet:
         return peer
 
     def suspect(self, member: MemberId) -> None:
-        """Another component could not reach this worker: check its health now."""
+        """Check the health of this worker now, because another component could not reach it."""
         peer = self.peer(member)
         if peer is not None:
             peer.suspect()
@@ -179,7 +181,7 @@ class Fleet:
         return self._members
 
     def links(self, member: MemberId) -> tuple[LinkSpeed, ...]:
-        """Return how fast a worker's hand-offs are, from its last heartbeat."""
+        """Return the measured speeds of a worker's links, from its last heartbeat."""
         peer = self._peers.get(member)
         return peer.stream.links if peer is not None else ()
 
@@ -326,7 +328,7 @@ def _known_capacities(members: Iterable[Member]) -> list[Capacity]:
 
 
 def exporter_load(peer: Peer) -> WorkerLoad:
-    """Return what placement must know about a worker whose KV is there already, to choose an importer for it."""
+    """Return the load of a worker that has the request's KV already, for the choice of an importer."""
     engine = peer.member.grammar_engine
     return WorkerLoad(member=peer.member.id, kv_format=peer.kv_format, assigned=0, grammar_engine=engine)
 
@@ -351,7 +353,7 @@ def _load(peer: Peer, now_s: float) -> WorkerLoad:
 
 
 def _work_ahead(peer: Peer, now_s: float) -> WorkAhead | None:
-    """Return what prediction has to know about a worker; None before it has reported its speed."""
+    """Return the facts about a worker for predictions; None before it has reported its speed."""
     if peer.service_times is None:
         return None
     capacity = peer.member.capacity

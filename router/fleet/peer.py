@@ -61,12 +61,12 @@ class Peer(WorkerHealth):
 
     @property
     def is_reachable(self) -> bool:
-        """Whether the worker is not suspect and its stream is connected."""
+        """Return whether the worker is not suspect and its stream is connected."""
         return self.trusted and self.stream.connected.is_set()
 
     @property
     def service_times(self) -> ServiceTimes | None:
-        """The worker's speed from its last heartbeat; None before it has measured anything."""
+        """Return the worker's speed from its last heartbeat; None before it has measured anything."""
         return self.stream.service_times
 
     async def run(self) -> str:
@@ -106,8 +106,9 @@ class Peer(WorkerHealth):
 
     @contextmanager
     def abandoned_unless_imported(self, ticket: bytes) -> Iterator[Callable[[], None]]:
-        """Yield a function to call once another worker has imported the ticket. Otherwise, on exit, tell this worker
-        that no worker will import it, so that it frees the blocks before the ticket's deadline."""
+        """Yield a function to call once another worker has imported the ticket. Otherwise, on exit, abandon the ticket
+        at this worker, so that it frees the blocks before the ticket's deadline.
+        """
         is_taken = False
 
         def taken() -> None:
@@ -129,7 +130,8 @@ class Peer(WorkerHealth):
         self, all_progress: Sequence[SequenceProgress], prompt: PromptWork | None = None
     ) -> Iterator[Sequences]:
         """Reserve handles on the stream for one attempt, one per sequence. On exit, cancel sequences that have not
-        ended. `prompt`: what the worker has to compute before their first token; None: it imports the KV."""
+        ended. `prompt`: the part that the worker must compute before their first token; None: it imports the KV.
+        """
         with self.stream.open_sequences(all_progress) as sequences:
             if prompt is None:
                 yield sequences
@@ -176,7 +178,7 @@ class Peer(WorkerHealth):
 
     @property
     def _decode_calls(self) -> worker_pb2_grpc.DecodeWorkerStub:
-        """The stub. Raises the error of its loss if the channel is closed, for callers that still hold this peer."""
+        """Return the stub. Raises the error of the worker's loss if the channel is closed."""
         if self._lost.done():
             raise self._gone()
         return self._decodes
@@ -229,7 +231,7 @@ _RpcCall: TypeAlias = "grpc.aio.UnaryStreamCall[worker_pb2.PrefillRequest, worke
 
 
 class PrefillCall:
-    """One prefill attempt in progress."""
+    """A prefill attempt in progress."""
 
     def __init__(self, peer: "Peer", call: "_RpcCall", computed: Callable[[float], None], num_choices: int) -> None:
         """`computed` is called with the time of the first tokens."""

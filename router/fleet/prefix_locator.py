@@ -27,8 +27,9 @@ _RETRY_PAUSE_S = 1.0
 
 
 class CacheEventFollower:
-    """One subscription per worker. While a subscription is down the index keeps what the worker reported; it
-    drops a worker that is lost."""
+    """Follows the cache events of workers, by one subscription each. While a subscription is broken the index keeps the
+    reported blocks; it drops those of a lost worker.
+    """
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
@@ -102,8 +103,9 @@ class PrefixLocator:
         self._index = index
 
     def cached_tokens(self, token_ids: Sequence[int], chains: RequestChains) -> dict[MemberId, int]:
-        """The number of leading tokens that each worker has cached; workers without any are missing. The last token
-        never counts: it is always computed. Empty where there are fewer than two workers to choose from."""
+        """Return the number of leading tokens that each worker has cached; workers without any are missing. The last
+        token never counts: it is always computed. Empty if there are fewer than two workers to choose from.
+        """
         members = self._fleet.available()
         if len(members) < 2:
             return {}
@@ -115,8 +117,9 @@ class PrefixLocator:
         return cached
 
     def chain(self, worker: MemberId, token_ids: Sequence[int], chains: RequestChains) -> BlockChain:
-        """The hashes of these tokens' blocks at this worker. A chain without hashes where KV travels quantised: such
-        blocks are never pulled."""
+        """Return the hashes of these tokens' blocks at this worker. If KV travels quantised, the chain has no hashes,
+        because such blocks are never pulled.
+        """
         peer = self._fleet.peer(worker)
         member = peer.member if peer is not None else None
         if member is None or member.capacity is None or member.fingerprint is None:

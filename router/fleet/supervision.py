@@ -1,7 +1,7 @@
 """Detects whether workers are alive: timeouts, direct health checks, and one supervising task per worker.
 
-A supervisor connects to its worker, has it served for as long as it answers, and connects again after a pause. The task
-ends when the worker is no longer registered. An internal error lengthens the pause and never loses the worker.
+A supervisor connects to its worker, serves it while it answers, and connects again after a pause. The task ends when
+the worker is no longer registered. An internal error lengthens the pause and never loses the worker.
 """
 
 import asyncio
@@ -42,17 +42,19 @@ class WorkerTimeouts:
 
     @property
     def health_check_after_s(self) -> float:
-        """A worker that has sent nothing for this long is asked whether it is alive."""
+        """Return the silence, in seconds, after which a worker's health is checked."""
         return self.heartbeat_timeout_s * _ASK_SHARE
 
     @property
     def health_check_timeout_s(self) -> float:
-        """A worker that does not answer the health check within this time is suspect and gets no new work."""
+        """Return the seconds within which a worker must answer a health check, or else it is suspect and gets no new
+        work.
+        """
         return max(self.heartbeat_timeout_s * _ANSWER_SHARE, _LEAST_ANSWER_S)
 
     @property
     def call_timeout_s(self) -> float:
-        """The longest duration of a call in which the worker only accepts something."""
+        """Return the timeout in seconds of calls in which the worker computes nothing."""
         return self.heartbeat_timeout_s + self.recovery_timeout_s
 
 
@@ -66,7 +68,7 @@ class HealthCheck:
 
 
 async def check_health(channel: grpc.aio.Channel, timeout_s: float = _TIMEOUT_S) -> HealthCheck:
-    """Ask the worker's gRPC server whether the worker is alive. Whether it accepts new work is registered elsewhere."""
+    """Ask the worker's gRPC server whether the worker is alive. Its registration states whether it accepts new work."""
     check = health_pb2_grpc.HealthStub(channel).Check
     try:
         answer = await check(health_pb2.HealthCheckRequest(service=LIVENESS), timeout=timeout_s)
@@ -104,7 +106,7 @@ Serve = Callable[[Member, grpc.aio.Channel], Awaitable[str]]
 
 
 class Supervisors:
-    """One supervising task per worker. Iterates over the workers that have one."""
+    """The supervising tasks, one per worker. Iterates over the workers that have one."""
 
     def __init__(
         self,

@@ -44,7 +44,9 @@ Answer = TypeVar("Answer")
 
 
 class WorkerHealth(ABC):
-    """`trusted`: the worker may get new work. `backlog` keeps for how long the worker reported its queue as full."""
+    """The health of one worker. `trusted`: the worker may get new work. `backlog` stores for how long the worker
+    reported its queue as full.
+    """
 
     def __init__(
         self,
@@ -74,13 +76,13 @@ class WorkerHealth(ABC):
 
     @property
     def heard_s(self) -> float:
-        """The time when the worker last sent anything, by the event loop's clock."""
+        """Return the time when the worker last sent anything, by the event loop's clock."""
         return self._answered_s
 
     @property
     @abstractmethod
     def assigned(self) -> int:
-        """The number of sequences that this router has there, with those of prompts that the worker exports."""
+        """Return the number of sequences that this router has there, with those of prompts that the worker exports."""
 
     @property
     def silent_s(self) -> float:
@@ -88,12 +90,13 @@ class WorkerHealth(ABC):
 
     @property
     def num_missed(self) -> int:
-        """The number of consecutive health checks that the worker has missed since it became silent; 0 once it has sent
-        anything."""
+        """Return the number of consecutive health checks that the worker has missed since it became silent; 0 once it
+        has sent anything.
+        """
         return self._silence.num_missed(self.heard_s)
 
     def suspect(self) -> None:
-        """A call failed: give the worker no new work until a health check has passed."""
+        """Give the worker no new work until a health check has passed, because a call failed."""
         self.trusted = False
         self._suspected.set()
 
@@ -138,7 +141,9 @@ class WorkerHealth(ABC):
                 asyncio.get_running_loop().call_later(_LAPSED_CHECK_S, self._suspected.set)
 
     async def ask(self, timeout_s: float) -> None:
-        """Check the worker's health once, for another one that is silent. No answer has no effect."""
+        """Check this worker's health once, for comparison with another worker that is silent. No answer has no
+        effect.
+        """
         if not (await check_health(self._channel, timeout_s)).problem:
             self._answered_s = asyncio.get_running_loop().time()
 
@@ -238,8 +243,9 @@ class WorkerHealth(ABC):
         return self.loss(f"is lost: {self._lost_detail}")
 
     def _judged(self, error: TandemError) -> TandemError:
-        """A call that failed in the network, or that the worker cut off, makes it suspect; a refusal does not. The
-        retry time of a full queue is kept for requests that have not asked the worker yet."""
+        """Return the error of a failed call. A network failure, or a call that the worker cut off, makes the worker
+        suspect; a refusal does not. The retry delay of a full queue is stored for later requests.
+        """
         if isinstance(error, QueueFull):
             self.backlog.record_full_queue(error.retry_after_s, asyncio.get_running_loop().time())
         if isinstance(error, Unhealthy):

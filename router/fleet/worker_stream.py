@@ -1,9 +1,9 @@
 """The one multiplexed stream between this router and one incarnation of one worker: tokens, heartbeats, drain messages.
 
 Owns the connection and the table of which attempt owns which handle. It reads without pause; each attempt has its own
-queue of events. Messages about a handle without an owner are dropped: their attempt is no longer current. A broken
-connection may be restored within `recovery_timeout_s`; messages that were lost meanwhile show as a gap in the token
-indices, or as silence.
+queue of events. Messages about a handle without an owner are dropped, because their attempt is no longer current. A
+broken connection may be restored within `recovery_timeout_s`; messages that were lost meanwhile show as a gap in the
+token indices, or as silence.
 """
 
 import asyncio
@@ -134,7 +134,7 @@ class WorkerStream:
         return {handle: self._owners[handle].all_progress[handle] for handle in self.movable()}
 
     def size(self, handle: int) -> RequestSize | None:
-        """Return what another worker must be able to hold to run this sequence to its end; None if it is not known."""
+        """Return the size of this sequence for another worker that would run it to its end; None if it is not known."""
         return self._owners[handle].all_progress[handle].size
 
     def batch(self, others: SequenceWork) -> SequenceBatch:
@@ -171,7 +171,7 @@ class WorkerStream:
             self._send_cancel(handles)
 
     def end_sequence(self, sequences: Sequences, handle: int) -> None:
-        """Forget a sequence that the worker has ended."""
+        """Remove a sequence that the worker has ended."""
         sequences.live.discard(handle)
         self._owners.pop(handle, None)
         self._unheard_since_loss.pop(handle, None)
@@ -276,7 +276,7 @@ class WorkerStream:
             yield worker_pb2.RouterMessage(cancel=worker_pb2.CancelSequences(handles=wire.pack_ids(handles)))
 
     def _on_connected(self) -> None:
-        """Messages that were sent while the connection was broken may be lost."""
+        """Handle a restored connection. Messages that were sent while it was broken may be lost."""
         self._unheard_since_loss.clear()
         self._watch_silent()
         self._has_connected = True
@@ -284,8 +284,9 @@ class WorkerStream:
         self._on_change()
 
     def _watch_silent(self) -> None:
-        """Any message may be lost. End every attempt that receives no message within `recovery_timeout_s`: the worker
-        may have sent the last token of its sequence and forgotten it."""
+        """End every attempt that receives no message within `recovery_timeout_s`: any message may be lost, also the
+        last token of a sequence that the worker has removed.
+        """
         self._num_losses += 1
         for handle in self._owners:
             self._unheard_since_loss.setdefault(handle, self._num_losses)
@@ -318,8 +319,9 @@ class WorkerStream:
 
     def _on_malformed(self, message: worker_pb2.WorkerMessage, error: MalformedMessage) -> None:
         """End the attempts of the sequences that the message names, or all attempts if it names none although it
-        should. The names may be wrong as well, so other attempts end if they stay silent. Malformed heartbeats and
-        drain messages are ignored, because they are repeated."""
+        should. The names may be wrong as well, so other attempts end if they receive no message. Malformed heartbeats
+        and drain messages are ignored, because they are repeated.
+        """
         kind = message.WhichOneof("message") or ""
         self._telemetry.count("tandem_malformed_messages_total", message=kind)
         _LOG.warning("malformed message", extra={"worker": str(self._worker), "problem": error.message})

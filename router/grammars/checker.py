@@ -1,7 +1,7 @@
 """Checks the grammars of requests: compiled once per grammar, in a process of its own, within bounds.
 
-Owns the process, which is started with the first grammar, and the bounded memory of what was checked. Nothing of a
-client's grammar is compiled in the router itself.
+Owns the process, which is started with the first grammar, and the bounded cache of results. No client's grammar is
+compiled in the router itself.
 """
 
 import asyncio
@@ -36,11 +36,13 @@ class GrammarCheck(Protocol):
 
     @property
     def engine_id(self) -> str:
-        """The engine and tokens that workers must share with this router; empty: this router takes no grammars."""
+        """Return the id of the engine and tokens that workers must share with this router; empty: this router accepts
+        no grammars.
+        """
         ...
 
     async def check(self, grammar: Grammar) -> None:
-        """Raises InvalidGrammar, UnsupportedField, Overloaded, Unavailable."""
+        """Check a grammar. Raises InvalidGrammar, UnsupportedField, Overloaded, Unavailable."""
         ...
 
 
@@ -99,7 +101,7 @@ class GrammarChecker:
             await self._process.end()
 
     async def _compiled(self, digest: bytes, grammar: Grammar) -> None:
-        """Compile a grammar, once for all that ask for it at the same time."""
+        """Compile a grammar, once for all concurrent callers."""
         if digest not in self._checking:
             if len(self._checking) >= _MAX_WAITING:
                 raise Overloaded("too many grammars wait to be compiled; try again", retry_after_s=_RETRY_AFTER_S)
@@ -165,7 +167,9 @@ class _Compiling:
         return self._reader.done()
 
     async def compile(self, grammar: Grammar) -> tuple[str, bool]:
-        """Return why the grammar is refused, empty if it is not, and whether it always is. Raises Unavailable."""
+        """Return the reason of a refusal, empty if there is none, and whether every later check would be refused too.
+        Raises Unavailable.
+        """
         assert self._process.stdin is not None
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
         request = {"number": number, "kind": grammar.kind, "text": grammar.text}

@@ -18,7 +18,7 @@ from tandem.v1 import admin_pb2
 def live_requests_to_wire(requests: Iterable[LiveRequest], now_s: float) -> list[admin_pb2.LiveRequest]:
     """Describe live requests for operators: each one's phase, workers and tokens, in the given order.
 
-    A request is in `prefill_queue` until its first token: only then the worker reports when prefill began.
+    A request is in `prefill_queue` until its first token, because only then the worker reports when prefill began.
     """
     return [_live_request_to_wire(live, now_s) for live in requests]
 
@@ -133,7 +133,7 @@ def record_to_wire(record: KeyRecord) -> admin_pb2.KeyRecord:
 
 
 def caller_from_wire(record: admin_pb2.KeyRecord) -> Caller:
-    """Return the caller that a new key shall name. Raises InvalidRequest."""
+    """Return the caller for a new key. Raises InvalidRequest."""
     known = {KEY_ACCESSES.number(access): access for access in Access}
     if not set(record.access) <= set(known):
         raise InvalidRequest(f"a key allows some of {', '.join(Access)}")

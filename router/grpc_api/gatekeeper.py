@@ -1,7 +1,7 @@
-"""The interceptor that asks the gate about every call over gRPC, and writes operators' calls to the audit log.
+"""The interceptor that checks the API key of every call over gRPC, and writes operators' calls to the audit log.
 
 Health checks are open. Reflection needs any key, `Inference` one that allows inference, `Admin` one that allows
-everything; a router without keys lets everyone in (cluster/accounts/keys.py).
+everything; a router without keys accepts every call (cluster/accounts/keys.py).
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -59,7 +59,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(refuse)  # fits every kind of call: it reads no request
 
     def _audited(self, handler: Any, caller: Caller, method: str) -> _Handler:
-        """Write one line at the end of each call; at the beginning of one that follows changes."""
+        """Write one line per call: at its end, or at the beginning of a call that follows changes."""
 
         async def answer(request: Any, context: _Context) -> Any:
             outcome = _CANCELLED

@@ -240,7 +240,7 @@ def chat_from_wire(chat: inference_pb2.ChatPrompt) -> ChatPrompt:
 
 
 def tool_use_from_wire(chat: inference_pb2.ChatPrompt) -> ToolUse | None:
-    """Return what an answer may do with the tools; None if it may call none. Raises InvalidRequest."""
+    """Return the use that the answer may make of the tools; None if it may call none. Raises InvalidRequest."""
     mode = _mode(chat)
     if mode == _NONE or (mode == _AUTO and not chat.tools):
         return None
@@ -273,8 +273,9 @@ class AnswerParts:
     def asked_for(
         chat: inference_pb2.ChatPrompt, request: GenerateRequest, chats: ChatSettings, tokenization: Tokenization
     ) -> "tuple[GenerateRequest, AnswerParts | None]":
-        """Return the request with its grammar, and the division of its answers; None if it asks for none. Raises
-        InvalidRequest."""
+        """Return the request with its grammar, and the division of its answers; None if it requests none. Raises
+        InvalidRequest.
+        """
         prompt = request.prompt
         if not isinstance(prompt, ChatPrompt):
             return request, None

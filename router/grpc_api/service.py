@@ -125,7 +125,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         chats: ChatSettings = _NO_PARSERS,
     ) -> None:
         """`advertised_routers` returns the addresses of the cluster's routers, this one's first; clients receive them.
-        `gate` has let every caller in; requests belong to the key that they came with."""
+        `gate` has admitted every caller; requests belong to the key of their call.
+        """
         self._pipeline = pipeline
         self._tokenization = tokenization
         self._threads = TokenizerThreads()
@@ -336,7 +337,7 @@ def _trace_parent(context: _Context) -> str:
 
 
 def _keepalive_interval_s(context: _Context) -> float | None:
-    """Return the interval of keep-alive messages that the client asked for; None if it asked for none."""
+    """Return the interval of keep-alive messages that the client requests; None if it requests none."""
     asked = dict(context.invocation_metadata() or ()).get(KEEPALIVE_KEY)
     try:
         return max(_LEAST_KEEPALIVE_INTERVAL_S, float(asked)) if asked is not None else None

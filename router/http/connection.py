@@ -1,7 +1,7 @@
-"""One HTTP connection: its requests, read by httptools, and a timeout for every wait for its client.
+"""An HTTP connection: its requests, read by httptools, and a timeout for every wait for its client.
 
-Owns the timers of the connection, the bound on what is kept of a request besides its body, and the direct way of a
-streamed body to the socket. uvicorn's protocol runs the app; router/http/server.py accepts the connection.
+Owns the timers of the connection, the bound on the bytes of a request's head, and the direct way of a streamed body to
+the socket. uvicorn's protocol runs the app; router/http/server.py accepts the connection.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ class StreamedBody:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the client reads too slowly: await `drained` before the next write."""
+        """Return whether the client reads too slowly; then await `drained` before the next write."""
         return self._connection.flow.write_paused
 
     async def drained(self) -> None:
@@ -117,7 +117,7 @@ class HttpConnection(HttpToolsProtocol):
         return b"%b %b HTTP/1.1\r\n%b\r\n" % (method, self.url, headers)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what cannot be parsed. A response in progress is cut off instead."""
+        """Refuse a request that cannot be parsed. A response in progress is cut off instead."""
         if self.transport.is_closing():
             return
         if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:

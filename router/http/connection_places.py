@@ -20,11 +20,11 @@ class Place:
         self.waits_since_s: float | None = now_s  # None: a request is being answered
 
     def request_begun(self, now_s: float) -> None:
-        """The first byte of a request has arrived."""
+        """Record that the first byte of a request has arrived."""
         self.waits_since_s = now_s
 
     def request_complete(self) -> None:
-        """A whole request has arrived."""
+        """Record that a whole request has arrived."""
         self.waits_since_s = None
 
 

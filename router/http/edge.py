@@ -114,7 +114,9 @@ class Edge:
                 self._record(scope, answer.status)
 
     def _record(self, scope: Scope, status: int | None) -> None:
-        """Write an operator's call to the audit log. Of what a tool asks every second, only refusals are written."""
+        """Write an operator's call to the audit log. Of calls that tools make every second, only refusals are
+        written.
+        """
         outcome = _outcome(status)
         if outcome == "ok" and scope["path"] == _POLLED:
             return
@@ -130,7 +132,7 @@ class Edge:
 
     @contextmanager
     def _held(self, scope: Scope) -> Iterator[Callable[[int], None]]:
-        """Yield what counts the bytes of a body; they count for the caller until the block is left."""
+        """Yield a function that counts the bytes of a body; they count for the caller until the `with` block ends."""
         caller: Caller = scope["state"].get("caller", ANY_CLIENT)
         num_bytes = 0
 
@@ -164,7 +166,7 @@ class Edge:
 
 
 def _outcome(status: int | None) -> str:
-    """Return what the audit log says of a response with this status; None: the client left before its head."""
+    """Return the outcome of a response with this status for the audit log; None: the client left before its head."""
     reasons = {None: "cancelled", 401: Unauthenticated.reason, 403: PermissionDenied.reason}
     return "ok" if status is not None and status < 400 else reasons.get(status, f"status_{status}")
 

@@ -205,7 +205,8 @@ class _Endpoint:
 
 class ShortPath:
     """ASGI middleware that answers requests of the hot endpoints without the framework's routing and dependencies. It
-    passes on every request that is not plain JSON with a valid body: the framework words the refusals."""
+    passes on every request that is not plain JSON with a valid body, because the framework makes the refusals.
+    """
 
     def __init__(self, app: ASGIApp, *, endpoints: Mapping[str, _Endpoint]) -> None:
         self._app, self._endpoints = app, endpoints
@@ -227,7 +228,7 @@ class ShortPath:
 
 
 def _is_plain(headers: Sequence[tuple[bytes, bytes]]) -> bool:
-    """Return whether the body is JSON and no header has a wish."""
+    """Return whether the body is JSON and no header has an option."""
     is_json = False
     for name, value in headers:
         if name in _WISHES:
@@ -240,7 +241,7 @@ def _is_plain(headers: Sequence[tuple[bytes, bytes]]) -> bool:
 
 
 async def _whole_body(receive: Receive) -> bytes:
-    """Raises ClientGone, and the errors of the body's bounds."""
+    """Return the whole body. Raises ClientGone, and the errors of the body's bounds."""
     parts, has_more = list[bytes](), True
     while has_more:
         message = await receive()
@@ -281,7 +282,7 @@ async def _http_exception(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> set[str]:
-    """Return the methods of all routes with this path: the framework names those of the first."""
+    """Return the methods of all routes with this path: the framework would name only those of the first."""
     routes = [route for route in request.app.routes if isinstance(route, Route)]
     return {method for route in routes if route.path_regex.match(request.url.path) for method in route.methods or ()}
 

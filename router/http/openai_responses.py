@@ -253,8 +253,9 @@ def chunk_choice(choice: int, content: Json) -> Json:
 
 
 def choice_end(deltas: Sequence[ChoiceDelta]) -> Json:
-    """Return how the choice ended, if it did. `stop_reason`, as in vLLM: the stop string or stop token of the request
-    that ended it."""
+    """Return the fields about the end of the choice, if it has ended. `stop_reason`, as in vLLM: the stop string or
+    stop token of the request that ended it.
+    """
     last = next((delta for delta in deltas if delta.finish_reason is not None), None)
     if last is None or last.finish_reason is None:
         return _NO_END

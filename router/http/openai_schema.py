@@ -1,6 +1,6 @@
 """The fields that an OpenAI client may send, and their meaning here.
 
-No field is ignored: a field that Tandem does not support is refused by name, unless it is null or asks for the default
+No field is ignored: a field that Tandem does not support is refused by name, unless it is null or requests the default
 behaviour. The pipeline, which gRPC shares, checks the ranges.
 """
 
@@ -339,7 +339,7 @@ class ChatCompletionRequest(_Request, ToolFields):
 
     @property
     def chat(self) -> ChatPrompt:
-        """The conversation, with what the chat template is given."""
+        """Return the conversation with the arguments of the chat template."""
         arguments = self.chat_template_kwargs
         if self.reasoning_effort is not None:
             thinks = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
@@ -355,7 +355,7 @@ class ChatCompletionRequest(_Request, ToolFields):
         return ChatPrompt(tuple(message.value() for message in self.messages), options)
 
     def continued(self) -> str:
-        """Return the assistant's message that the answer continues, if it is to begin with that."""
+        """Return the assistant's message that the answer continues, if there is one."""
         last = self.messages[-1].value()
         return last.content if self.echo and last.role == "assistant" else ""
 

@@ -40,11 +40,11 @@ class DeltaEvents(Protocol):
     """The events of one stream's deltas."""
 
     def begin(self, accepted: Accepted) -> None:
-        """The request was accepted. It comes before the first deltas."""
+        """Record that the request was accepted. It is called before the first deltas."""
         ...
 
     def of(self, deltas: Sequence[ChoiceDelta]) -> bytes:
-        """Return the events of deltas; nothing where they give none."""
+        """Return the events of deltas; nothing if there are none."""
         ...
 
 
@@ -234,8 +234,9 @@ class _Reader:
 
 
 class _Events:
-    """The events of a stream's deltas. Most deltas add nothing but text, and what stands around the text is equal in
-    all of one choice, so it is encoded once."""
+    """The events of a stream's deltas. Most deltas only add text, and the JSON around the text is equal in all deltas
+    of a choice, so it is encoded once.
+    """
 
     def __init__(self, shape: Shape, envelope: Envelope) -> None:
         self._shape, self._envelope = shape, envelope

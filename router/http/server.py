@@ -80,7 +80,9 @@ class HttpAcceptor:
                 await asyncio.sleep(_PAUSE_S)
 
     def _close_listener(self) -> None:
-        """Take the connections that the kernel has completed for this listener: closing it would reset them."""
+        """Accept the connections that the kernel has completed for this listener, because closing it would reset
+        them.
+        """
         with contextlib.suppress(OSError):
             while True:
                 connection, _ = self._listener.accept()
@@ -134,12 +136,12 @@ class AcceptedConnection:
         self.transport = transport
 
     def request_complete(self) -> None:
-        """A whole request has arrived."""
+        """Record that a whole request has arrived."""
         if self.place is not None:
             self.place.request_complete()
 
     def request_begun(self) -> None:
-        """The first byte of a request has arrived."""
+        """Record that the first byte of a request has arrived."""
         if self.place is not None:
             self.place.request_begun(time.monotonic())
 
@@ -233,7 +235,7 @@ class HttpServer:
         self._socket.close()
 
     def _encryption(self) -> Encryption | None:
-        """Clients need no certificate."""
+        """Return the TLS context of the server. Clients need no certificate."""
         if self._tls is None:
             return None
         return Encryption(self._tls.public_context, self._limits.handshake_s)

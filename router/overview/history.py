@@ -1,7 +1,7 @@
 """The rates, latencies and events that a router has seen in the last minutes. Pure; the time is an argument.
 
 A sample is the difference between two readings of the router's counters, and an event is a difference between two views
-of the cluster: members, scale targets, faults. So nothing that serves a request has to report here. A fault that goes
+of the cluster: members, scale targets, faults. So the code that serves requests reports nothing here. A fault that goes
 on is one event every `REPEAT_S`, with the number of its occurrences.
 """
 
@@ -191,7 +191,9 @@ class EventLog:
         self._report_faults(view.faults, at_s)
 
     def _answer_changes(self, before: Mapping[str, SeenMember], now: Mapping[str, SeenMember]) -> "Iterator[_Change]":
-        """A worker that starts has never answered before, so its first answer is no event."""
+        """Yield the events of workers that stopped answering or answer again. The first answer of a new worker is no
+        event.
+        """
         self._silent &= set(now)
         for name, member in now.items():
             short = name.partition("@")[0]

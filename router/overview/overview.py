@@ -1,7 +1,6 @@
-"""What operators watch: `Overview` records the rates and events of this router, and collects what every router shows.
-
-It reads what the router holds anyway: counters, live and ended requests, the fleet. Routers ask each other only while
-a caller asks one of them. Owns the history, the event log, and the channels to other routers.
+"""The overview for operators: `Overview` records the rates and events of this router, and collects the overviews of all
+routers. It reads existing state only: counters, live and ended requests, the fleet. Routers ask each other only while a
+caller asks one of them. Owns the history, the event log, and the channels to other routers.
 """
 
 import asyncio
@@ -233,7 +232,7 @@ def _role(member: admin_pb2.MemberStatus) -> Role:
 
 
 def _faults(telemetry: Telemetry) -> dict[str, int]:
-    """Describe what counters of faults have counted."""
+    """Return the faults that counters show."""
     faults: dict[str, int] = {}
     for (outcome,), count in telemetry.by_labels("tandem_requests_total").items():
         if outcome not in _NO_FAILURE:
@@ -248,7 +247,7 @@ def _faults(telemetry: Telemetry) -> dict[str, int]:
 
 
 def publish_effect(comparison: Comparison, telemetry: Telemetry) -> None:
-    """Publish how much earlier or later first tokens are at pairs, as far as that is known."""
+    """Publish the effect of disaggregation on the time to first token, if it is known."""
     for effect in {comparison.ttft, comparison.predicted_ttft} - {NO_EFFECT}:
         for bound, value in (("mean", effect.mean_s), ("low", effect.low_s), ("high", effect.high_s)):
             telemetry.gauge("tandem_disaggregation_ttft_effect_seconds", value, basis=effect.basis, bound=bound)

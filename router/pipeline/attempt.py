@@ -1,9 +1,8 @@
-"""One attempt at both legs for choices of a request that have the same committed tokens.
-
-`Attempt` owns the calls and legs of the attempt; leaving it in any way cancels on every worker what has not ended. It
-raises AttemptFailed where another attempt may help, and Overtaken where a hedge has taken over its choices. It never
-retries by itself, with one exception: `TicketImport` gives a ticket that one decode worker could not import to another
-decode worker, so that the prefill is not repeated. docs/failover.md.
+"""An attempt at both legs for choices of a request that have the same committed tokens. `Attempt` owns the calls and
+legs of the attempt; leaving it in any way cancels all sequences that have not ended, on every worker. It raises
+AttemptFailed where another attempt may help, and Overtaken where a hedge has taken over its choices. It never retries
+by itself, with one exception: `TicketImport` gives a ticket that one decode worker could not import to another decode
+worker, so that the prefill is not repeated. docs/failover.md.
 """
 
 import asyncio
@@ -53,8 +52,7 @@ class TicketImport:
 
     Use it with `async with`: call `begin` with the ticket, `first_tokens_delivered` when the client has the first
     tokens, then await `running_leg`. It owns the decode leg until the sequences run, and abandons the ticket if they
-    never do. The prefill continues meanwhile.
-    """
+    never do. The prefill continues meanwhile."""
 
     def __init__(
         self,
@@ -97,7 +95,7 @@ class TicketImport:
         self._task = asyncio.create_task(self._import(ticket, attempt, prefill), name="import a ticket")
 
     def first_tokens_delivered(self) -> None:
-        """The client has the first tokens."""
+        """Record that the client has the first tokens."""
         self._first_tokens.set_result(None)
 
     async def running_leg(self) -> DecodeLeg:
@@ -190,7 +188,7 @@ Answer = TypeVar("Answer")
 
 
 class Attempt:
-    """One attempt. Exactly one of its public methods is called, once."""
+    """An attempt to serve choices of a request. Exactly one of its public methods is called, once."""
 
     def __init__(
         self,
@@ -268,8 +266,8 @@ class Attempt:
         return self._prefixes.chain(worker, token_ids, self._admitted.chains)
 
     def _note_outputs(self, decode_id: MemberId) -> None:
-        """Record that the worker has the KV of the outputs: the next turn of a conversation starts with them. The KV of
-        the last token was never computed."""
+        """Record in the prefix locator that the worker has the KV of the outputs, with which the next turn of a
+        conversation starts. The KV of the last token was never computed."""
         for choice in self._choices:
             self._prefixes.note_routed(self._chain(decode_id, choice.committed[:-1]), decode_id)
 

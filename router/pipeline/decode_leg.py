@@ -1,7 +1,7 @@
 """The decode leg of an attempt: sequences at one decode worker, from their start until each has ended or is moved.
 
-Owns their handles: leaving it in any way cancels at the worker what has not ended. It delivers the worker's tokens, and
-never starts or moves a sequence by itself.
+Owns their handles: leaving it in any way cancels the sequences that have not ended at the worker. It delivers the
+worker's tokens, and never starts or moves a sequence by itself.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ class DecodeLeg:
         self.close()
 
     def close(self) -> None:
-        """Cancel what has not ended. It may be called again."""
+        """Cancel the sequences that have not ended. It may be called again."""
         self._exit.close()
 
     def split(self, handle: int) -> "DecodeLeg":
@@ -151,8 +151,9 @@ class DecodeLeg:
             self.cancel_ended()
 
     def _check_first_tokens(self, started: SequencesStarted) -> None:
-        """Decode must continue from the tokens that the client was given. The worker names the first token of each
-        sequence that began with a hand-off. Raises AttemptFailed."""
+        """Check that decode continues from the tokens that the client has. The worker names the first token of each
+        sequence that began with a hand-off. Raises AttemptFailed.
+        """
         num_expected = len(started.handles) if self._exporter is not None else 0
         if len(started.first_tokens) != num_expected:
             detail = f"{len(started.first_tokens)} first tokens, of {num_expected} sequences that began with a hand-off"

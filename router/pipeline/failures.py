@@ -64,7 +64,7 @@ _LACKS_TICKET = frozenset({HandOffReason.UNKNOWN_TICKET, HandOffReason.TICKET_EX
 
 
 class AttemptFailed(Exception):
-    """`member` failed on `leg`. `error` is what the client receives if this was the last attempt."""
+    """An attempt failed because `member` failed on `leg`. The client receives `error` if this was the last attempt."""
 
     def __init__(self, leg: str, member: MemberId, reason: str, error: TandemError) -> None:
         super().__init__(f"{leg} on {member}: {error.message}")
@@ -75,7 +75,7 @@ class AttemptFailed(Exception):
 
     @property
     def name(self) -> str:
-        """The reason as the ledger lists it."""
+        """Return the reason as the ledger lists it."""
         return f"{self.leg}_{self.reason}"
 
     @property
@@ -84,30 +84,31 @@ class AttemptFailed(Exception):
 
     @property
     def is_leaving(self) -> bool:
-        """Whether `member` drains: it refused the work, or ended before the work did."""
+        """Return whether `member` drains: it refused the work, or ended before the work did."""
         return isinstance(self.error, Draining)
 
     @property
     def is_too_small(self) -> bool:
-        """Whether `member` can never hold the request and refused it."""
+        """Return whether `member` can never hold the request and refused it."""
         return isinstance(self.error, WorkerTooSmall)
 
     @property
     def is_of_pair(self) -> bool:
-        """Whether the link between the two workers failed, provided that both are alive."""
+        """Return whether the link between the two workers failed, provided that both are alive."""
         return self.leg == HANDOFF and self.reason in _OF_PAIR
 
     @property
     def leaves_ticket(self) -> bool:
-        """Whether another decode worker may still import what was prefilled. It holds only for sequences that have not
-        started."""
+        """Return whether another decode worker may still import the prefilled KV. True only for sequences that have not
+        started.
+        """
         if self.leg == HANDOFF:
             return self.reason in _LEAVES_TICKET
         return self.leg == DECODE and self.reason not in (FIRST_TOKEN_MISMATCH, FIRST_TOKEN_COUNT, TOKEN_OUT_OF_ORDER)
 
     @property
     def lacks_ticket(self) -> bool:
-        """Whether the exporter no longer has the ticket."""
+        """Return whether the exporter no longer has the ticket."""
         return self.leg == HANDOFF and self.reason in _LACKS_TICKET
 
 
@@ -160,7 +161,7 @@ class RetryBudget:
     """
 
     def __init__(self, admitted: AdmittedRequest, *, max_attempts: int, fleet: Fleet, telemetry: Telemetry) -> None:
-        """`max_attempts`: failed in a row without a token from decode."""
+        """`max_attempts`: the maximum number of failed attempts in a row without a token from decode."""
         self._admitted = admitted
         self._max_attempts = max_attempts
         self._fleet = fleet
@@ -170,7 +171,7 @@ class RetryBudget:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether no attempt is left."""
+        """Return whether no attempt is left."""
         return self._tries >= self._max_attempts
 
     @property
@@ -197,7 +198,9 @@ class RetryBudget:
         _LOG.warning("attempt failed: %s", failure, extra=fields)
 
     def record_hedge(self, name: str, failure: AttemptFailed | None) -> None:
-        """A hedge has taken over. `failure`: of the former execution; None if its worker was only suspect."""
+        """Record that a hedge has taken over. `failure`: of the former execution; None if its worker was only
+        suspect.
+        """
         if failure is not None:
             self.record_failure(failure)
         self._admitted.account.add_reason(name)
@@ -208,11 +211,12 @@ class RetryBudget:
         self._last_cost = 0
 
     def reset(self) -> None:
-        """Decode has worked: count failures from zero."""
+        """Count failures from zero again, because decode has worked."""
         self._tries = self._last_cost = 0
 
     def _cost(self, failure: AttemptFailed) -> int:
-        """A worker that drains or is too small costs no attempt: it is not chosen again. Neither does a loss while no
-        worker sends anything: the next attempt cannot start before one answers."""
+        """Return how many attempts a failure costs: 0 for a worker that drains or is too small, which is not chosen
+        again, and for a loss while no worker sends anything, because the next attempt cannot start before one answers.
+        """
         is_free = failure.is_leaving or failure.is_too_small or isinstance(failure.error, AllWorkersSilent)
         return 0 if is_free else 1

@@ -31,7 +31,7 @@ class PendingLeg:
 
 
 class Overtaken(Exception):
-    """A hedge has taken over these choices: release what the former execution holds, then await `end`."""
+    """A hedge has taken over these choices: release the resources of the former execution, then await `end`."""
 
     def __init__(
         self, leg: str, task: "asyncio.Task[None]", execution: Execution, failure: AttemptFailed | None
@@ -89,18 +89,18 @@ class Hedging:
         self._budget.begin()
 
     def end(self, leg: str, outcome: str) -> None:
-        """A hedge is decided; another one may start."""
+        """Record that a hedge is decided: another one may start."""
         self._budget.end()
         self._telemetry.count("tandem_hedges_total", leg=leg, outcome=outcome)
         self._ended.set()
 
     def next_changes(self) -> "tuple[asyncio.Future[None], asyncio.Future[None]]":
-        """Return what to wait for: a worker becomes suspect or answers again; a hedge ends."""
+        """Return the futures of the next changes: a worker becomes suspect or answers again; a hedge ends."""
         return self._fleet.next_change(), self._ended.next()
 
 
 class _Hedge:
-    """One hedge until it is decided. After that its task is an execution like any other."""
+    """A hedge until it is decided. After that its task is an execution like any other."""
 
     def __init__(
         self,
@@ -213,8 +213,9 @@ class _Watch:
         return Overtaken(self._pending.name, self._hedge.task, self._hedge.race.hedge, self._failure)
 
     async def look(self) -> None:
-        """Start or cancel a hedge according to the worker's health. Raises AttemptFailed when the worker is
-        given up."""
+        """Start or cancel a hedge according to the worker's health. Raises AttemptFailed when the worker counts as
+        lost.
+        """
         if self._hedge is not None and (self._hedge.race.outcome is not None or not self._pending.peer.num_missed):
             await self.call_off()
         if self._hedge is not None:

@@ -119,8 +119,7 @@ class Pipeline:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Output, None]:
         """Yield the outputs of a request; the last one has the summary.
 
-        Closing the generator early cancels the request on every worker. Raises TandemError, at any point.
-        """
+        Closing the generator early cancels the request on every worker. Raises TandemError, at any point."""
         with self._live_requests.arrived(request, takes_over=self._takes_over(request)) as live:
             async with running(self._serve(live)) as serving:
                 live.outbox.on_failure(serving.cancel)
@@ -180,10 +179,9 @@ class Pipeline:
         return request.timeout_s if request.timeout_s is not None else self.request_timeout_s
 
     async def _accept(self, live: LiveRequest, timeout_s: float) -> tuple[ResolvedRequest, Acceptance]:
-        """Tokenize the prompt and resolve every default. A resumed request keeps the acceptance that its client shows.
+        """Tokenize the prompt and resolve every default. A resumed request keeps the acceptance that its client sends.
 
-        Raises TandemError.
-        """
+        Raises TandemError."""
         request = self._isolated(live.request)
         shown = self._signer.shown(request) if request.resume_from is not None else None
         rendered_at_us = shown.rendered_at_us if shown is not None else self._wall_us()
@@ -209,8 +207,7 @@ class Pipeline:
         """Resolve a new request.
 
         Where the client gives no max_tokens, it becomes the most that the largest decode worker can hold and that fits
-        one message; this waits until a decode worker is known. Raises InvalidRequest.
-        """
+        one message; this waits until a decode worker is known. Raises InvalidRequest."""
         if request.priority and self._fleet.ignores_priorities:
             raise InvalidRequest(
                 f"priority is {request.priority}, but the workers schedule without priorities: leave it at 0, or have"
@@ -253,8 +250,7 @@ class Pipeline:
     ) -> list[ChoiceDelta]:
         """Replay the tokens that the client of a resumed request has, and end its earlier stream on this router.
 
-        Returns the text and the ends that the client has missed. Raises InvalidRequest, ResumeSuperseded.
-        """
+        Returns the text and the ends that the client has missed. Raises InvalidRequest, ResumeSuperseded."""
         if (has := request.resume_from) is None:
             return []
         if sum(len(choice.token_ids) for choice in has) <= _INLINE_TOKENS:
@@ -267,8 +263,7 @@ class Pipeline:
     async def _refuse_early(self, admitted: AdmittedRequest) -> None:
         """Refuse before any worker is asked. Raises NoWorkerLargeEnough, Overloaded.
 
-        The request waits instead while a large enough worker may only be absent from the registry for a moment.
-        """
+        The request waits instead while a large enough worker may only be absent from the registry for a moment."""
         size = admitted.size(num_choices=len(admitted.choices))
         while (too_large := self._worker_choice.size_refusal(size)) and not self._fleet.knows_absent_workers:
             admitted.waits(admitted.choices[0], too_large)
@@ -284,8 +279,7 @@ class Pipeline:
     async def _complete(self, hedges: Hedges, admitted: AdmittedRequest, choices: Sequence[Choice]) -> None:
         """Make attempt after attempt until every one of `choices` has ended.
 
-        Raises TandemError when no attempt is left.
-        """
+        Raises TandemError when no attempt is left."""
         local_reason = ""  # why the next attempt does without a prefill worker; empty: it does not
         retry_budget = RetryBudget(
             admitted, max_attempts=self._settings.max_attempts, fleet=self._fleet, telemetry=self._telemetry
@@ -368,7 +362,7 @@ class Pipeline:
 
 
 async def _until_accepted(live: LiveRequest, serving: "asyncio.Task[AdmittedRequest]") -> AsyncGenerator[Output, None]:
-    """Yield signs of life, then the acceptance. Without an acceptance, `serving` has failed."""
+    """Yield keep-alive messages, then the acceptance. Without an acceptance, `serving` has failed."""
     while not (live.accepted.done() or serving.done()):
         waiting: set[asyncio.Future[Any]] = {live.accepted, serving}
         await asyncio.wait(waiting, timeout=live.request.keepalive_interval_s, return_when=asyncio.FIRST_COMPLETED)
@@ -387,8 +381,9 @@ def _most_tokens(request: GenerateRequest, admitted: AdmittedRequest) -> int:
 
 
 def _may_be_last_resort(failure: AttemptFailed, choices: Sequence[Choice]) -> bool:
-    """The last attempt makes no hand-off, so that a broken prefill pool costs time and not the request. A client that
-    has no token yet and meets full queues is refused instead, and told when to retry."""
+    """Return whether this may be the last attempt, which makes no hand-off, so that a broken prefill pool costs time
+    and not the request. If queues are full and the client has no token yet, the request is refused instead, with a
+    retry delay."""
     return not failure.is_full_queue or any(choice.num_committed for choice in choices)
 
 

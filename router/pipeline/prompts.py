@@ -16,8 +16,9 @@ class Prompts:
         self._threads = threads
 
     async def token_ids(self, request: GenerateRequest, rendered_at_us: int) -> tuple[int, ...]:
-        """Return the tokens of the prompt that the request keeps. `rendered_at_us`: the present for a chat template.
-        Raises InvalidRequest or a subclass, Overloaded."""
+        """Return the tokens of the prompt that the request keeps. `rendered_at_us`: the time that a chat template
+        reads, in microseconds since 1970. Raises InvalidRequest or a subclass, Overloaded.
+        """
         try:
             token_ids = await self._whole(request, rendered_at_us)
         except InvalidRequest as error:

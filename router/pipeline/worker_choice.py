@@ -1,8 +1,8 @@
 """Chooses the workers of a request: a pair for a new attempt, or another decode worker for a ticket that was issued.
 
-Collects what placement has to know (router/policies/ decides) and records how hand-offs between each pair
-of workers ended. A failed hand-off counts against its pair once both workers have answered since then; if one of them
-has not, that worker failed, and the fleet handles it.
+Collects the facts for placement (router/policies/ decides) and records how hand-offs between each pair of workers
+ended. A failed hand-off counts against its pair once both workers have answered since then; if one of them has not,
+that worker failed, and the fleet handles it.
 """
 
 import asyncio
@@ -121,7 +121,7 @@ def _names(trial: Trial) -> dict[str, object]:
 
 
 def _now_s() -> float:
-    """The clock in which peers record when they were last heard."""
+    """Return the time of the clock by which peers record when they last received a message."""
     return asyncio.get_running_loop().time()
 
 
@@ -174,8 +174,9 @@ class WorkerChoice:
             facts = replace(facts, excluded_pairs=self._pairs.excluded_pairs())
 
     def _modelled(self, chosen: Candidate) -> ModelledRequest | None:
-        """Return the record from which the models of the chosen workers learn. Requests of the batch class teach
-        nothing, because they wait for all others."""
+        """Return the record from which the models of the chosen workers learn. None for requests of the batch class,
+        because they wait for all others.
+        """
         computes = self._fleet.peer(chosen.prefill or chosen.decode)
         decodes = self._fleet.peer(chosen.decode)
         if computes is None or decodes is None or chosen.prediction is None:
@@ -209,7 +210,7 @@ class WorkerChoice:
 
     @contextmanager
     def waiting(self, shortage: NoWorkerLargeEnough | None) -> Iterator[None]:
-        """Count a request that waits in the block because of this shortage; None: for another reason."""
+        """Count a request that waits within the `with` block because of this shortage; None: for another reason."""
         if shortage is None:
             yield
             return
@@ -307,7 +308,7 @@ def facts_of(
     cached_tokens: Mapping[MemberId, int] = MappingProxyType({}),
     excluded_pairs: Collection[Pair] = (),
 ) -> RequestFacts:
-    """Return what placement has to know about a request whose workers must hold `size`."""
+    """Return the facts for placement about a request whose workers must hold `size`."""
     return RequestFacts(
         num_prompt_tokens=size.num_known,
         max_tokens=size.max_tokens - size.num_committed,

@@ -17,7 +17,7 @@ from router.policies.prediction import Prediction, predict_all
 
 @dataclass(frozen=True, slots=True)
 class TenantPlaces:
-    """The places of the tenant that asks, its weight, and the weights of the other tenants that have any."""
+    """The places of the request's tenant, its weight, and the weights of the other tenants that occupy places."""
 
     num_live: int
     weight: int
@@ -29,7 +29,7 @@ _NEWCOMER_WEIGHT = 1
 
 
 class AdmissionControl:
-    """At most `max_live_requests` requests are live at once; each choice of a request counts as one.
+    """The admission of requests: at most `max_live_requests` are live at once; each choice of a request counts as one.
 
     A request occupies its places before any work is spent on it, tokenizing included, until its client has left.
     """
@@ -45,10 +45,11 @@ class AdmissionControl:
     def check_place(
         self, num_live: int, num_new: int = 1, *, takes_over: bool = False, tenant: TenantPlaces | None = None
     ) -> None:
-        """Raise Overloaded where `num_new` places are not free. An idle router takes a request of any size. A request
-        that takes over a live stream ends it, so the places of that stream are about to become free: as many requests
-        again may do so at once. `tenant`: the last eighth of the places is for tenants that have less than their share
-        by weight, so that no tenant keeps all others out."""
+        """Raise Overloaded where `num_new` places are not free. An idle router accepts a request of any size. A request
+        that takes over a live stream ends it, which frees that stream's places, so up to `max_live_requests` more may
+        do so at once. `tenant`: the last eighth of the places is for tenants that have less than their share by weight,
+        so that no tenant keeps all others out.
+        """
         most = self._max_live_requests * (2 if takes_over else 1)
         if num_live + min(num_new, most) > most:
             raise self._refusal(f"{num_live} requests are being served, each choice counted, the most is {most}")

@@ -34,7 +34,7 @@ _MOVES = {
 
 @dataclass(frozen=True, slots=True)
 class BreakerPolicy:
-    """`failures` 0 turns the circuit breakers off."""
+    """The settings of circuit breakers. `failures` 0 turns them off."""
 
     failures: int = 3  # in a row
     window_s: float = 60.0  # within which they come
@@ -44,7 +44,7 @@ class BreakerPolicy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trial:
-    """One hand-off between two workers. While the pair is half open, one trial decides."""
+    """A hand-off between two workers. While the pair is half open, one trial decides."""
 
     pair: Pair
 
@@ -135,7 +135,7 @@ class PairBreakers:
             breaker.decides = None
 
     def keep(self, members: Collection[MemberId]) -> None:
-        """Forget the pairs with any other member. A restarted worker is another member."""
+        """Drop the pairs with any other member. A restarted worker is another member."""
         self._breakers = {
             pair: breaker for pair, breaker in self._breakers.items() if pair[0] in members and pair[1] in members
         }

@@ -1,5 +1,5 @@
-"""The workers that may serve a request: their loads, what placement has to know about the request, and which of them
-can form a pair. Pure.
+"""The workers that may serve a request: their loads, the facts about the request, and which workers can form a pair.
+Pure.
 
 A pair is a prefill worker and a decode worker that can exchange KV and hold the request (cluster/request_size.py), or
 one worker alone.
@@ -18,7 +18,7 @@ from router.policies.work_ahead import WorkAhead
 
 @dataclass(frozen=True, slots=True)
 class SloTargets:
-    """The times within which a request should be served; infinite: any time will do."""
+    """The times within which a request should be served; infinite: no target."""
 
     ttft_s: float = math.inf
     itl_s: float = math.inf  # on average, from its first token to its last one
@@ -68,7 +68,7 @@ class WorkerLoad:
 
     @property
     def depth(self) -> int:
-        """The number of sequences ahead of a new one."""
+        """Return the number of sequences ahead of a new one."""
         return self.assigned + self.others
 
 
@@ -191,7 +191,7 @@ def _members(pair: Pair) -> set[MemberId]:
 
 
 def transfer_s(prefill: WorkerLoad, decode: WorkerLoad, num_bytes: float) -> float | None:
-    """Return the estimated time to move that many bytes of KV; None if it is not known."""
+    """Return the estimated seconds to move these bytes of KV; None if the speed is not known."""
     link = next((link for link in decode.links if link.exporter == prefill.member), None)
     return link.transfer_s(num_bytes) if link is not None else None
 

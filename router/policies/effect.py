@@ -5,14 +5,14 @@ The effect on the time to first token is *measured* from exploration: for each r
 and a worker alone with known probabilities (`Placement.propensity`). A plain comparison of the requests that were
 served by pairs with the others is wrong, because placement sends each request where it is expected to be fast. Weights
 of 1 / probability remove this confounding: Horvitz and Thompson (1952), normalised to the sum of the weights (Hajek,
-1971) and applied to what the predictions of the two candidates missed (the augmented estimator of Robins, Rotnitzky and
-Zhao, 1994). Wrong predictions make the interval wider, never the estimate wrong. The 95 % interval is the delete-one
-jackknife (Efron and Stein, 1981) with a t quantile whose degrees of freedom count the requests that contribute to it.
-In simulations with known effects it contains the truth in about 95 % of cases, and in 90 % where few explored
-requests have very skewed times (tests/unit/test_effect.py).
+1971) and applied to the errors of the predictions of the two candidates (the augmented estimator of Robins, Rotnitzky
+and Zhao, 1994). Wrong predictions make the interval wider, never the estimate wrong. The 95 % interval is the
+delete-one jackknife (Efron and Stein, 1981) with a t quantile whose degrees of freedom count the requests that
+contribute to it. In simulations with known effects it contains the truth in about 95 % of cases, and in 90 % where few
+explored requests have very skewed times (tests/unit/test_effect.py).
 
-The time between tokens and the goodput are never measured like that: a request slows down the sequences that run beside
-it, so the requests of one moment do not differ by their own candidate alone. They are *predicted* only.
+The time between tokens and the goodput are *predicted* only: a request slows down the sequences that run beside it, so
+concurrent requests do not differ by their own candidate alone.
 """
 
 import math
@@ -96,7 +96,7 @@ NO_GOODPUT = Goodput(Basis.UNKNOWN)
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The effects of disaggregation, as far as one router can tell."""
+    """The effects of disaggregation, from the requests of one router."""
 
     ttft: Effect = NO_EFFECT  # measured if that is possible
     predicted_ttft: Effect = NO_EFFECT
@@ -129,7 +129,7 @@ class Trial:
 
 
 class DisaggregationEffect:
-    """Collects the placements and the real times of one router's requests, a bounded number of each."""
+    """Collects the placements and the measured times of one router's requests, a bounded number of each."""
 
     def __init__(self) -> None:
         self._trials: deque[tuple[Trial, bool]] = deque(maxlen=MAX_TRIALS)  # and whether it was explored
@@ -230,7 +230,7 @@ def measured_effect(trials: Sequence[Trial], num_explored: int) -> Effect | None
 
 
 class _Arm:
-    """The weighted mean, over the requests that were served in one way, of what its prediction missed."""
+    """The weighted mean of prediction errors over the requests that were served in one way."""
 
     def __init__(self) -> None:
         self.number = 0

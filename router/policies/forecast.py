@@ -1,15 +1,15 @@
-"""Forecasts what one worker does from now on: it computes its prompts in their order, beside sequences that decode,
-join and end. Pure.
+"""Simulates the next steps of one worker: it computes its prompts in their order, beside sequences that decode, join
+and end. Pure.
 
 Steps follow the rules of the worker's scheduler: every running sequence decodes one token per step, and prompts beside
 running sequences get the time that `StepLimit` allows. Steps that are about equal are taken together, so a forecast
 costs a few dozen of them however long the work is.
 
-`UnmodelledTimes` learns from this router's own requests what a forecast leaves out. Every first token also waits for
-messages, threads and the router itself, and every token for what runs beside the worker on its machine and for prompts
-that arrive later. The median difference of a worker's recent requests is added to the next prediction, and their median
-factor multiplies it: single requests that waited for something unusual change nothing, and a change of the worker is
-followed within a few requests.
+`UnmodelledTimes` learns from this router's own requests the delays that a forecast leaves out. Every first token also
+waits for messages, threads and the router itself, and every token for other processes of the worker's machine and for
+prompts that arrive later. The median difference of a worker's recent requests is added to the next prediction, and
+their median factor multiplies it: single outliers change nothing, and a change of the worker is followed within a few
+requests.
 """
 
 import math
@@ -36,7 +36,7 @@ _MOST_SEQUENCES = 1024  # that are forecast one by one; the batch comes from the
 
 @dataclass(slots=True)
 class _Prompts:
-    """One prompt, or several equal ones in a row."""
+    """A prompt, or several equal ones in a row."""
 
     left: float  # tokens that are not computed
     attended: float  # per token
@@ -83,7 +83,7 @@ class Forecast:
         self.first_quiet_s = self.quiet_s()  # the time of a step at present, without prompts
 
     def copy(self) -> "Forecast":
-        """Return a forecast that starts where this one is, and moves apart from it."""
+        """Return an independent copy of this forecast."""
         other = copy(self)
         other._prompts = [copy(prompts) for prompts in self._prompts]
         other._left, other._imports_s = self._left[:], self._imports_s[:]
@@ -91,11 +91,11 @@ class Forecast:
 
     @property
     def num_running(self) -> int:
-        """Other sequences that run now."""
+        """Return the number of other sequences that run now."""
         return len(self._left)
 
     def join_imports_until(self, until_s: float) -> None:
-        """Let the sequences whose prompts other workers compute join one after the other until then."""
+        """Let the sequences whose prompts other workers compute join one after the other until that time."""
         number = round(self._num_imports)
         self._imports_s = [until_s * (number - i) / (number + 1) for i in range(number)]
 
@@ -113,8 +113,9 @@ class Forecast:
             self._take_steps(math.inf, math.inf)
 
     def decode(self, num_sequences: int, length: float, num_tokens: float) -> None:
-        """Let sequences join now and move forward until they have decoded so many tokens each. They wait until there
-        is room for them, and other sequences that end meanwhile are taken to be replaced by new ones."""
+        """Let sequences join now and move forward until each has decoded `num_tokens` tokens. They wait until there is
+        room for them. Other sequences that end meanwhile are assumed to be replaced by new ones.
+        """
         while self._left and len(self._left) + num_sequences > self._work.max_running:
             self._take_steps(math.inf, min(self._left))
         self._num_own, self._own_length = num_sequences, length
@@ -126,13 +127,15 @@ class Forecast:
         self.now_s += max(0.0, left) * quiet_s
 
     def quiet_s(self, num_more: int = 0) -> float:
-        """Return the time of a step without prompts, with so many sequences more than run now."""
+        """Return the seconds of a step without prompts, with `num_more` sequences more than run now."""
         number = min(len(self._left) + self._num_own + num_more, self._work.max_running)
         length = self._own_length if self._num_own and not self._left else self._length
         return max(self._work.times.decode.seconds(number, round(number * length)), _LEAST_STEP_S) if number else 0.0
 
     def _take_steps(self, until_s: float, num_tokens: float) -> float:
-        """Take some equal steps, at most about until `until_s` and for `num_tokens` tokens. Returns their number."""
+        """Simulate some equal steps, at most about until `until_s` and for `num_tokens` tokens. Returns their
+        number.
+        """
         prompts = self._prompts[0] if self._prompts else None
         step = self._step(prompts)
         if step.seconds <= 0:  # there is nothing to do before the next sequence joins
@@ -164,7 +167,7 @@ class Forecast:
         return _Step(max(work.times.seconds(step), _LEAST_STEP_S), quiet_s, most)
 
     def _num_equal(self, step: _Step, prompts: _Prompts | None, until_s: float, num_tokens: float) -> float:
-        """Return for how many steps nothing changes much."""
+        """Return the number of steps that are about equal from now on."""
         number = num_tokens
         if prompts is not None:
             number = min(number, max(1, math.floor(prompts.left / step.num_new + _NEGLIGIBLE)))
@@ -274,7 +277,7 @@ class UnmodelledTimes:
 
 @dataclass(frozen=True, slots=True)
 class ModelledRequest:
-    """A request that was sent to workers with these modelled times. Its real times teach its workers' models."""
+    """A request that was sent to workers with these modelled times. Its measured times update its workers' models."""
 
     ttft_s: float
     itl_s: float

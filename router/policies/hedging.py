@@ -4,7 +4,7 @@ A worker that misses one health check is suspect (silence.py decides which misse
 for it are hedged: another worker starts a second execution of the same choices from the tokens that the client has,
 while the suspect's execution stays the current one. The first token of the hedge makes the hedge current, for all its
 choices at once; a token of the suspect before that cancels the hedge. Tokens of an execution that is not current are
-dropped. When a worker misses a second answer, requests that are not hedged treat it as lost.
+dropped. When a worker misses a second health check, requests that are not hedged treat it as lost.
 
 A hedge doubles the work, so only a share of the running requests may have one at a time. A hedge that has its first
 token no longer counts, since the suspect's execution is over.
@@ -53,7 +53,7 @@ class HedgeBudget:
 
 
 class Execution:
-    """One execution of choices of a request. At most one execution of a choice is current."""
+    """An execution of choices of a request. At most one execution of a choice is current."""
 
     def __init__(self) -> None:
         self.is_over = False  # it will never append again

@@ -46,7 +46,7 @@ class PlacementReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to serve a request: what policies compare, and what was predicted for it."""
+    """A way to serve a request: the loads that policies compare, and its prediction."""
 
     prefill: MemberId | None  # None: the decode worker computes the prompt
     decode: MemberId
@@ -80,12 +80,12 @@ class Placement:
 
     @property
     def chosen(self) -> Candidate | None:
-        """The candidate that was chosen. None only where no candidate was kept."""
+        """Return the candidate that was chosen; None only if no candidate was kept."""
         return next((each for each in self.considered if each.members == (self.prefill, self.decode)), None)
 
 
 def is_fallback(found: Sequence[Pair]) -> bool:
-    """Return whether none of these is a pair or a worker of both roles."""
+    """Return whether no candidate is a pair or a worker of both roles."""
     return all(prefill is None and decode.role is not Role.BOTH for prefill, decode in found)
 
 

@@ -3,8 +3,8 @@ causes to sequences that run there. Pure.
 
 A candidate is a prefill worker and a decode worker, or one worker that does both. Each worker's next steps are forecast
 (router/policies/forecast.py): the prompts ahead of the request at the worker that computes its prompt, then its own
-prompt; and the decode batch from the time when the prompt and its KV will be there, until the request's last token.
-What service times leave out is added as learned from earlier requests (router/policies/forecast.py).
+prompt; and the decode batch from the time when the prompt and its KV will be there, until the request's last token. The
+delays that service times leave out are learned from earlier requests and added (router/policies/forecast.py).
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,8 @@ def predict(
     """Predict a request at one candidate; `prefill` None: the decode worker computes the prompt. Returns None if the
     speed of one of them is not known.
 
-    `after_s`: predict it as if it were sent so much later, and nothing else arrived until then."""
+    `after_s`: predict it as if it were sent that much later, and nothing else arrived until then.
+    """
     predictions = predict_all([(prefill, decode)], request, after_s=after_s)
     return predictions[0] if predictions is not None else None
 
@@ -107,7 +108,7 @@ class _Predictor:
 
     @property
     def _num_later(self) -> float:
-        """The tokens after the first one."""
+        """Return the number of tokens after the first one."""
         return max(0.0, self._request.expected_output - 1) if self._request.max_tokens > 1 else 0.0
 
     def _num_cached(self, load: WorkerLoad) -> int:
@@ -145,7 +146,9 @@ class _Predictor:
         return self._decode(forecast, computed.at_s, 0.0)
 
     def _decode(self, forecast: Forecast, first_s: float, begun_s: float) -> "_Decoded":
-        """`begun_s`: the delay of other sequences that the forecast has counted already."""
+        """Predict the decode batch from the forecast's present time. `begun_s`: the delay of other sequences that the
+        forecast has counted already.
+        """
         request = self._request
         beside = RunningBeside(0, 0.0, 0.0)
         if forecast.num_running:

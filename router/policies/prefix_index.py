@@ -38,7 +38,7 @@ class PrefixIndex:
         return self._reported.apply(worker, events, max_blocks=max_blocks)
 
     def note_routed(self, block_hashes: Sequence[bytes], worker: MemberId) -> None:
-        """This worker has all of these blocks, or will have them soon."""
+        """Record that this worker has all of these blocks, or will have them soon."""
         self._routed.add(block_hashes, worker)
 
     def forget(self, worker: MemberId) -> None:
@@ -53,8 +53,9 @@ class PrefixIndex:
 
 
 class ReportedBlocks:
-    """Each incarnation of a worker counts for itself; a snapshot of a newer incarnation drops the blocks of the older
-    one."""
+    """The blocks that workers reported, by incarnation; a snapshot of a newer incarnation drops the blocks of the older
+    one.
+    """
 
     def __init__(self) -> None:
         self._workers: dict[bytes, set[MemberId]] = {}
@@ -62,7 +63,7 @@ class ReportedBlocks:
         self._next_number: dict[MemberId, int] = {}
 
     def __len__(self) -> int:
-        """The number of blocks of all workers."""
+        """Return the number of blocks of all workers."""
         return sum(map(len, self._blocks.values()))
 
     def next_number(self, worker: MemberId) -> int | None:
@@ -109,7 +110,7 @@ class ReportedBlocks:
         return {worker: length for worker, length in lengths.items() if length}
 
     def check(self) -> None:
-        """Raises AssertionError when the two directions of the index differ."""
+        """Raise AssertionError if the two directions of the index differ."""
         forward = {(block_hash, worker) for block_hash, workers in self._workers.items() for worker in workers}
         backward = {(block_hash, worker) for worker, hashes in self._blocks.items() for block_hash in hashes}
         assert forward == backward and all(self._workers.values()), "the two directions of the index differ"

@@ -8,7 +8,7 @@ import math
 
 
 class Silence:
-    """The health checks that one worker has not answered since it last sent anything.
+    """The unanswered health checks of one worker since its last message.
 
     Times are seconds of one clock. `sent_s`: when the worker last sent anything. `another_sent_s`: when any other
     worker did, minus infinity if there is none.
@@ -25,7 +25,8 @@ class Silence:
 
     def record_failure(self, asked_s: float, *, sent_s: float) -> None:
         """Record that a health check that began at `asked_s` failed by a broken connection or by the worker's own
-        answer. As the first one it shows that the worker itself has failed: its host was reached."""
+        answer. If it is the first failed check, the worker itself has failed, because its host was reached.
+        """
         self._record(asked_s, -math.inf, sent_s)
 
     def count(self, another_sent_s: float) -> None:

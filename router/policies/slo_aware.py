@@ -3,8 +3,8 @@
 The order of the criteria: the fewest requests expected to miss a latency target (this one, those that run at its
 workers, and later ones), then the shortest time to first token, then the least delay of all later tokens (the request's
 own and those of the sequences that run there), then the least KV to move. Differences within the tolerance of a
-criterion do not decide; the next criterion does. What is equal in everything is drawn. Misses are probabilities: a
-prediction just below a target is not as good as one far below it.
+criterion do not decide; the next criterion does. Candidates that are equal in everything are drawn at random. Misses
+are probabilities: a prediction just below a target is not as good as one far below it.
 """
 
 import math
@@ -164,7 +164,7 @@ def _miss(predicted_s: float, target_s: float) -> float:
 
 
 def _num_against_role(prefill: WorkerLoad | None, decode: WorkerLoad) -> int:
-    """Return how many parts of a request workers do that are preferred for the other part."""
+    """Return how many legs of the request run on a worker whose role is the other leg."""
     computing = prefill if prefill is not None else decode
     return (computing.role is Role.DECODE) + (decode.role is Role.PREFILL)
 

@@ -1,5 +1,5 @@
-"""The work that one worker has before and beside a new request: prompts that it will compute first, and sequences that
-decode there. Pure; the time is an argument.
+"""The work at one worker ahead of a new request: prompts that it will compute first, and sequences that decode there.
+Pure; the time is an argument.
 
 `PromptBacklog` counts a prompt from the moment this router sends it and forgets it once it is computed, so two requests
 placed one after the other never find the same idle worker. Work of other routers is taken from the worker's reports.
@@ -110,11 +110,11 @@ class PromptBacklog:
             self._full_until_s = now_s + retry_after_s
 
     def full_for_s(self, now_s: float) -> float:
-        """Return for how long the queue is full, as the worker reported; 0 if it has room."""
+        """Return the seconds for which the queue stays full, as the worker reported; 0 if it has room."""
         return max(0.0, self._full_until_s - now_s)
 
     def queue(self, now_s: float) -> PromptQueue:
-        """Return what a new prompt finds ahead of it."""
+        """Return the prompts ahead of a new one."""
         work = self._work + self.others.prompts
         began_s = self._reported_s - self.others.elapsed_s  # with its first prompt, as of the report
         if self.others.first.num_new:
@@ -135,7 +135,8 @@ class SequenceProgress:
 
     def __init__(self, num_left: int, size: RequestSize | None = None, num_expected: float = math.inf) -> None:
         """`size`: what a worker must be able to hold to run the sequence to its end; None if it is not known.
-        `num_expected`: tokens that it is expected to generate in all; infinite: as many as it may."""
+        `num_expected`: tokens that it is expected to generate in all; infinite: all that it may generate.
+        """
         self.num_left = num_left  # tokens that it may still get
         self.size = size
         self._num_expected = num_expected
@@ -147,17 +148,17 @@ class SequenceProgress:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether its worker has generated a token of it."""
+        """Return whether its worker has generated a token of it."""
         return self._latest_s is not None
 
     @property
     def length(self) -> int:
-        """The number of its tokens, prompt and output; 0 if its size is not known."""
+        """Return the number of its tokens, prompt and output; 0 if its size is not known."""
         return self.size.num_prompt + self.size.max_tokens - self.num_left if self.size is not None else 0
 
     @property
     def expected_left(self) -> float:
-        """The number of tokens that it is expected to generate yet."""
+        """Return the number of tokens that it is still expected to generate."""
         if self.size is None or self._num_expected >= self.size.max_tokens:
             return float(self.num_left)
         return expected_left(self.size.max_tokens - self.num_left, self._num_expected, self.size.max_tokens)
@@ -174,7 +175,7 @@ class SequenceProgress:
         self._latest_s = now_s
 
     def record_failed_move(self, now_s: float) -> None:
-        """Record that the sequence could not be moved. It is not tried again for a while, each time for longer."""
+        """Record that the sequence could not be moved. The next try is delayed, each time for longer."""
         self._stays_until_s = now_s + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 

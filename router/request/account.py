@@ -1,4 +1,4 @@
-"""The account of one request: the phases of its time, the workers that served it, and what it adds to the metrics.
+"""The account of one request: the phases of its time, the workers that served it, and its metrics.
 
 There is always exactly one phase, and entering the next one ends it, so the phases sum to the wall time. Times are
 arguments, in seconds of the router's monotonic clock. The account decides nothing.
@@ -29,7 +29,7 @@ class HandOff(NamedTuple):
 
 
 class PrefillSteps(NamedTuple):
-    """The steps of a worker that computed a prompt: of each its tokens, and its end in seconds after `began_s`."""
+    """The steps in which a worker computed a prompt: the tokens of each, and its end in seconds after `began_s`."""
 
     member: str
     began_s: float  # by this router's clock
@@ -52,7 +52,7 @@ _LEAST_TOKENS_COMPARED = 8  # of a choice: fewer say little about the time betwe
 
 
 class RequestAccount:
-    """Written from the request's arrival until its client has left."""
+    """The account of one request, written from its arrival until its client has left."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class RequestAccount:
 
     @property
     def trace_parent(self) -> str:
-        """The context that calls to workers carry; empty: this router makes no spans."""
+        """Return the context that calls to workers carry; empty: this router makes no spans."""
         return str(self.trace.root) if self.trace is not None else ""
 
     @property
@@ -116,7 +116,7 @@ class RequestAccount:
 
     @property
     def num_tokens(self) -> int:
-        """The tokens that the client was given, over all choices."""
+        """Return the number of tokens that the client was given, over all choices."""
         return sum(self._num_tokens.values())
 
     def enter(self, phase: PhaseName, at_s: float) -> None:
@@ -131,12 +131,12 @@ class RequestAccount:
         self._telemetry.observe("tandem_prompt_length_tokens", num_prompt_tokens)
 
     def set_workers(self, prefill: str = "", decode: str = "") -> None:
-        """Record which workers the present attempt asks."""
+        """Record the workers of the present attempt."""
         self.prefill_member, self.decode_member = prefill, decode
 
     def predict(self, ttft_s: float, itl_s: float, now_s: float, modelled: ModelledRequest | None = None) -> None:
-        """Record what placement predicted from `now_s` on. The first prediction of a request counts. `modelled` learns
-        from the real times, unless the request is retried."""
+        """Record the times that placement predicted from `now_s` on. The first prediction of a request counts.
+        `modelled` learns from the measured times, unless the request is retried."""
         if self._predicted is None:
             self._predicted, self._modelled = (ttft_s, itl_s, now_s), modelled
 
@@ -157,7 +157,7 @@ class RequestAccount:
         compute_s: float,
         chunks: tuple[tuple[int, float], ...] = (),
     ) -> None:
-        """Record what a worker needed for the next token of an attempt, by its own clock."""
+        """Record the time that a worker needed for the next token of an attempt, by its own clock."""
         self.add_member(member)
         self._worker_times.append(WorkerTime(member, now_s - self.began_s, queue_s, compute_s))
         if chunks:
@@ -314,7 +314,7 @@ class RequestAccount:
                 self._telemetry.observe("tandem_itl_prediction_error_ratio", abs(itl_s - real_s) / real_s)
 
     def _teach(self) -> None:
-        """Let the model of the time between tokens learn from a request with one choice."""
+        """Update the model of the time between tokens from a request with one choice."""
         if self._modelled is None or self._received_s is None or len(self._num_tokens) != 1:
             return
         first_s, last_s = self._received_s
@@ -323,7 +323,7 @@ class RequestAccount:
 
 
 class AccountedReader:
-    """Records in a request's account what its client is given."""
+    """Records in a request's account the deltas that its client receives."""
 
     def __init__(self, reader: DirectReader, account: RequestAccount, clock: Clock) -> None:
         self._reader, self._account, self._clock = reader, account, clock

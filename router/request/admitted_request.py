@@ -1,4 +1,4 @@
-"""One admitted request while it is served: its choices, its account, its attempts, and the jobs for its workers.
+"""An admitted request while it is served: its choices, its account, its attempts, and the jobs for its workers.
 
 One call of the pipeline owns it. Every token passes `deliver`, so the client's tokens and those from which a resumed
 attempt starts are the same.
@@ -30,11 +30,11 @@ from router.text.tokenization import Tokenization
 
 
 class OutOfOrder(Exception):
-    """A token came twice, or a token before it is missing, so its attempt cannot be trusted any more."""
+    """A token arrived twice, or a token before it is missing, so its attempt fails."""
 
 
 class Choice:
-    """One continuation of a request: its committed tokens and their text."""
+    """A continuation of a request: its committed tokens and their text."""
 
     def __init__(self, number: int, request: ResolvedRequest, text: TextStream) -> None:
         self.number = number
@@ -56,7 +56,7 @@ class Choice:
 
     @property
     def num_missing(self) -> int:
-        """The number of tokens that the choice may still get."""
+        """Return the number of tokens that the choice may still get."""
         return self._request.stops.max_tokens - len(self._committed)
 
     def append(self, index: int, token: SampledToken) -> ChoiceDelta:
@@ -121,7 +121,7 @@ class Choice:
 
 
 def text_stream_of(request: ResolvedRequest, tokenization: Tokenization) -> TextStream:
-    """Return the empty text of one choice."""
+    """Return the text stream of one choice, without any token."""
     return tokenization.text_stream(
         request.stop_strings,
         request.stops.min_tokens,
@@ -154,7 +154,7 @@ class AdmittedRequest:
 
         `targets`: the times that the client asked for, from the request's arrival.
 
-        `grammar_engine`: what a worker must have in common with this router; empty: the request has no grammar.
+        `grammar_engine`: the id of the grammar engine that a worker must have too; empty: the request has no grammar.
 
         `keeps_queue_position`: the request is new, or it resumes one whose first deadline has not passed."""
         self._router = router
@@ -196,15 +196,15 @@ class AdmittedRequest:
 
     @property
     def targets(self) -> SloTargets:
-        """The times that the client asked for, from now. Once it has a token, any time until the next first one will
-        do."""
+        """Return the client's latency targets, counted from now. Once the client has a token, there is no target for
+        the next first token."""
         if self._targets == NO_TARGETS:
             return NO_TARGETS
         age_s = self._clock.now_s() - self.account.began_s
         return SloTargets(math.inf if self._has_tokens else self._targets.ttft_s - age_s, self._targets.itl_s)
 
     def size(self, num_committed: int = 0, num_choices: int = 1) -> RequestSize:
-        """Return what a worker must be able to hold. `num_committed`: output tokens that are prefilled with the
+        """Return the size of the request at a worker. `num_committed`: output tokens that are prefilled with the
         prompt."""
         return RequestSize(
             len(self.request.prompt_token_ids), self.request.stops.max_tokens, num_committed, num_choices
@@ -212,12 +212,12 @@ class AdmittedRequest:
 
     @property
     def shortage(self) -> NoWorkerLargeEnough | None:
-        """Why choices of this request wait now, if they wait because no worker can hold them."""
+        """Return why choices of this request wait now, if they wait because no worker can hold them."""
         return next(iter(self._shortages.values()), None)
 
     def waits(self, choice: Choice, shortage: NoWorkerLargeEnough | None) -> None:
-        """Record that this choice, and those attempted with it, wait for a worker. `shortage` None: any worker would
-        do."""
+        """Record that this choice, and those attempted with it, wait for a worker. `shortage` None: for another reason
+        than its size."""
         if shortage is None:
             self._shortages.pop(choice.number, None)
             return
@@ -316,7 +316,8 @@ class AdmittedRequest:
         )
 
     def dispatched(self, *, prefill: MemberId | None = None, decode: MemberId | None = None) -> None:
-        """Record which workers are asked. An interrupted stream stays in phase `retry` until its next token."""
+        """Record the workers to which an attempt was sent. An interrupted stream stays in phase `retry` until its next
+        token."""
         self.account.set_workers(str(prefill or ""), str(decode or ""))
         if not self._has_tokens:
             self._enter(PhaseName.PREFILL_QUEUE)
@@ -374,7 +375,8 @@ class AdmittedRequest:
         self._enter(PhaseName.RETRY)
 
     def _found(self, num_cached: int) -> None:
-        """Record the cached tokens of the first prefill only: a later attempt may find what an earlier one left."""
+        """Record the cached tokens of the first prefill only: a later attempt may find blocks that an earlier one
+        computed."""
         if self.account.num_cached is None:
             self.account.num_cached = min(num_cached, len(self.request.prompt_token_ids))
 
@@ -388,8 +390,8 @@ class AdmittedRequest:
 
     @property
     def _is_unproven(self) -> bool:
-        """Return whether the acceptance is old and no token was sampled here yet: a client may show it again long
-        after its request ended."""
+        """Return whether the acceptance is old and no token was sampled here yet: a client may send it again long after
+        its request ended."""
         return not self._keeps_queue_position and 0 < self._num_claimed == self._num_committed
 
     def _enter(self, phase: PhaseName, *, began_ago_s: float = 0.0) -> None:

@@ -1,7 +1,6 @@
-"""How the answer to a chat is divided into reasoning, content and tool calls, and under which grammar it is drawn.
-
-The same for HTTP and gRPC. What a client receives is a function of the text alone: a text that continues on another
-worker, or at another router, is divided as if nothing had happened.
+"""Divides the answer to a chat into reasoning, content and tool calls, and derives its grammar. The same for HTTP and
+gRPC. The parts that a client receives are a function of the text alone: a text that continues on another worker, or at
+another router, is divided as if nothing had happened.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Why requests were placed as they were, and what really happened: of live requests, and of the last ones that ended.
+"""Explanations of placements beside the measured times: of live requests, and of the last ones that ended.
 
 Memory is bounded: `MAX_EXPLAINED` ended requests, `MAX_KEPT` older ones that failed, were retried or were slow,
 `MAX_ATTEMPTS` attempts of each, and the candidates that a placement keeps. Owns no request and decides nothing.
@@ -37,7 +37,7 @@ def is_named(name: str, request_id: str, label: str, trace_id: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PlacedAttempt:
-    """One attempt to serve a request, or a hedge."""
+    """A placed attempt of a request, or a hedge."""
 
     placement: Placement
     at_s: float  # when it was placed, by the router's monotonic clock
@@ -70,7 +70,7 @@ class PlacementLog:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One phase of a request."""
+    """A phase of a request, from its begin to its end."""
 
     phase: str
     start_s: float  # from the request's arrival
@@ -79,7 +79,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """One request: its placements, and its real times."""
+    """The explanation of one request: its placements, and its measured times."""
 
     request_id: str
     label: str
@@ -97,7 +97,7 @@ class Explanation:
 
 
 class Explanations:
-    """The explanations of the last requests that ended at this router, and what they tell about disaggregation."""
+    """The explanations of the last requests that ended at this router, and the effect of disaggregation in them."""
 
     def __init__(self) -> None:
         self._ended: deque[Explanation] = deque()  # the oldest first
@@ -111,7 +111,7 @@ class Explanations:
         return len(self._kept) + len(self._ended)
 
     def add(self, ended: Explanation) -> None:
-        """Keep a request that has ended. One that was never placed has nothing to explain, and `find` omits it."""
+        """Keep a request that has ended. `find` omits a request that was never placed."""
         self.newest += 1
         ended = replace(ended, number=self.newest)
         if not ended.attempts:
@@ -155,7 +155,7 @@ class Explanations:
         return ttft_s > self._slow_s[0] or (ended.itl_s or 0.0) > self._slow_s[1]
 
     def comparison(self) -> Comparison:
-        """Return what disaggregation changes, by the last requests."""
+        """Return the effect of disaggregation, estimated from the last requests."""
         return self._effect.compare()
 
 

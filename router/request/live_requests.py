@@ -55,7 +55,7 @@ class LiveRequests:
         targets: SloTargets = NO_TARGETS,
         traces: Traces | None = None,
     ) -> None:
-        """`targets`: of requests that ask for none. `traces`: None: no spans are made."""
+        """`targets`: the latency targets of requests that set none. `traces`: None: no spans are made."""
         self._traces = traces
         self._targets = targets
         self.admission = AdmissionControl(max_live_requests)
@@ -72,7 +72,7 @@ class LiveRequests:
         self._none_left.set()
 
     def __iter__(self) -> Iterator[LiveRequest]:
-        """The oldest first."""
+        """Iterate over the live requests, the oldest first."""
         return iter(tuple(self._live.values()))
 
     def __len__(self) -> int:
@@ -80,7 +80,7 @@ class LiveRequests:
 
     @property
     def num_served(self) -> int:
-        """The number of requests that hold a request id: they were admitted and have not ended."""
+        """Return the number of requests that were admitted and have not ended."""
         return self._table.num_served
 
     @property
@@ -115,7 +115,7 @@ class LiveRequests:
 
     @contextmanager
     def arrived(self, request: GenerateRequest, *, takes_over: bool = False) -> Iterator[LiveRequest]:
-        """List a request until the block is left. `takes_over`: it resumes a stream that is live here.
+        """List a request until the `with` block ends. `takes_over`: it resumes a stream that is live here.
 
         Raises Overloaded, LimitReached. Every request is counted once by its outcome, also one that was refused.
         """
@@ -151,7 +151,7 @@ class LiveRequests:
 
     @contextmanager
     def streaming(self, live: LiveRequest, stream_id: bytes) -> Iterator[None]:
-        """List an admitted request's id and stream until the block is left. Raises DuplicateRequest."""
+        """List an admitted request's id and stream until the `with` block ends. Raises DuplicateRequest."""
         self._table.begin_stream(live.row, stream_id, live.request.resume_number)
         try:
             yield
@@ -186,7 +186,7 @@ class LiveRequests:
 
     @contextmanager
     def whole_answer(self) -> Iterator[WholeAnswer]:
-        """Collect an answer that is not streamed; its tokens count as buffered until the block is left."""
+        """Collect an answer that is not streamed; its tokens count as buffered until the `with` block ends."""
         answer = WholeAnswer(self.buffers, self._clock)
         try:
             yield answer
@@ -194,7 +194,7 @@ class LiveRequests:
             self.buffers.remove(answer.share)
 
     def check(self) -> None:
-        """Raise AssertionError where requests, ids, streams and buffered tokens disagree."""
+        """Raise AssertionError if requests, ids, streams and buffered tokens disagree."""
         self._table.check()
         self.buffers.check()
         if not self._live:
@@ -242,7 +242,9 @@ class LiveRequests:
             self._table.remove(row, self._clock.now_s())
 
     def _meter(self, live: LiveRequest) -> None:
-        """Count what the request used here. Its prompt counts where it was new, and not again where it is resumed."""
+        """Count the usage of the request here. Its prompt counts at the router where the request was new, and not again
+        where it is resumed.
+        """
         caller, account = live.request.caller, live.account
         if not caller.key_id:
             return

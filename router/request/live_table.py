@@ -20,7 +20,7 @@ STOPPED_S = 0.5  # a client that reads takes something within this time, on a bu
 
 @dataclass(slots=True, eq=False)
 class LiveRow:
-    """One live request. Only the table changes it."""
+    """The row of a live request. Only the table changes it."""
 
     number: int  # unique in this router
     request_id: str
@@ -118,7 +118,7 @@ class LiveTable:
         return row is not None and row.resume_number < resume_number
 
     def check(self) -> None:
-        """Raise AssertionError where ids, streams and rows disagree."""
+        """Raise AssertionError if ids, streams and rows disagree."""
         served = [row for row in self._rows.values() if row.stream_id is not None]
         assert self._streams == {row.stream_id: row for row in served}, "a stream without a live request, or unlisted"
         assert self._ids == Counter(row.request_id for row in served), "the ids are not those of the served requests"
@@ -160,7 +160,7 @@ class BufferShare:
         self.unread_since_s = None
 
     def stopped_s(self, now_s: float) -> float:
-        """Return for how long the client has read nothing while tokens waited for it."""
+        """Return the seconds for which the client has read nothing while tokens waited for it."""
         return 0.0 if self.unread_since_s is None else now_s - self.unread_since_s
 
     def _count(self, change: int) -> None:
@@ -209,6 +209,6 @@ class ClientBuffers:
 
 
 def _rank(share: BufferShare, now_s: float) -> tuple[float, int]:
-    """The client with the highest rank is ended first."""
+    """Return the rank of a client. The client with the highest rank is ended first."""
     stopped_s = share.stopped_s(now_s)
     return (stopped_s if stopped_s >= STOPPED_S else 0.0, share.num_tokens)

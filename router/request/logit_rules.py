@@ -16,7 +16,7 @@ MAX_BIAS = 100.0
 
 
 def check_logit_rules(params: SamplingParams, model: ModelInfo) -> None:
-    """Raises InvalidRequest, NoTokenizer."""
+    """Check the logit rules of a request. Raises InvalidRequest, NoTokenizer."""
     for name, (least, most) in PENALTY_RANGES.items():
         value = getattr(params, name)
         _require(
@@ -70,7 +70,7 @@ def resolved_logit_rules(
 
 
 def _check_drawable(rules: LogitRules, stops: TokenStops, model: ModelInfo) -> None:
-    """At every position some token must be left, whatever came before it."""
+    """Check that at every position some token is left to draw, whatever precedes it."""
     excluded = {word[-1] for word in rules.bad_words}
     if stops.min_tokens:
         excluded |= stops.stop_token_ids

@@ -71,7 +71,7 @@ class Outbox:
         self._changed.set()
 
     def fail(self, error: TandemError) -> None:
-        """End the client's stream with this error, drop what waits, and call the registered functions."""
+        """End the client's stream with this error, drop the waiting deltas, and call the registered functions."""
         self._failure = error
         self._stop_timer()
         self.clear()
@@ -103,8 +103,9 @@ class Outbox:
         return self._portion()
 
     def _hand_out(self) -> None:
-        """Let the client have what is readable: by its reader once this step's tokens are all here, or by the task
-        that awaits `next_deltas`."""
+        """Pass readable deltas on: to the client's reader once all tokens of this step are here, or to the task that
+        awaits `next_deltas`.
+        """
         if self._will_write:
             return
         if self._reader is not None and self._is_awaited and self._reader.can_write():
@@ -131,8 +132,9 @@ class Outbox:
             self._changed.set()
 
     async def _changes_within(self, within_s: float) -> bool:
-        """Wait for a change, and return whether it came in time. One timer serves all waits: most of them take less
-        time than to start a timer."""
+        """Wait for a change, and return whether it came in time. One timer serves all waits, because most of them are
+        shorter than starting a timer.
+        """
         loop = asyncio.get_running_loop()
         self._silence_s = within_s
         self._silent_at_s = loop.time() + within_s
@@ -240,7 +242,7 @@ class WholeAnswer:
 
 
 def weight(delta: ChoiceDelta) -> int:
-    """Return what a delta counts for, in tokens."""
+    """Return the size of a delta in tokens."""
     num_tokens = len(delta.token_ids)
     return num_tokens + sum(len(logprobs.top) for logprobs in delta.logprobs) if delta.logprobs else num_tokens
 

@@ -1,4 +1,4 @@
-"""The acceptance that a client receives for each admitted request, and shows when it resumes the request.
+"""The acceptance that a client receives for each admitted request, and sends when it resumes the request.
 
 An acceptance names one stream of one request: its id, the API key that made it, the instant at which its prompt was
 rendered, and digests of its prompt and of its resolved parameters. It is signed with the cluster's keys, so that every
@@ -116,7 +116,7 @@ class AcceptanceSigner:
         return body + self._keys.sign(Purpose.ACCEPTANCES, _signed(request_id, body))
 
     def shown(self, request: GenerateRequest) -> Acceptance:
-        """Return the acceptance that a resumed request shows, after checking its signature and its client.
+        """Return the acceptance of a resumed request, after checking its signature and its client.
 
         Raises AcceptanceMissing, AcceptanceInvalid, AcceptanceOfAnotherClient.
         """
@@ -147,7 +147,7 @@ def _signed(request_id: str, body: bytes) -> bytes:
 
 
 def client_of(authorization: str) -> bytes:
-    """Return an identifier of the client with this API key; empty if the router asks for no key."""
+    """Return an identifier of the client with this API key; empty if the router requires no key."""
     return hashlib.sha256(b"tandem client\0" + authorization.encode()).digest() if authorization else b""
 
 
@@ -188,5 +188,7 @@ def _rules_fields(rules: LogitRules) -> list[object]:
 
 
 def _as_travelled(value: float) -> str:
-    """Return the value as AcceptedRequest carries it, in 32 bits: a default of 0.7 comes back as another double."""
+    """Return the value rounded to the 32 bits in which AcceptedRequest carries it, because a default of 0.7 comes back
+    as another double.
+    """
     return struct.pack(">f", value).hex()

@@ -1,7 +1,7 @@
 """The log line of each ended request: where its time went, on which workers, and why it was retried.
 
-At most `_MOST_PER_S` lines a second tell of requests that ended well; the next line says how many were left out. Failed
-requests are always logged. No line has a prompt or an output.
+At most `_MOST_PER_S` lines a second are about requests that ended well; the next line has the number of those left out.
+Failed requests are always logged. No line has a prompt or an output.
 """
 
 import logging
@@ -37,7 +37,9 @@ class RequestLog:
 
 
 def ended_fields(ended: Explanation) -> dict[str, object]:
-    """Return what a log line says of an ended request; values that it has not are left out. Times are milliseconds."""
+    """Return the fields of the log line of an ended request, without those that it has no value for. Times are
+    milliseconds.
+    """
     ledger = ended.ledger
     assert ledger is not None, "an explanation of an account has its ledger"
     fields: dict[str, object] = {

@@ -1,8 +1,8 @@
-"""Turns an ended request into OpenTelemetry spans and sends them. Imported only where traces are wanted.
+"""Turns an ended request into OpenTelemetry spans and sends them. Imported only if traces are configured.
 
 The root has the phases of the ledger as children, which follow each other without a gap. Beside them are the spans of
 what ran at the same time: the prefill worker with its chunks, and the hand-offs. Attributes follow OpenTelemetry's
-conventions for generative AI (`gen_ai.*`); what only Tandem has begins with `tandem.`.
+conventions for generative AI (`gen_ai.*`); Tandem's own attributes begin with `tandem.`.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ _CLOSE_S = 2.0
 
 
 class SpanSender:
-    """Owns the exporter and the thread that sends."""
+    """Sends spans. Owns the exporter and the thread that sends."""
 
     def __init__(self, endpoint: str, *, model: str, member: str) -> None:
         """`endpoint`: without the path. `model`: the name that clients use."""
@@ -106,7 +106,7 @@ class SpanSender:
         return context
 
     async def close(self) -> None:
-        """Send what is queued, within `_CLOSE_S`."""
+        """Send the queued spans, within `_CLOSE_S`."""
         sending = threading.Thread(target=self._processor.shutdown, daemon=True)
         sending.start()
         await asyncio.to_thread(sending.join, _CLOSE_S)
@@ -130,7 +130,7 @@ class _Spans:
 
 
 def _add_workers(spans: _Spans, root: SpanContext, account: RequestAccount, ended: Explanation) -> None:
-    """Add what ran beside the phases."""
+    """Add the spans of work that ran beside the phases."""
     ledger = ended.ledger
     assert ledger is not None
     for worker in ledger.worker_times:
@@ -191,8 +191,9 @@ def _root_attributes(request: GenerateRequest, account: RequestAccount, ended: E
 
 
 def _placement_events(attempt: PlacedAttempt, at_ns: int) -> Iterator[Event]:
-    """Yield why an attempt got its workers, as `tandem explain` shows it: the decision, then the candidates from the
-    best to the worst."""
+    """Yield the reasons for the workers of an attempt, as `tandem explain` shows them: the decision, then the
+    candidates from the best to the worst.
+    """
     placement = attempt.placement
     decision: dict[str, Attribute] = {
         "tandem.placement.reason": placement.reason,

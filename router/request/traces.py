@@ -1,8 +1,8 @@
 """The OpenTelemetry spans of requests, made when a request has ended.
 
-They are made from what the account has anyway, and the choice which requests are sent comes last: failed, retried and
-slow ones always are; of the others, those that the client's own trace samples, and a share. No span has a prompt, an
-output or a key. A thread of OpenTelemetry's SDK sends them, and drops spans that it cannot send in time.
+They are made from the request's account, after the choice whether to send them: failed, retried and slow requests are
+always sent; of the others, those that the client's own trace samples, and a share. No span has a prompt, an output or a
+key. A thread of OpenTelemetry's SDK sends them, and drops spans that it cannot send in time.
 """
 
 import logging
@@ -47,7 +47,7 @@ class Traces:
             self._sender.send(request, account, ended, trace, time.time() - now_s)
 
     async def close(self) -> None:
-        """Send what is left, for a short time."""
+        """Send the remaining spans, for a short time."""
         await self._sender.close()
 
     def _is_notable(self, account: RequestAccount, ended: Explanation) -> bool:
@@ -57,7 +57,9 @@ class Traces:
 
 
 def open_traces(config: RouterConfig) -> Traces | None:
-    """Return None if the settings ask for no traces. Raises ConfigError if OpenTelemetry is not installed."""
+    """Return the traces of a router; None if the settings configure none. Raises ConfigError if OpenTelemetry is not
+    installed.
+    """
     if not config.otlp_endpoint:
         return None
     try:

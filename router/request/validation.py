@@ -233,7 +233,7 @@ def _check_stop(stop: StopConditions, model: ModelInfo) -> None:
 
 
 def _check_grammar(request: GenerateRequest, model: ModelInfo) -> None:
-    """Check what contradicts a grammar. What it says is checked by router/grammars/."""
+    """Check that no other field contradicts the grammar, whose content router/grammars/ checks."""
     field = request.grammar_field
     if not model.has_tokenizer:
         raise NoTokenizer(f"the model {model.name} has no tokenizer: it takes no {field}", param=field)
@@ -323,7 +323,7 @@ def _choice_seed(seed: int, choice: int) -> int:
 
 
 def _require(condition: bool, param: str | None, message: str) -> None:
-    """`param`: the client's field that must change."""
+    """Raise InvalidRequest unless the condition holds. `param`: the client's field that must change."""
     if not condition:
         raise InvalidRequest(message, param=param)
 
@@ -342,8 +342,7 @@ class MessageLimits:
     """The largest messages that a request may need.
 
     A request grows: its client resumes it with the tokens of all choices in one message, and routers send the committed
-    tokens to workers. It is admitted only if the largest of these messages stays within its receiver's limit.
-    """
+    tokens to workers. It is admitted only if the largest of these messages stays within its receiver's limit."""
 
     client_bytes: int  # `--max-message-bytes`: the largest message that routers take from a client
     worker_bytes: int  # the largest that workers take from a router

@@ -102,7 +102,9 @@ def _values(message: ChatMessage) -> dict[str, Any]:
 
 
 def _object(text: str) -> object:
-    """Templates write arguments as JSON themselves. A text that is no JSON object stays as it is."""
+    """Parse the arguments of a call, which templates write as JSON themselves. A text that is no JSON object stays as
+    it is.
+    """
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):

@@ -22,7 +22,7 @@ SETTLED_TOKEN = "x"  # stands before a token to make it any but the first
 
 
 class Step(Protocol):
-    """One incremental decoder of the chain. Pieces are tokens, or, behind Fuse, consecutive parts of the text."""
+    """An incremental decoder of the chain. Pieces are tokens or, behind Fuse, consecutive parts of the text."""
 
     def push(self, piece: str) -> Sequence[str]: ...
 
@@ -242,7 +242,7 @@ class Detokenizer:
     """Detokenizes one text. `push` and `end` return the text that no later token can change."""
 
     def __init__(self, vocabulary: Vocabulary, *, skips_special_tokens: bool = True) -> None:
-        """Without `skips_special_tokens` they are in the text by their names."""
+        """Start a text. Without `skips_special_tokens`, special tokens are in the text by their names."""
         self._vocabulary = vocabulary
         self._token = vocabulary.visible_token if skips_special_tokens else vocabulary.token
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if vocabulary.is_byte_level else None

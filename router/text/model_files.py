@@ -1,4 +1,4 @@
-"""Reads what the small files of a model say about it; cluster/grammar/tokenizer_files.py finds them.
+"""Reads the properties of a model from its small files; cluster/grammar/tokenizer_files.py finds them.
 
 Never reads weights, and does not need the library that runs the model.
 """
@@ -111,8 +111,9 @@ def _default_sampling(generation: Json) -> Sampling:
 
 
 def _default_rules(generation: Json) -> LogitRules | None:
-    """Return its penalties, and `bad_words_ids` and `suppress_tokens` as bad words; as in `transformers`, an
-    end-of-sequence token alone is none."""
+    """Return the model's penalties, and `bad_words_ids` and `suppress_tokens` as bad words; as in `transformers`, an
+    end-of-sequence token alone is none.
+    """
     penalties = {key: generation[key] for key in PENALTY_RANGES if generation.get(key) is not None}
     for key, value in penalties.items():
         least, most = PENALTY_RANGES[key]

@@ -13,7 +13,8 @@ from router.text.detokenizer import Detokenizer
 
 class TextDelta(NamedTuple):
     """The text that a push released. `stopped_by`: the stop string that ended it; tokens after `num_tokens_used` are
-    void. One per token, so it is a tuple: a frozen dataclass takes four times as long to make."""
+    void. It is a tuple because there is one per token: a frozen dataclass takes four times as long to make.
+    """
 
     text: str
     stopped_by: str | None

@@ -1,4 +1,4 @@
-"""Converts prompts and chats to token ids as the files of the model define it.
+"""Converts prompts and chats to token ids as the model's files define.
 
 Owns the tokenizer and the threads that encode long texts off the event loop. Every method of
 `Tokenization` is a pure function and safe to call from several threads. The library holds the GIL while it encodes one
@@ -112,8 +112,9 @@ class Tokenization:
         return self._encode(text, add_special_tokens=False)
 
     def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of each word as it stands at the beginning of a text and behind a space. Raises
-        NoTokenizer, InvalidRequest."""
+        """Return the tokens of each word, once at the beginning of a text and once behind a space. Raises NoTokenizer,
+        InvalidRequest.
+        """
         texts = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
         return tuple(dict.fromkeys(self._encode(text, add_special_tokens=False) for text in texts))
 

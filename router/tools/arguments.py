@@ -1,4 +1,4 @@
-"""Arguments that a model writes one by one as text: the tool's schema says which type each of them has.
+"""Converts arguments that a model writes one by one as text to JSON, by the types in the tool's schema.
 
 `tagged.py` names what the formats were compared with.
 """
@@ -84,8 +84,9 @@ def _escaped(text: str) -> str:
 
 
 def _as_json(text: str, types: frozenset[str]) -> str:
-    """Return the JSON of a value. A type that may be a string makes it one, except null, lists and objects where the
-    schema allows them. Other values are the JSON or the Python literal that the text is, or a string where it is none.
+    """Return the JSON of a value. If the schema allows a string, the text becomes one, except null, lists and objects
+    that the schema allows too. Otherwise the value is the JSON or the Python literal in the text, or a string if it is
+    neither.
     """
     bare = text.strip()
     if "null" in types and bare.lower() in _NULLS:

@@ -1,4 +1,4 @@
-"""How each family of models writes calls, as parts of a grammar: what formats.py reads, in the form of the templates.
+"""The form in which each family of models writes calls, as parts of a grammar. formats.py reads the same forms.
 
 Sources: the templates that tagged.py, marked.py and harmony.py name.
 """
@@ -63,7 +63,7 @@ class CallForm:
 
 
 def _json_call(key: str, before: str = "", after: str = "") -> Callable[[Lark, CallableTool], str]:
-    """An object with the name and, as `key`, the arguments."""
+    """Return an expression for an object with the name and, as `key`, the arguments."""
 
     def call(lark: Lark, tool: CallableTool) -> str:
         head = f'{before}{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{key}": '
@@ -73,7 +73,7 @@ def _json_call(key: str, before: str = "", after: str = "") -> Callable[[Lark, C
 
 
 def _named_call(before: str, between: str, after: str = "") -> Callable[[Lark, CallableTool], str]:
-    """The name without quotes, and the arguments."""
+    """Return an expression for the name without quotes and the arguments."""
 
     def call(lark: Lark, tool: CallableTool) -> str:
         head = lark.literal(before + tool.plain_name + between)
@@ -83,7 +83,7 @@ def _named_call(before: str, between: str, after: str = "") -> Callable[[Lark, C
 
 
 def _tagged_call(before: str, after_name: str, value: TagValue, after: str) -> Callable[[Lark, CallableTool], str]:
-    """The name, and each argument between tags of its own."""
+    """Return an expression for the name and each argument between tags of its own."""
 
     def call(lark: Lark, tool: CallableTool) -> str:
         arguments = tagged_arguments(lark, tool.schema, value, is_strict=tool.is_strict)

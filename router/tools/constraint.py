@@ -69,8 +69,9 @@ def constrained(
 
 
 def _can_constrain(use: ToolUse, answers: AnswerFormat, grammar: Grammar | None) -> bool:
-    """Calls that no marker announces cannot be told from free text before their end: they are constrained only where
-    there is no free text."""
+    """Return whether calls can be constrained. Calls that no marker announces cannot be distinguished from free text
+    before their end: they are constrained only if there is no free text.
+    """
     if use.must_call or grammar is not None:
         return True
     form = answers.tools.form if answers.tools is not None else None
@@ -85,8 +86,9 @@ class _Writer:
         self._prompt_end = prompt_end
 
     def source(self, use: ToolUse | None, grammar: Grammar | None) -> str:
-        """`use`: how calls are constrained; None if there are none to constrain. `grammar`: what an answer without
-        calls matches."""
+        """Return the grammar's text. `use`: how calls are constrained; None if there are none to constrain. `grammar`:
+        for an answer without calls.
+        """
         tools, reasoning = self._answers.tools, self._answers.reasoning
         is_harmony = (reasoning is not None and reasoning.tags is None) or (tools is not None and tools.form is None)
         if is_harmony:
@@ -100,7 +102,9 @@ class _Writer:
         return self._lark.source(f"{self._thinking()} {body}")
 
     def _present(self, form: CallForm) -> CallForm:
-        """Mistral's tokenizers of the newer form have a token for it."""
+        """Return the form with the markers that the tokenizer has: Mistral's newer tokenizers have a token for
+        `[ARGS]`.
+        """
         return MISTRAL_NAMED if form is MISTRAL_LIST and self._lark.is_token("[ARGS]") else form
 
     def _calls(self, use: ToolUse, form: CallForm, grammar: Grammar | None) -> str:
@@ -114,8 +118,9 @@ class _Writer:
         return lark.rule(f"{text} | {lark.text_until(form.trigger, form.calls_too)} {calls}")
 
     def _thinking(self) -> str:
-        """The reasoning with which the answer begins: until its end where the prompt has opened it, none where the
-        prompt has closed it or the request asks for none."""
+        """Return an expression for the reasoning with which the answer begins: up to its end if the prompt has opened
+        it, none if the prompt has closed it or the request disables it.
+        """
         reasoning = self._answers.reasoning
         if reasoning is None or reasoning.tags is None:
             return ""
@@ -127,7 +132,7 @@ class _Writer:
         return rest if is_open else f"({lark.literal(tags.opening)} {rest})?"
 
     def _harmony(self, use: ToolUse | None, grammar: Grammar | None) -> str:
-        """Messages of reasoning and of introduction, then a call or the final message."""
+        """Return an expression for messages of reasoning and of introduction, then a call or the final message."""
         lark = self._lark
         begun = [f"<|channel|>{channel}<|message|>" for channel in ("analysis", "commentary")]
         before = lark.rule(" | ".join(map(lark.literal, begun)))
@@ -139,7 +144,7 @@ class _Writer:
         return lark.source(f"({message})* ({' | '.join(ends)})")
 
     def _harmony_call(self, tools: Sequence[CallableTool]) -> str:
-        """One call: its end is the model's end of sequence."""
+        """Return an expression for one call, which ends with the model's end of sequence."""
         lark = self._lark
         heads = [f"<|channel|>commentary to=functions.{tool.plain_name} <|constrain|>json<|message|>" for tool in tools]
         pairs = zip(heads, tools, strict=True)

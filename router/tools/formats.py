@@ -90,7 +90,7 @@ class AnswerFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The tokens that must appear in the text even where the tokenizer counts them as special."""
+        """Return the tokens that must appear in the text even if the tokenizer counts them as special."""
         found = [*(self.tools.markers if self.tools else ()), *(self.reasoning.markers if self.reasoning else ())]
         return tuple(dict.fromkeys(found))
 
@@ -138,7 +138,7 @@ class AnswerParser:
         return self._source.drain()
 
     def _guarded(self, read: Callable[[Source], Waiting[None]]) -> Waiting[None]:
-        """A call whose form breaks ends there, and what follows is content."""
+        """Run a parser. A call whose form breaks ends there, and the rest is content."""
         try:
             yield from read(self._source)
         except (NoSuchForm, TextEnded):

@@ -39,5 +39,5 @@ def harmony(source: Source, tools: Tools) -> Waiting[None]:
 
 
 def _text_of(header: str) -> str:
-    """A text without any message is content; an unfinished header is nothing."""
+    """Return the text as content if it has no message; an unfinished header is dropped."""
     return "" if header.lstrip().startswith("<|") else header

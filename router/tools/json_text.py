@@ -1,4 +1,4 @@
-"""Reads JSON as it comes, and passes the source text of a call's arguments on without waiting for their end."""
+"""Reads JSON incrementally, and passes the source text of a call's arguments on without waiting for their end."""
 
 import json
 from collections.abc import Collection
@@ -85,7 +85,7 @@ def _call(source: Source, known: Collection[str] | None) -> Waiting[None]:
 
 
 def _argument_value(source: Source, emit: Emit) -> Waiting[None]:
-    """Arguments may be an object, or a string that holds one. Another string stays a string."""
+    """Read the value of a call's arguments: an object, or a string that holds one. Another string stays a string."""
     if (yield from source.next_character()) == '"':
         text = yield from json_string(source)
         emit(text if text.lstrip().startswith("{") else json.dumps(text, ensure_ascii=False))

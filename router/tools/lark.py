@@ -34,7 +34,7 @@ class Lark:
         return marker in self._token_ids
 
     def literal(self, text: str) -> str:
-        """This text. Markers in it are their tokens."""
+        """Return an expression for this text, in which markers are their tokens."""
         parts, at = [], 0
         for found in self._marker.finditer(text) if self._token_ids else ():
             parts += [_quoted(text[at : found.start()]), f"<[{self._token_ids[found[0]]}]>"]
@@ -42,9 +42,10 @@ class Lark:
         return " ".join(part for part in (*parts, _quoted(text[at:])) if part) or '""'
 
     def one_of(self, words: Sequence[str], end: str) -> str:
-        """One of these texts, before the text `end`; empty for none. Most are alternatives of one terminal: the library
-        limits those of a rule to 2,000. A text with a character at which `end` may begin, a marker, or no character is
-        an alternative of its own."""
+        """Return an expression for one of these texts, followed by the text `end`; empty for none. Most are
+        alternatives of one terminal: the library limits those of a rule to 2,000. A text with a character at which
+        `end` may begin, a marker, or no character is an alternative of its own.
+        """
         plain = [word for word in words if word and end[:1] not in word and not self._marked(word)]
         others = [self.literal(word) for word in words if not word or end[:1] in word or self._marked(word)]
         terminal = [self._terminal(" | ".join(map(_quoted_whole, dict.fromkeys(plain))))] if plain else []
@@ -54,28 +55,29 @@ class Lark:
         return bool(self._token_ids) and self._marker.search(word) is not None
 
     def text(self, without: Sequence[str], patterns: Sequence[str] = (_ANY_TEXT,)) -> str:
-        """Any text that matches these patterns and contains none of these words."""
+        """Return an expression for any text that matches these patterns and contains none of these words."""
         words = [_escaped(word) for word in without if not self.is_token(word)]
         excluded = [f"~/(?s:.*)({'|'.join(words)})(?s:.*)/"] if words else []
         return self._terminal(" & ".join([*(f"/{pattern}/" for pattern in patterns), *excluded]))
 
     def text_until(self, marker: str, without: Sequence[str] = ()) -> str:
-        """Any text without these words, up to the first of this marker, and the marker."""
+        """Return an expression for any text without these words, up to and including the first such marker."""
         text = self.text((marker, *without))
         return (
             f"{text} {self.literal(marker)}" if self.is_token(marker) else self._terminal(f"{text} {_quoted(marker)}")
         )
 
     def json(self, schema: Mapping[str, Any], *, is_lenient: bool = False) -> str:
-        """JSON that the schema admits. `is_lenient`: keywords that cannot be enforced are ignored. Raises
-        InvalidGrammar."""
+        """Return an expression for JSON that the schema admits. `is_lenient`: keywords that cannot be enforced are
+        ignored. Raises InvalidGrammar.
+        """
         if "x-guidance" in schema:
             raise InvalidGrammar("x-guidance would change how the schema is read: leave it out")
         options = {"x-guidance": JSON_OPTIONS | {"lenient": is_lenient}}
         return self.rule(f"%json {json.dumps(options | dict(schema))}")
 
     def answer(self, grammar: Grammar) -> str:
-        """Text that matches a grammar of the request. Raises InvalidGrammar."""
+        """Return an expression for text that matches a grammar of the request. Raises InvalidGrammar."""
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:
                 return self.json(_object(grammar.text))

@@ -1,7 +1,6 @@
-"""A grammar of arguments that a format writes one by one between tags.
-
-What `arguments.py` makes of such a value depends on the types of its schema. Where they include text, every text that
-the schema admits is written as it is; otherwise the value is JSON.
+"""The grammar of arguments that a format writes one by one between tags. The types in the schema decide how
+`arguments.py` converts such a value: if they include text, every text that the schema admits is written as it is;
+otherwise the value is JSON.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The bodies of Anthropic's Messages API, and the chat that they mean."""
+"""The bodies of Anthropic's Messages API, and their conversion to a chat."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -26,7 +26,9 @@ _MAX_BLOCKS = 2048
 
 
 class CacheControl(StrictBody):
-    """Accepted; changes nothing: equal beginnings of prompts are cached without it."""
+    """The cache control of a block. It is accepted and changes nothing: equal beginnings of prompts are cached without
+    it.
+    """
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -50,7 +52,7 @@ class ThinkingBlock(StrictBody):
 
 
 class RedactedThinkingBlock(StrictBody):
-    """Accepted; changes nothing: only Anthropic can read it."""
+    """A block of redacted reasoning. It is accepted and changes nothing, because only Anthropic can read it."""
 
     type: Literal["redacted_thinking"]
     data: str

@@ -1,4 +1,4 @@
-"""Messages whole and as events, from the pieces of a text."""
+"""Builds messages, whole and as events, from the pieces of a text."""
 
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -191,7 +191,7 @@ def arguments_object(text: str) -> Json:
 
 
 def message_usage(usage: Usage) -> Json:
-    """Cached tokens are counted apart from those that were computed, as Anthropic does."""
+    """Return the usage, in which cached tokens are counted apart from computed ones, as Anthropic does."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "output_tokens": usage.completion_tokens,

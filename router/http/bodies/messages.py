@@ -40,7 +40,7 @@ def _text(content: list[TextPart]) -> str:
 
 
 class _Message(StrictBody):
-    """One message. `content` may be a list of text parts, which are joined by newlines."""
+    """A message. `content` may be a list of text parts, which are joined by newlines."""
 
     content: _Content
     name: str = Field("", description="of the participant or tool; given to the chat template")
@@ -127,7 +127,7 @@ class Tool(StrictBody):
 
 
 class WordChoice(StrictBody):
-    """`none`: the model is shown no tools. `required`: it calls at least one."""
+    """The choice of tools by a word. `none`: the model is shown no tools. `required`: it calls at least one."""
 
     type: Literal["none", "auto", "required"]
 

@@ -1,7 +1,7 @@
 """The OpenAPI document: every status, body, stream, header and security scheme of the HTTP API.
 
-FastAPI derives the requests from the routes. This module adds what only the server knows: the statuses of errors, the
-events of streams, the API key, and the sizes of the served model.
+FastAPI derives the requests from the routes. This module adds the statuses of errors, the events of streams, the API
+key, and the sizes of the served model.
 """
 
 from collections.abc import Iterator, Sequence
@@ -111,7 +111,7 @@ def _operations(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]
 
 
 def _write_whole_numbers(value: object) -> None:
-    """FastAPI writes the bounds of integers as 1.0; a client that sends that is refused."""
+    """Write the bounds of integers as integers: FastAPI writes 1.0, which is refused if a client sends it."""
     if isinstance(value, dict):
         for name, inner in value.items():
             if name in ("minimum", "maximum") and isinstance(inner, float) and inner.is_integer():
@@ -124,7 +124,7 @@ def _write_whole_numbers(value: object) -> None:
 
 
 def _never_null(parameter: dict[str, Any]) -> None:
-    """A parameter is text: it is left out, and never null."""
+    """Remove null from the types of parameters: a parameter is text, which is left out and never null."""
     alternatives = parameter["schema"].pop("anyOf", ())
     for alternative in alternatives:
         if alternative != {"type": "null"}:
@@ -178,7 +178,7 @@ def numbers_up_to(most: int) -> str:
 
 
 def _leave_out(schemas: dict[str, Any], name: str, nothing: object) -> None:
-    """Declare that this router accepts no value of a field but the one that asks for nothing."""
+    """Declare that this router accepts no value of a field but the one without effect."""
     for schema in schemas.values():
         if "messages" in schema.get("properties", {}) and name in schema["properties"]:
             schema["properties"][name] = {"enum": [None] if nothing is None else [None, nothing]}

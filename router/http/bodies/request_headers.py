@@ -1,4 +1,4 @@
-"""The wishes of a request in its headers: bodies stay as OpenAI defines them."""
+"""The options of a request in its headers: bodies stay as OpenAI defines them."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,8 +1,6 @@
-"""The base class of request bodies. No field of a client is ignored in silence.
-
-A body lists its own fields, and the fields of other servers that Tandem does not have, with the values that ask for
-nothing. Every other field, and every other value, is refused by name. The JSON schema of a body says the same, and says
-which fields may be null.
+"""The base class of request bodies. No field of a client is ignored silently. A body lists its own fields, and the
+fields of other servers that Tandem does not have, with their values without effect. Every other field, and every other
+value, is refused by name. The JSON schema of a body says the same, and says which fields may be null.
 """
 
 from collections.abc import Mapping
@@ -17,7 +15,7 @@ NeutralValues = Mapping[str, tuple[object, ...]]
 
 
 def _declare_what_is_accepted(schema: dict[str, Any], body: type["StrictBody"]) -> None:
-    """Add null to every optional field, and add the fields that may only ask for nothing."""
+    """Add null to every optional field, and add the fields of which only values without effect are accepted."""
     required = schema.get("required", ())
     properties = schema.setdefault("properties", {})
     for name, field in properties.items():
