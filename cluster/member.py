@@ -150,7 +150,7 @@ def from_json(text: str) -> Member:
 
 
 def _require_bounds(member: Member) -> None:
-    """Check every value: all members compute with what one member registers. Raises ValueError."""
+    """Check that every value is within its bounds, because other members compute with it. Raises ValueError."""
     addresses = (member.address, member.http_address, member.metrics_address)
     texts = (member.id.id, member.id.incarnation, member.model, member.grammar_engine, *addresses, *member.transports)
     texts = (*texts, member.scheduling_policy)

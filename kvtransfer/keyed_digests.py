@@ -81,7 +81,7 @@ def exported_definition(mode: VerifyMode, name: str, keys: ClusterKeys) -> Diges
 
 def accepted_definitions(mode: VerifyMode, names: Sequence[str], keys: ClusterKeys) -> dict[str, DigestDefinition]:
     """Return the definitions that an importer can verify, by name: `names` and those under each valid secret. An
-    importer with `keyed` accepts only the latter, so that nobody on the path can lower what it verifies."""
+    importer with `keyed` accepts only the latter, so that no attacker on the path can weaken the verification."""
     public = () if mode is VerifyMode.KEYED else tuple(DigestDefinition(name) for name in names)
     return {definition.name: definition for definition in (*public, *_keyed(keys))}
 

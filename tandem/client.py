@@ -190,11 +190,12 @@ class AsyncClient(_BaseClient[grpc.aio.Channel]):
 
 
 class _Turn:
-    """One call without side effects, tried at each router in turn.
+    """A call without side effects, which is tried at each router in turn.
 
     Such a call has no keep-alive messages, so a frozen router cannot be told from a slow one: the next router is called
     after `keepalive_timeout_s`, and the last one has the remaining time. Iterate over (stub, timeout in seconds) and
-    call within `next_on_failure`; `failure` is the error to raise when no router is left."""
+    call within `next_on_failure`; `failure` is the error to raise when no router is left.
+    """
 
     def __init__(self, routers: Routers[Any], keepalive_timeout_s: float) -> None:
         self._routers = routers

@@ -72,7 +72,9 @@ class _BaseGeneration:
 
     @property
     def request_id(self) -> str:
-        """The request's id. It changes only if the id was still live at a router after the first router was lost."""
+        """Return the request's id. It changes only if the id was still live at a router after the first router was
+        lost.
+        """
         return self._progress.request.request_id
 
     def _begin_call(self) -> tuple[Any, KeepAliveTimer]:

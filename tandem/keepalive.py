@@ -53,14 +53,16 @@ class KeepAliveTimer:
 
     @property
     def response_s(self) -> float:
-        """Seconds that the other side has for its response to the ping."""
+        """Return the seconds that the other side has for its response to the ping."""
         timeout_s = self.timeout_s or 0.0
         rest_s = timeout_s * (1 - _PING_SHARE)
         # The first call to a router may have to connect to it first.
         return rest_s if self._is_response_enough else min(max(timeout_s * _RESPONSE_SHARE, _LEAST_RESPONSE_S), rest_s)
 
     def on_first_message(self, timeout_s: float | None) -> None:
-        """The other side sends keep-alive messages with this timeout, or none: no timeout from now on."""
+        """Record that the other side sends keep-alive messages with this timeout; None: it sends none, so there is no
+        timeout from now on.
+        """
         self.timeout_s, self._is_response_enough = timeout_s, False
 
     def begin(self, now_s: float) -> float | None:
@@ -102,7 +104,8 @@ class KeepAliveTimer:
         return is_due
 
     def on_ping_response(self) -> None:
-        """The other side responded: it has the rest of the timeout to send a message on the call, unless its response
-        is enough."""
+        """Record that the other side responded. It has the rest of the timeout to send a message on the call, unless
+        its response is enough.
+        """
         if self._check_s is not None and self._is_pinged:
             self._check_s = None if self._is_response_enough else max(self._check_s, self._over_s)

@@ -1,4 +1,4 @@
-"""Run the checks of keep-alive timers (tandem/keepalive.py), for blocking readers and for readers on an event loop.
+"""Runs the checks of keep-alive timers (tandem/keepalive.py), for blocking readers and for readers on an event loop.
 
 A token costs no more than two clock reads.
 """
@@ -26,7 +26,9 @@ class KeepAliveWatch:
 
     @contextmanager
     def waiting(self, timer: KeepAliveTimer, end: _End, ping: _Ping) -> Iterator[None]:
-        """The reader waits within. Another thread calls `ping` when a ping is due, and `end` when the call is lost."""
+        """Run the timer while the reader waits within the `with` block. Another thread calls `ping` when a ping is due,
+        and `end` when the call is lost.
+        """
         check_s = timer.begin(time.monotonic())
         if check_s is None:
             yield

@@ -23,9 +23,10 @@ _LAST_LINES = 5
 
 
 class LocalCluster:
-    """Started when created, ready when the constructor returns, stopped by `close` or at the end of its `with` block.
+    """A running cluster. It is ready when the constructor returns; `close` or the end of its `with` block stops it.
 
-    `grpc` and `http` are the first router's addresses, host:port and a URL."""
+    `grpc` and `http` are the first router's addresses, host:port and a URL.
+    """
 
     def __init__(
         self,

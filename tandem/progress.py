@@ -76,7 +76,8 @@ class Progress:
         return self._deadline_s - now_s
 
     def on_lost(self, error: TandemError, now_s: float) -> float:
-        """The stream ended with `error`. Update `request` and `router`, and return the seconds to wait before the call.
+        """Handle the end of the stream with `error`: update `request` and `router`, and return the seconds to wait
+        before the next call.
 
         Raises `error` if another call is of no use, and DeadlineExceeded if the deadline would pass first. An accepted
         generation is tried until its deadline, unless routers answer that it cannot be served; before its acceptance
@@ -183,7 +184,9 @@ class Assembly:
 
 @dataclass(slots=True)
 class _Growth:
-    """One choice: the tokens received, and the position of the present stream, which may be behind them."""
+    """The progress of one choice: the tokens received, and the position of the present stream, which may be behind
+    them.
+    """
 
     deltas: list[Delta] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)

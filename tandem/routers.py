@@ -31,7 +31,7 @@ def addresses(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def is_reachable(found: str, asked: str) -> bool:
-    """A loopback address that another machine names is not reachable from here."""
+    """Return whether an address that a router names can be dialled: a loopback address of another machine cannot."""
     return asked.startswith(_LOOPBACK) or not found.startswith(_LOOPBACK)
 
 
@@ -111,7 +111,7 @@ class Routers(Generic[Channel]):
             return self._pop_unnamed()
 
     def close(self) -> list[Channel]:
-        """Returns the channels, which the caller must close."""
+        """Remove all routers. Returns their channels, which the caller must close."""
         with self._lock:
             self.is_closed = True
             return list(self._channels.values())

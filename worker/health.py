@@ -69,7 +69,7 @@ class WorkerHealth:
 
     @property
     def step_s(self) -> float:
-        """The duration of the running step so far; 0 if no step runs."""
+        """Return the seconds for which the present step has run; 0 if no step runs."""
         busy_since_s = self._steps.progress.busy_since_s
         return 0.0 if busy_since_s is None else max(0.0, self._clock.now_s() - busy_since_s)
 
@@ -80,7 +80,7 @@ class WorkerHealth:
 
     @property
     def problem(self) -> str:
-        """The present problems; empty if there are none."""
+        """Return the present problems; empty if there are none."""
         return "; ".join(self._problems.values())
 
     def refuse_if_unhealthy(self) -> None:

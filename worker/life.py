@@ -87,7 +87,9 @@ class WorkerProfile:
 
 
 class WorkerLife:
-    """Created before the model is loaded, so that errors in flags, port, key or Redis appear at once."""
+    """The life of one worker. It is created before the model is loaded, so that errors in flags, port, key or Redis
+    appear at once.
+    """
 
     def __init__(
         self,

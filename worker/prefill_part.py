@@ -23,8 +23,9 @@ ComputeSeconds = Callable[[int, int], float]
 
 
 class PrefillPart:
-    """`outstanding`: the account of the routers' work. `compute_s` predicts the seconds to compute a number of tokens
-    behind others. `handoff_ids` are shared with the imports of hand-offs."""
+    """The part of one worker. `outstanding`: the account of the routers' work. `compute_s` predicts the seconds to
+    compute a number of tokens behind others. `handoff_ids` are shared with the imports of hand-offs.
+    """
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class PrefillPart:
         )
 
     def on_released(self) -> None:
-        """A ticket has no lease left."""
+        """Handle the release of a ticket, which has no lease left."""
         self._released.set()
 
     async def drain(self, grace_s: float, *, num_frozen: Callable[[], int]) -> None:

@@ -25,8 +25,9 @@ _INSPECTION_TIMEOUT_S = 30.0
 
 
 class Inspections:
-    """Asks the step thread for its blocks and figures. `owners` returns the names of the holders of blocks among the
-    objects of the event loop (cluster/holders.py); each posts the release of its blocks before its name disappears."""
+    """Requests the blocks and figures of the step thread. `owners` returns the names of the holders of blocks among the
+    objects of the event loop (cluster/holders.py); each posts the release of its blocks before its name disappears.
+    """
 
     def __init__(self, steps: Asked, owners: Callable[[], Iterable[str]]) -> None:
         self._steps = steps
@@ -58,8 +59,10 @@ class Inspections:
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """`more_figures` adds the figures of the event loop: hand-offs, leases, streams. `check_link` times the
-    transports from another worker's memory to this worker's. `publish_cache_events` serves one subscription."""
+    """The service of a worker. `more_figures` adds the figures of the event loop: hand-offs, leases, streams.
+    `check_link` times the transports from another worker's memory to this worker's. `publish_cache_events` serves one
+    subscription.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a worker observes of itself and reports: inspections, health, canaries, heartbeats and metrics.
+"""The self-observation of a worker and its reports: inspections, health, canaries, heartbeats and metrics.
 
 `watch_over` builds the watch over the step thread from the settings of the worker. `Heartbeats` sends every router the
 step counter, the load and the free blocks. `WorkerMetrics` publishes what the step thread counts.
@@ -49,7 +49,9 @@ def watch_over(
     end_work: Callable[[Unhealthy], None],
     owners: Callable[[], Iterable[str]],
 ) -> WorkerWatch:
-    """`runner` runs the canaries. `end_work`: as WorkerHealth's. `owners`: as Inspections'."""
+    """Return the watch over a step thread. `runner` runs the canaries. `end_work`: as WorkerHealth's. `owners`: as
+    Inspections'.
+    """
     config = life.config
     health = WorkerHealth(
         server=life.server,
@@ -76,7 +78,9 @@ _LOG = logging.getLogger("tandem.heartbeats")
 
 
 class Heartbeats:
-    """Runs on the event loop and not on the step thread, so routers see a stuck step as a constant counter."""
+    """Sends heartbeats, on the event loop and not on the step thread, so routers see a stuck step as a constant
+    counter.
+    """
 
     def __init__(
         self,

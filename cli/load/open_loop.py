@@ -114,7 +114,7 @@ Send = Callable[[int, Arrival], AsyncGenerator[int, None]]
 
 
 class RequestFailed(Exception):
-    """Raised by `send` for a failed request; the text is the name of its reason."""
+    """A request has failed. The text is the name of its reason."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,9 @@ _AZURE_COLUMNS = {"TIMESTAMP", "ContextTokens", "GeneratedTokens"}
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One planned request. Requests share a prefix of `prefix_block` tokens per leading prefix id that they have in
-    common."""
+    """A planned request. Requests share a prefix of `prefix_block` tokens per leading prefix id that they have in
+    common.
+    """
 
     at_s: float  # from the start of the run
     prompt_tokens: int

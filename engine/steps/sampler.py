@@ -34,8 +34,9 @@ _ELEMENTS_AT_ONCE = 1 << 22  # bounds the temporaries to a few hundred megabytes
 
 
 class RowDraw(Protocol):
-    """Another implementation of the same draws: returns tokens `[rows]`, or None for logits that it does not
-    support. Where there are `adjusted` rows, it draws from them, and only tokens that the masks allow."""
+    """A faster implementation of the same draws: it returns tokens `[rows]`, or None for logits that it does not
+    support. Where there are `adjusted` rows, it draws from them, and only tokens that the masks allow.
+    """
 
     def __call__(
         self,

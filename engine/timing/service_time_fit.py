@@ -144,7 +144,9 @@ def _sample(step: TimedStep) -> _Sample:
 
 
 class _ModelFit:
-    """seconds = a + b * number + c * total, over recent steps and, with little weight, one mean of every range."""
+    """A fit of seconds = a + b * number + c * total, over recent steps and, with little weight, one mean of every
+    range.
+    """
 
     def __init__(self) -> None:
         self._recent = NormalEquations(3)
@@ -246,7 +248,9 @@ def _divided(coefficients: _Coefficients, by: float) -> _Coefficients:
 
 
 class _FactorFit:
-    """The median over recent mixed steps of what they took in parts of the sum of prefill and decode."""
+    """A fit of the factor of mixed steps: the median, over recent ones, of their time divided by the sum of prefill and
+    decode.
+    """
 
     def __init__(self) -> None:
         self._factors: deque[float] = deque(maxlen=_NUM_FACTORS)

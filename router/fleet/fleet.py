@@ -1,4 +1,4 @@
-"""The workers as this router sees them now: which are registered, which answer, and how much work each has.
+"""The workers as this router sees them now: which of them are registered and answer, and how much work each has.
 
 Each worker has a supervisor, which connects to it, watches it, and fails every call in progress when it is lost. The
 registry decides about new work only: a worker is lost when it fails a direct health check or when a newer incarnation

@@ -201,7 +201,7 @@ _NOTHING_DECODED = _Decoded(0.0, RunningBeside(0, 0.0, 0.0), 0.0)
 
 
 def _beside(forecast: Forecast, work: WorkAhead) -> RunningBeside:
-    """Predict the sequences that run now at the worker that computes the prompt."""
+    """Predict the time between tokens of the sequences that run now at the worker that computes the prompt."""
     number = work.batch.num_running
     if not number:
         return RunningBeside(0, 0.0, 0.0)

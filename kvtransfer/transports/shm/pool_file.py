@@ -237,7 +237,9 @@ class PoolFileImporter(ABC, Generic[Mapped]):
         return pool
 
     def _checked(self, geometry: bytes, file: int) -> tuple[int, int]:
-        """Return (number of blocks, bytes of the file). Raises TransportError after closing the file."""
+        """Check a received file against its announced geometry. Return (number of blocks, bytes of the file). Raises
+        TransportError after closing the file.
+        """
         if len(geometry) == GEOMETRY.size:
             num_blocks, block_bytes, num_bytes = GEOMETRY.unpack(geometry)
             if block_bytes == self._block_bytes and num_blocks * block_bytes <= num_bytes:
