@@ -17,7 +17,9 @@ import jsonschema
 import pytest
 import yaml
 
+from cli.verbs.access.certs import make_authority, make_certificate
 from cluster.observe.metrics import WORKER
+from cluster.serving.tls import load_tls
 from cluster.settings.config import RouterConfig, WorkerConfig
 from cluster.settings.config_sources import add_flags, load_config
 from deploy.operator.__main__ import parser
@@ -32,7 +34,7 @@ _OVERLAYS = sorted(path.parent.name for path in _KUBERNETES.glob("*/kustomizatio
 _COMPONENTS = sorted(path.parent.name for path in _KUBERNETES.glob("components/*/kustomization.yaml"))
 _SCHEMAS = {
     kind: json.loads((Path(__file__).parent / "kubernetes_schemas" / f"{kind.lower()}.json").read_text())
-    for kind in ("ScaledObject", "ServiceMonitor")
+    for kind in ("Certificate", "Issuer", "ScaledObject", "ServiceMonitor")
 }
 _CONFIGS: dict[str, type[RouterConfig] | type[WorkerConfig]] = {
     "tandem-router": RouterConfig,
@@ -218,6 +220,47 @@ def test_prometheus_scrapes_every_member_at_its_port_of_metrics(folder: Path) ->
                 ports = container["ports"]
                 assert {"name": "metrics", "containerPort": service["spec"]["ports"][0]["port"]} in ports
     assert scraped == {"tandem-router", "tandem-prefill", "tandem-decode"}
+
+
+def test_members_with_tls_have_certificates_that_each_other_and_clients_accept(tmp_path: Path) -> None:
+    """The certificates are made here with the names that the manifests ask for; cert-manager does not run here."""
+    items = _overlay("mtls")
+    issuers = {item["metadata"]["name"] for item in items if item["kind"] == "Issuer"}
+    certificates = {item["spec"]["secretName"]: item["spec"] for item in items if item["kind"] == "Certificate"}
+    assert {spec["issuerRef"]["name"] for spec in certificates.values()} == issuers
+    assert [name for name, spec in certificates.items() if spec.get("isCA")] == [
+        item["spec"]["ca"]["secretName"] for item in items if item["kind"] == "Issuer" and "ca" in item["spec"]
+    ]
+    settings = next(item["data"] for item in items if item["kind"] == "ConfigMap")
+    authority = make_authority(tmp_path, days=2)
+    secrets = {}
+    for name in (*_CONFIGS, "tandem-operator"):
+        pod = _deployment(name, items)["spec"]["template"]["spec"]
+        mounted = {each["name"]: each["mountPath"] for each in pod["containers"][0]["volumeMounts"]}
+        (secrets[name],) = [
+            each["secret"]["secretName"] for each in pod["volumes"] if mounted.get(each["name"]) == "/tls"
+        ]
+        names = certificates[secrets[name]]
+        hosts = (*names["dnsNames"], *names.get("ipAddresses", ()))
+        pair = make_certificate(tmp_path, authority, secrets[name], hosts, days=2)
+        files = {"/tls/tls.crt": pair.cert, "/tls/tls.key": pair.key, "/tls/ca.crt": authority.cert}
+        tls = {key: str(files.get(value, value)) for key, value in settings.items() if key.startswith("TANDEM_TLS_")}
+        assert len(tls) == 4
+        assert load_tls(load_config(RouterConfig, {"model": "-"}, tls), "10.0.0.1") is not None
+    services = {item["metadata"]["name"] for item in items if item["kind"] == "Service"}
+    dialled = {"tandem-router", "tandem-router.tandem.svc", "localhost"}
+    assert dialled <= set(certificates[secrets["tandem-router"]]["dnsNames"]) and "tandem-router" in services
+
+
+def test_probes_of_members_with_tls_ask_the_port_that_has_none() -> None:
+    """A kubelet has no certificate of a member. The base's probes are checked in test_kubernetes.py."""
+    base, with_tls = _overlay("base"), _overlay("mtls")
+    for name in _CONFIGS:
+        probes = [
+            {key: value for key, value in each["spec"]["template"]["spec"]["containers"][0].items() if "Probe" in key}
+            for each in (_deployment(name, base), _deployment(name, with_tls))
+        ]
+        assert probes[0] == probes[1] and all("grpc" in probe for probe in probes[1].values())
 
 
 def test_workers_with_rdma_may_pin_memory_and_ask_for_a_device() -> None:
