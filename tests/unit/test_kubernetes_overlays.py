@@ -263,6 +263,27 @@ def test_probes_of_members_with_tls_ask_the_port_that_has_none() -> None:
         assert probes[0] == probes[1] and all("grpc" in probe for probe in probes[1].values())
 
 
+def test_members_wait_for_the_model_that_the_job_writes_where_they_read_it(folder: Path) -> None:
+    items = _with_component("model", folder)
+    settings = {item["metadata"]["name"]: item["data"] for item in items if item["kind"] == "ConfigMap"}
+    model = next(data for name, data in settings.items() if name.startswith("tandem-model"))
+    shared = next(data for name, data in settings.items() if name.startswith("tandem-settings"))
+    assert shared["TANDEM_MODEL"] == model["FOLDER"]
+    job = next(item for item in items if item["kind"] == "Job")
+    claim = next(item["metadata"]["name"] for item in items if item["kind"] == "PersistentVolumeClaim")
+    pods = [
+        job["spec"]["template"]["spec"],
+        *(_deployment(name, items)["spec"]["template"]["spec"] for name in _CONFIGS),
+    ]
+    for pod in pods:
+        (volume,) = [each for each in pod["volumes"] if each.get("persistentVolumeClaim", {}).get("claimName") == claim]
+        for container in (*pod.get("initContainers", ()), *pod["containers"]):
+            (mount,) = [each for each in container["volumeMounts"] if each["name"] == volume["name"]]
+            assert model["FOLDER"].startswith(f"{mount['mountPath']}/")
+            assert mount.get("readOnly", False) == (pod is not pods[0])
+    assert all(len(pod["initContainers"]) == 1 for pod in pods[1:])
+
+
 def test_workers_with_rdma_may_pin_memory_and_ask_for_a_device() -> None:
     for item in _overlay("rdma"):
         if item["kind"] == "Deployment" and item["metadata"]["name"] in DEPLOYMENTS.values():
