@@ -111,7 +111,7 @@ class Routers(Generic[Channel]):
             return self._pop_unnamed()
 
     def close(self) -> list[Channel]:
-        """Remove all routers. Returns their channels, which the caller must close."""
+        """Open no further channels. Returns the open ones, which the caller must close."""
         with self._lock:
             self.is_closed = True
             return list(self._channels.values())
