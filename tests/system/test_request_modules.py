@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.request_modules import __main__ as request_modules
 
-_MOST_MODULES = 134  # 131 and 132 were counted: a cache event may coincide with the request
+_MOST_MODULES = 137  # 133 and 135 were counted: a cache event or an inspection may coincide with the request
 
 
 @pytest.mark.slow
