@@ -30,8 +30,8 @@ _IN_REDIS = "redis"
 
 
 class Accounts:
-    def __init__(self, config: RouterConfig, registry: Registry, keys: ClusterKeys) -> None:
-        """Open the accounts. Raises ConfigError for a key file or an audit file that cannot be used."""
+    def __init__(self, config: RouterConfig, registry: Registry, keys: ClusterKeys, audit: Audit) -> None:
+        """Open the accounts. Raises ConfigError for a key file that cannot be used."""
         if config.is_insecure:
             _LOG.warning("--insecure: every host that reaches the ports uses this router without a key")
         self.gate = Gate(
@@ -42,7 +42,7 @@ class Accounts:
         )
         self._registry = registry
         self._shared: SharedUse | None = None
-        self.audit = Audit(config.audit_file)
+        self.audit = audit
         self.keys: RecordedKeys | None = None
         if config.keys:
             store = RedisKeyStore(registry) if config.keys == _IN_REDIS else FileKeyStore(Path(config.keys))

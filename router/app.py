@@ -13,6 +13,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from cluster.accounts.audit import Audit
 from cluster.auth.key_file import cluster_keys
 from cluster.auth.member_channel import open_member_channel
 from cluster.clock import MonotonicClock
@@ -107,8 +108,9 @@ class Router:
             targets=targets,
             traces=open_traces(config),
         )
-        self._registry = Registry.of_member(config, self._keys, self._telemetry)
-        self._accounts = Accounts(config, self._registry, self._keys)
+        audit = Audit(config.audit_file)
+        self._registry = Registry.of_member(config, self._keys, self._telemetry, audit)
+        self._accounts = Accounts(config, self._registry, self._keys, audit)
         answers = AnswerFormat.named(config.tool_call_parser, config.reasoning_parser)
         self._chats = ChatSettings(answers, config.trust_request_chat_template == "on")
         self._tokenization = _tokenization(config, answers.markers)

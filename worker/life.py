@@ -114,7 +114,8 @@ class WorkerLife:
         self.host = advertised_host(config)
         self.tls = load_tls(config, self.host)
         self.connect = partial(open_member_channel, keys=self.keys, caller=str(self.member), tls=self.tls)  # by address
-        gate = MemberGate(self.keys, self.member, self.telemetry, Audit(config.audit_file))
+        self.audit = Audit(config.audit_file)
+        gate = MemberGate(self.keys, self.member, self.telemetry, self.audit)
         self.server = GrpcServer(
             service_names=service_names,
             telemetry=self.telemetry,
@@ -137,7 +138,7 @@ class WorkerLife:
             host=config.metrics_host,
             port=config.metrics_port,
         )
-        self._registry = Registry.of_member(config, self.keys, self.telemetry)
+        self._registry = Registry.of_member(config, self.keys, self.telemetry, self.audit)
         self._stop = stop
         self._source, self._drain_grace_s = source, config.drain_grace_s
         self._loop = asyncio.get_running_loop()

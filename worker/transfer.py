@@ -163,7 +163,7 @@ def _wire_format(config: WorkerConfig, pool: PoolMemory, table: BlockTable) -> W
 def _transport_setup(life: WorkerLife, memory: PoolMemory) -> TransportSetup:
     return TransportSetup(
         member=life.member,
-        proofs=ConnectionProofs(life.keys, life.member, life.telemetry),
+        proofs=ConnectionProofs(life.keys, life.member, life.telemetry, life.audit),
         memory=memory,
         host=life.config.host,
         advertise_host=life.host,

@@ -23,6 +23,7 @@ from redis.asyncio.client import PubSub
 from redis.commands.core import AsyncScript
 from redis.exceptions import ResponseError
 
+from cluster.accounts.audit import Audit
 from cluster.auth.keys import ClusterKeys
 from cluster.clock import Clock, MonotonicClock
 from cluster.errors import Fenced, RegistryUnavailable
@@ -37,6 +38,7 @@ Answer = TypeVar("Answer")
 
 _INCARNATION_KEPT_MS = 24 * 3600 * 1000
 _JITTER = 0.2
+_CLAIMED = 100  # characters of an id that stands in Redis, in the audit log
 _FIRST_QUESTIONS = 3
 
 # KEYS: registration, incarnation, members, channel, generation. ARGV: id, incarnation, member, TTL in ms, retention of
@@ -106,12 +108,13 @@ class Registry:
         timeout_s: float = 1.0,
         clock: Clock | None = None,
         on_clock_skew: Callable[[float], None] = lambda skew_s: None,
-        on_refused: Callable[[str], None] = lambda reason: None,
+        on_refused: Callable[[str, str], None] = lambda reason, identifier: None,
     ) -> None:
         """`keys`: sign and verify registrations; None for a process that neither registers nor reads members.
 
         `on_clock_skew`: called at each renewal with this machine's wall clock minus that of Redis, in seconds.
-        `on_refused`: called with a Refusal, once for each record that no member of this cluster has signed."""
+        `on_refused`: called with a Refusal and the id in Redis, once for each record that no member of this cluster has
+        signed."""
         self.ttl_s = ttl_s
         self._signed_records = SignedRecords(keys, cluster_name, on_refused) if keys is not None else None
         self._timeout_s = timeout_s
@@ -131,15 +134,20 @@ class Registry:
         self._scripts: dict[str, AsyncScript] = {}  # of other users of the registry, by source text
 
     @staticmethod
-    def of_member(settings: ClusterSettings, keys: ClusterKeys, telemetry: Telemetry) -> "Registry":
+    def of_member(settings: ClusterSettings, keys: ClusterKeys, telemetry: Telemetry, audit: Audit) -> "Registry":
         """Return the registry for a process that is a member. Raises ConfigError."""
+
+        def on_refused(reason: str, identifier: str) -> None:
+            telemetry.count("tandem_refused_members_total", reason=reason)
+            audit.record_refusal(what="registration", origin="registry", why=reason, claims=identifier[:_CLAIMED])
+
         return Registry(
             url=settings.redis,
             cluster_name=settings.cluster_name,
             ttl_s=settings.registration_ttl_s,
             keys=keys,
             on_clock_skew=partial(telemetry.gauge, "tandem_clock_skew_seconds"),
-            on_refused=lambda reason: telemetry.count("tandem_refused_members_total", reason=reason),
+            on_refused=on_refused,
         )
 
     @property

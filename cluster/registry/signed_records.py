@@ -6,14 +6,11 @@ first call then fails, because it depends on the incarnation of the process that
 """
 
 import json
-import logging
 from collections.abc import Callable, Sequence
 
 from cluster.auth.keys import KEY_ID_BYTES, ClusterKeys, Purpose
 from cluster.auth.sessions import Refusal
 from cluster.member import Member, from_json, to_json
-
-_LOG = logging.getLogger("tandem.registry")
 
 
 class SignedRecords:
@@ -21,8 +18,9 @@ class SignedRecords:
     unchanged in Redis, even if its secret is dropped before its member has renewed it.
     """
 
-    def __init__(self, keys: ClusterKeys, cluster_name: str, refused: Callable[[str], None]) -> None:
-        """`refused` is called with a Refusal, once for each record without a valid signature."""
+    def __init__(self, keys: ClusterKeys, cluster_name: str, refused: Callable[[str, str], None]) -> None:
+        """`refused` is called with a Refusal and the id under which the record stands, once for each record without a
+        valid signature."""
         self._keys, self._cluster_name, self._on_refused = keys, cluster_name, refused
         self._valid: dict[str, tuple[str, Member]] = {}  # the last snapshot: records by the id under which they stand
         self._refused: dict[str, str] = {}  # likewise
@@ -46,7 +44,7 @@ class SignedRecords:
             elif reason is not None:
                 refused[identifier] = record
                 if self._refused.get(identifier) != record:
-                    self._refuse(identifier, reason)
+                    self._on_refused(reason, identifier)
         self._valid, self._refused = valid, refused
         return [member for _, member in valid.values()]
 
@@ -66,11 +64,6 @@ class SignedRecords:
         except ValueError:
             return None, None
         return (None, member) if member.id.id == identifier else (Refusal.REPLAYED, None)
-
-    def _refuse(self, identifier: str, reason: Refusal) -> None:
-        self._on_refused(reason)
-        fields = {"member": identifier[:100], "refusal": reason}
-        _LOG.warning("ignored a registration that no member of this cluster has signed", extra=fields)
 
     def _text(self, body: str) -> bytes:
         return f"{self._cluster_name}\0{body}".encode()

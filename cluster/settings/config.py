@@ -39,7 +39,7 @@ class ClusterSettings:
         "", "file with a bearer token that allows /metrics; without any key its port is bound to 127.0.0.1"
     )
     audit_file: str = setting(
-        "", "file to which a line of JSON is added for each call of an operator and each refused member; empty: the log"
+        "", "file to which a line of JSON is added for each call of an operator and refused members; empty: the log"
     )
     insecure: str = setting("off", "start also where other hosts reach a port without a key", choices=("on", "off"))
     loop_timeout_s: float = setting(30.0, "seconds until a process with a blocked event loop fails its health check")

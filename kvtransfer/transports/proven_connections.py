@@ -1,20 +1,19 @@
 """Connections between members: each begins with the proofs of `cluster/auth/connections.py`, before anything else.
 
-An exporter closes a connection that does not prove itself in time, counts it by reason, and logs one line per second at
-most, without any byte that the peer sent but its name.
+An exporter closes a connection that does not prove itself in time, counts it by reason, and records it in the audit
+log, without any byte that the peer sent but its name.
 """
 
 import asyncio
 import contextlib
-import logging
 import socket
 import ssl
-import threading
-import time
+import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from cluster.accounts.audit import Audit
 from cluster.auth.connections import (
     CHALLENGE_BYTES,
     HELLO_BYTES,
@@ -36,8 +35,8 @@ from kvtransfer.transports.sockets import receive, receive_on_loop, tune
 PROVE_S = 5.0  # from the first byte of a connection to the end of its proofs
 MAX_UNPROVEN = 64  # connections per transport; one more ends the oldest of them
 _CONNECT_TIMEOUT_S = 5.0
-_LOG_EVERY_S = 1.0
-_LOG = logging.getLogger(__name__)
+_CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
+_REFUSED = "KV connection"  # in the audit log
 
 # Makes the TLS handshake on a socket that is connected to a host, and verifies the certificate there. Raises OSError.
 ClientHandshake: TypeAlias = Callable[[socket.socket, str], ssl.SSLSocket]
@@ -50,16 +49,15 @@ class NotProven(ConnectionError):
 class ConnectionProofs:
     """The proofs of one member. Any thread may call it."""
 
-    def __init__(self, keys: ClusterKeys, member: MemberId, telemetry: Telemetry) -> None:
+    def __init__(self, keys: ClusterKeys, member: MemberId, telemetry: Telemetry, audit: Audit | None = None) -> None:
+        """`audit`: None for one that writes to the process's log."""
         self._keys, self._member, self._telemetry = keys, str(member), telemetry
-        self._lock = threading.Lock()  # over the two below
-        self._log_again_s = 0.0
-        self._num_unlogged = 0
+        self._audit = audit or Audit()
 
     def accept(self, connection: socket.socket, transport: str) -> None:
         """Prove both sides as the exporter, on a blocking socket. Raises NotProven, OSError."""
         accepting = AcceptingConnection(self._keys, transport=transport, exporter=self._member)
-        with self._recorded(transport):
+        with self._recorded(transport, connection, accepting):
             magic = _whole(receive(connection, MAGIC_BYTES))
             rest = _whole(receive(connection, HELLO_BYTES - MAGIC_BYTES)) if is_magic(magic) else b""
             connection.sendall(accepting.challenge(magic + rest))
@@ -69,7 +67,7 @@ class ConnectionProofs:
         """Do what `accept` does, on a socket that does not block."""
         accepting = AcceptingConnection(self._keys, transport=transport, exporter=self._member)
         loop = asyncio.get_running_loop()
-        with self._recorded(transport):
+        with self._recorded(transport, connection, accepting):
             magic = await receive_on_loop(connection, MAGIC_BYTES)
             rest = await receive_on_loop(connection, HELLO_BYTES - MAGIC_BYTES) if is_magic(magic) else b""
             await loop.sock_sendall(connection, accepting.challenge(magic + rest))
@@ -78,14 +76,14 @@ class ConnectionProofs:
     def open(self, connection: socket.socket, transport: str, exporter: MemberId) -> None:
         """Prove both sides as the importer, on a blocking socket. Raises NotProven, OSError."""
         opening = self._opening(transport, exporter)
-        with self._recorded(transport, is_exporter=False):
+        with self._recorded(transport, connection):
             connection.sendall(opening.hello)
             connection.sendall(opening.prove(_whole(receive(connection, CHALLENGE_BYTES))))
 
     async def open_on_loop(self, connection: socket.socket, transport: str, exporter: MemberId) -> None:
         """Do what `open` does, on a socket that does not block."""
         opening, loop = self._opening(transport, exporter), asyncio.get_running_loop()
-        with self._recorded(transport, is_exporter=False):
+        with self._recorded(transport, connection):
             await loop.sock_sendall(connection, opening.hello)
             proof = opening.prove(await receive_on_loop(connection, CHALLENGE_BYTES))
             await loop.sock_sendall(connection, proof)
@@ -98,36 +96,38 @@ class ConnectionProofs:
         """Return whether the exporter made this signature. A wrong one is counted."""
         if is_sealed(self._keys, signature, transport=transport, exporter=str(exporter), content=content):
             return True
-        self._record(transport, Refusal.WRONG_PROOF, f"{exporter} has not signed its endpoint")
+        detail = f"{exporter} has not signed its endpoint"
+        self._record(transport, Refusal.WRONG_PROOF, detail, origin="", claims=str(exporter))
         return False
 
     def _opening(self, transport: str, exporter: MemberId) -> OpeningConnection:
         return OpeningConnection(self._keys, transport=transport, importer=self._member, exporter=str(exporter))
 
     @contextlib.contextmanager
-    def _recorded(self, transport: str, *, is_exporter: bool = True) -> Iterator[None]:
-        """Count each refusal. An exporter also counts a peer that ends, or is too slow, before its proof; an importer
-        does not, since an exporter that ends is no refusal."""
+    def _recorded(
+        self, transport: str, connection: socket.socket, accepting: AcceptingConnection | None = None
+    ) -> Iterator[None]:
+        """Record each refusal. `accepting`: None at an importer. An exporter also records a peer that ends, or is too
+        slow, before its proof; an importer does not, since an exporter that ends is no refusal."""
+        origin = _peer(connection)  # a peer that has left has no address
         try:
             yield
         except MemberRefused as refusal:
-            self._record(transport, refusal.refusal, refusal.message)
+            claims = accepting.importer if accepting is not None else ""
+            self._record(transport, refusal.refusal, refusal.message, origin=origin, claims=claims)
             raise NotProven(refusal.message) from refusal
         except (OSError, asyncio.CancelledError) as error:
-            if is_exporter:
-                self._record(transport, Refusal.NO_PROOF, f"it sent no proof: {error or type(error).__name__}")
+            if accepting is not None:
+                detail = f"it sent no proof: {error or type(error).__name__}"
+                self._record(transport, Refusal.NO_PROOF, detail, origin=origin, claims=accepting.importer)
             raise
 
-    def _record(self, transport: str, reason: str, detail: str) -> None:
+    def _record(self, transport: str, reason: str, detail: str, *, origin: str, claims: str) -> None:
+        """`claims`: the name under which the peer came, which it has not proved; empty if it gave none."""
         self._telemetry.count("tandem_refused_kv_connections_total", transport=transport, reason=reason)
-        with self._lock:
-            now_s = time.monotonic()
-            if now_s < self._log_again_s:
-                self._num_unlogged += 1
-                return
-            num_unlogged, self._num_unlogged, self._log_again_s = self._num_unlogged, 0, now_s + _LOG_EVERY_S
-        fields = {"transport": transport, "refusal": reason, "not_logged_before": num_unlogged}
-        _LOG.warning("refused the peer of a KV connection: %s", detail, extra=fields)
+        self._audit.record_refusal(
+            what=_REFUSED, origin=origin, why=reason, transport=transport, claims=claims, detail=detail
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +163,18 @@ async def connect(address: tuple[str, int], opening: Opening, tls: ClientHandsha
         connection.close()
         raise
     return connection
+
+
+def _peer(connection: socket.socket) -> str:
+    """Return the peer's address, as gRPC writes one, or its process and user on this machine."""
+    try:
+        if connection.family == socket.AF_UNIX:
+            packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            return "unix:pid={},uid={},gid={}".format(*_CREDENTIALS.unpack(packed))
+        host, port, *_ = connection.getpeername()
+    except OSError:
+        return ""
+    return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
 
 
 def _whole(message: bytes | None) -> bytes:

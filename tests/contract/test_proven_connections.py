@@ -1,6 +1,8 @@
 """Tests that a KV connection moves no byte and no descriptor before both ends have proved to be members."""
 
 import asyncio
+import json
+import os
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -138,7 +140,9 @@ async def test_a_stranger_with_a_token_receives_neither_bytes_nor_a_descriptor(
                 outcomes.append(len(await ended(connection)))
         assert outcomes[:3] == [0, 0, 0] and max(outcomes[3:]) < 100, "at most a challenge is sent to a stranger"
         await until(lambda: worker.refused(transport, Refusal.NO_PROOF) == 5)
-    assert "refused the peer of a KV connection" in caplog.text
+    audited = json.loads(next(record.getMessage() for record in caplog.records if record.name == "tandem.audit"))
+    assert audited["what"] == "KV connection" and audited["transport"] == transport and audited["why"] == "no_proof"
+    assert audited["from"].startswith("ipv4:127.0.0.1:" if transport == "tcp" else f"unix:pid={os.getpid()},uid=")
     assert repr(secret[:8])[2:-1] not in caplog.text and token.hex() not in caplog.text
 
 

@@ -42,7 +42,7 @@ _ANSWERS = b'{"id": "batch_req_1", "custom_id": "1", "response": {"status_code":
 _ROTATING = b"current %b\nnext %b\ncaches 2 %b\n" % (b"ab" * 32, b"cd" * 32, b"ef" * 32)
 _JSON_WORDS = (b"[" * 3000, b'{"a":' * 1500, b"1e400", b"9" * 5000, b"null", b"NaN", b"\\ud800", b"\n", b"\xff")
 
-_RECORDS = SignedRecords(ClusterKeys(b"k" * 32), "c", lambda reason: None)
+_RECORDS = SignedRecords(ClusterKeys(b"k" * 32), "c", lambda reason, identifier: None)
 
 
 def targets() -> Iterator[Target]:

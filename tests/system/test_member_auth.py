@@ -121,16 +121,16 @@ async def test_a_member_of_another_cluster_opens_no_session_and_is_counted(clust
         with pytest.raises(grpc.aio.AioRpcError, match=Refusal.UNKNOWN_KEY) as refused:
             await _session(channel, ClusterKeys(secrets.token_bytes(32)))
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-    lines = await until(partial(_refusals, member), bool, what="the refusal is in the worker's log")
+    lines = await until(partial(_refusals, member, "OpenSession"), bool, what="the refusal is in the worker's log")
     assert {(line["who"], line["outcome"], line["why"]) for line in lines} == {(None, "member_refused", "unknown_key")}
     assert all(line["from"].startswith("ipv4:127.0.0.1:") for line in lines)
     scraped = await _scraped(member)
     assert f'tandem_refused_members_total{{reason="{Refusal.UNKNOWN_KEY}"}}' in scraped
 
 
-async def _refusals(member: Member) -> list[dict[str, Any]]:
-    """Return the lines of the audit log about refused sessions."""
-    return [json.loads(line[line.index("{") :]) for line in member.output if '"OpenSession"' in line]
+async def _refusals(member: Member, what: str) -> list[dict[str, Any]]:
+    """Return the lines of the audit log about what was refused."""
+    return [json.loads(line[line.index("{") :]) for line in member.output if f'"what": "{what}"' in line]
 
 
 async def test_a_stranger_that_connects_to_a_workers_kv_sockets_receives_nothing_and_is_counted(
@@ -162,7 +162,7 @@ async def test_a_worker_that_a_stranger_writes_into_redis_receives_no_call_and_i
     listener = await asyncio.start_server(receive, "127.0.0.1", 0)
     address = f"127.0.0.1:{listener.sockets[0].getsockname()[1]}"
     made_up = replace(wanted, id=MemberId("decode9", "1"), address=address, state=MemberState.READY)
-    stranger = SignedRecords(ClusterKeys(secrets.token_bytes(32)), cluster.name, lambda reason: None)
+    stranger = SignedRecords(ClusterKeys(secrets.token_bytes(32)), cluster.name, lambda reason, identifier: None)
     key, members = f"{{{cluster.name}}}:registration:decode9", f"{{{cluster.name}}}:members"
     async with asyncio.timeout(_DEADLINE_S), Redis.from_url(cluster.redis_url) as redis:
         for record, reason in ((to_json(made_up), Refusal.NO_PROOF), (stranger.sign(made_up), Refusal.UNKNOWN_KEY)):
@@ -175,6 +175,11 @@ async def test_a_worker_that_a_stranger_writes_into_redis_receives_no_call_and_i
             assert len((await ask(cluster, question(range(10, 40)))).token_ids) == 8
         assert "decode9" not in {member.member_id for member in (await cluster.status()).members}
         await redis.delete(key)
+    router = cluster.members["router0"]
+    (line, *_) = await until(
+        partial(_refusals, router, "registration"), bool, what="the refusal is in the router's log"
+    )
+    assert (line["outcome"], line["why"], line["claims"]) == ("member_refused", "no_proof", "decode9")
     listener.close()
     await registry.close()
     assert not calls

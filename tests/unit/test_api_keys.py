@@ -200,3 +200,20 @@ def test_the_audit_file_has_one_line_of_json_per_event(tmp_path: Path) -> None:
         "request": {"member_id": "a\nb"},
     }
     assert second["who"] is None and second["outcome"] == "unauthenticated"
+
+
+def test_refused_peers_are_audited_at_most_once_per_second_with_the_number_left_out(tmp_path: Path) -> None:
+    now = [0.0]
+    audit = Audit(str(tmp_path / "audit.jsonl"), monotonic=lambda: now[0])
+    for now[0] in (0.0, 0.1, 0.2, 1.1):
+        audit.record_refusal(what="KV connection", origin=f"ipv4:10.0.0.1:{now[0]}", why="no_proof", claims="d0@1\n")
+        audit.record_refusal(what="registration", origin="registry", why="unknown_key")
+    lines = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
+    assert [(line["what"], line["left_out"]) for line in lines] == [
+        ("KV connection", 0),
+        ("registration", 0),
+        ("KV connection", 2),
+        ("registration", 2),
+    ]
+    assert lines[2]["from"] == "ipv4:10.0.0.1:1.1" and lines[2]["claims"] == "d0@1\n" and lines[2]["who"] is None
+    assert {line["outcome"] for line in lines} == {"member_refused"}

@@ -20,7 +20,10 @@ class Registrar(SignedRecords):
 
     def __init__(self, keys: ClusterKeys | bytes = OURS, cluster: str = "c") -> None:
         self.refused: list[str] = []
-        super().__init__(keys if isinstance(keys, ClusterKeys) else ClusterKeys(keys), cluster, self.refused.append)
+        super().__init__(keys if isinstance(keys, ClusterKeys) else ClusterKeys(keys), cluster, self._collect)
+
+    def _collect(self, reason: str, identifier: str) -> None:
+        self.refused.append(reason)
 
 
 def member(name: str = "d0", incarnation: str = "1") -> Member:
