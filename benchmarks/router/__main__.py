@@ -3,8 +3,7 @@
 Real router processes over paced workers (worker.py) with a real Redis. 64 clients ask for 16 tokens and for 208 in
 turns; the slope between the two is the cost of a token, the rest that of a request. CPU is that of the router's
 process by its own clock, and the load generator's is apart. `--baseline FOLDER` measures the router of another checkout
-in turns with this one, and prints ratios. `--observed` measures this checkout's router with everything on that watches
-it (traces of 1 % of the requests, scrapes, an open page) in turns with the same one unwatched.
+in turns with this one, and prints ratios. `--observed` measures each thing that watches a router (observation.py).
 """
 
 import argparse
@@ -13,15 +12,14 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from benchmarks import machine
 from benchmarks.router.figures import ALL_IN_TOKENS, Interval, Pair, Round, interval, of_pairs, percentile, ratio
 from benchmarks.router.load import Job
+from benchmarks.router.observation import Served, costs_of_router, costs_of_worker, table
 from benchmarks.router.parties import Arm, Parties, Router, parties
-from benchmarks.router.watchers import receiver, watching
 
 _RESULTS = Path(__file__).parents[1] / "results"
 _SHORT, _LONG = 16, 208  # tokens of an answer
@@ -56,8 +54,8 @@ class Bench:
         self._extra = extra
 
     async def pair(self, path: str, router: Router) -> Pair:
-        short = await self._round(path, router, _SHORT, _SHORT_REQUESTS)
-        return Pair(short, await self._round(path, router, _LONG, 1))
+        short = await self.round(path, router, _SHORT, _SHORT_REQUESTS)
+        return Pair(short, await self.round(path, router, _LONG, 1))
 
     async def delays_ms(self, path: str, router: Router, step_s: float) -> list[float]:
         """Return for each token of long answers how long it took from its step to its client."""
@@ -73,7 +71,8 @@ class Bench:
         _, cpu_s = await self._parties.load.run(replace(job, num_clients=1), router)
         return 1e3 * cpu_s / _LONG_REQUESTS
 
-    async def _round(self, path: str, router: Router, max_tokens: int, num_requests: int) -> Round:
+    async def round(self, path: str, router: Router, max_tokens: int, num_requests: int) -> Round:
+        """Let each client send `num_requests` requests."""
         result, cpu_s = await self._parties.load.run(self._job(path, router, max_tokens, num_requests), router)
         return Round(result.num_requests, max_tokens, cpu_s, result.cpu_s)
 
@@ -99,27 +98,35 @@ async def _measure(options: argparse.Namespace) -> dict[tuple[str, str], Measure
     arms = {_OURS: Arm(Path(__file__).parents[2], options.processes)}
     if options.baseline:
         arms[_BASELINE] = Arm(options.baseline.resolve())
-    async with AsyncExitStack() as stack:
-        if options.observed:
-            arms[_BASELINE] = arms[_OURS]
-            endpoint = await stack.enter_async_context(receiver())
-            arms[_OURS] = replace(arms[_OURS], flags=(f"--otlp-endpoint={endpoint}", "--trace-sample-ratio=0.01"))
-        return await _measure_arms(options, arms)
-
-
-async def _measure_arms(options: argparse.Namespace, arms: dict[str, Arm]) -> dict[tuple[str, str], Measured]:
     with_tls = sorted({path.startswith("https") for path in options.paths})
     measured = {(path, arm): Measured() for path in options.paths for arm in arms}
     with tempfile.TemporaryDirectory(prefix="tandem-bench-router-") as folder:
         async with parties(arms, Path(folder), with_tls) as present:
             bench = Bench(present, dict(json.loads(options.extra)))
-            watched = [router for router in present.routers[False] if router.arm == _OURS] if options.observed else []
-            async with watching(watched):
-                await _take_turns(options, present, bench, measured)
+            await _take_turns(options, present, bench, measured)
             for path in options.paths if options.delays else ():
                 for router in present.routers[path.startswith("https")]:
                     await _measure_delays(bench, path, router, measured[path, router.arm], options.rounds)
     return measured
+
+
+async def _observe(options: argparse.Namespace) -> list[str]:
+    """Return a table of what watching a router and a worker costs."""
+    with tempfile.TemporaryDirectory(prefix="tandem-bench-router-") as folder:
+        async with parties({_OURS: Arm(Path(__file__).parents[2])}, Path(folder), [False]) as present:
+            [router] = present.routers[False]
+            bench = Bench(present, dict(json.loads(options.extra)))
+
+            async def load() -> Served:
+                served = await bench.round("http text", router, ALL_IN_TOKENS, _SHORT_REQUESTS)
+                return Served(served.num_requests, served.cpu_s)
+
+            await load()
+            return [
+                *table(await costs_of_router(router, load, options.rounds)),
+                "",
+                *table(costs_of_worker(_STEP_S)),
+            ]
 
 
 async def _take_turns(
@@ -205,16 +212,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8, help="pairs of rounds per path")
     parser.add_argument("--paths", type=lambda text: text.split(","), default=list(PATHS), help="separated by commas")
     parser.add_argument("--baseline", type=Path, help="another checkout, whose router is measured in turns")
-    parser.add_argument("--observed", action="store_true", help="measure what all that watches a router costs it")
+    parser.add_argument("--observed", action="store_true", help="measure what watching a router and a worker costs")
     parser.add_argument("--processes", type=int, default=1, help="router processes on one HTTP port")
     parser.add_argument("--no-delays", dest="delays", action="store_false")
     parser.add_argument("--extra", default="{}", help="more fields of the HTTP requests, as JSON")
     parser.add_argument("--write", action="store_true", help="write the page and the figures into benchmarks/results")
     options = parser.parse_args()
+    if options.observed:
+        print("\n".join(asyncio.run(_observe(options))))
+        return
     measured = asyncio.run(_measure(options))
     about, table = machine.about() | {"load average": f"{os.getloadavg()[2]:.0f}"}, _table(measured)
     print("\n".join(table))
-    if options.baseline or options.observed:
+    if options.baseline:
         print("\n".join(["", *_ratios(measured, options.paths)]))
     if options.write:
         (_RESULTS / "router.md").write_text(_page(about, table))

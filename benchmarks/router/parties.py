@@ -31,7 +31,6 @@ class Arm:
 
     checkout: Path
     num_processes: int = 1
-    flags: tuple[str, ...] = ()  # of the router, beside those of all arms
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +131,7 @@ async def _router(stack: AsyncExitStack, name: str, arm: Arm, flags: list[str], 
     for _ in range(arm.num_processes):
         port = http.rpartition(":")[2] or "0"
         sharing = ["--share-port=on"] if arm.num_processes > 1 else []
-        arguments = ["router", *flags, f"--port={port}", "--grpc-port=0", "--log-level=error", *sharing, *arm.flags]
+        arguments = ["router", *flags, f"--port={port}", "--grpc-port=0", "--log-level=error", *sharing]
         process = await _start(stack, arm.checkout, arguments)
         fields = await _ready(process)
         http, grpc = fields["http"], grpc or fields["grpc"]

@@ -1,15 +1,15 @@
-"""What watches the router of the arm with everything on: a receiver of spans, Prometheus' scrapes, and an open page."""
+"""What watches a router: a receiver of spans, Prometheus' scrapes, and an open page."""
 
 import asyncio
 import json
 import urllib.parse
 import urllib.request
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from benchmarks.router.parties import Router
 
-_SCRAPE_S, _PAGE_S = 5.0, 1.0
+SCRAPE_S, PAGE_S = 5.0, 1.0  # between scrapes of Prometheus, and between polls of the page
 _ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/x-protobuf\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -33,34 +33,24 @@ async def _receive(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
             await writer.drain()
 
 
-@asynccontextmanager
-async def watching(routers: Sequence[Router]) -> AsyncIterator[None]:
-    """Scrape these routers and ask them for the overview, as Prometheus and an open page do."""
-    asking = [_scrape(router) for router in routers] + [_follow(router) for router in routers]
-    tasks = [asyncio.create_task(each) for each in asking]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+async def scrape(router: Router) -> str:
+    """Return the metrics, as Prometheus reads them."""
+    return (await asyncio.to_thread(_read, f"http://{router.http}/metrics")).decode()
 
 
-async def _scrape(router: Router) -> None:
-    while True:
-        await asyncio.to_thread(_read, f"http://{router.http}/metrics")
-        await asyncio.sleep(_SCRAPE_S)
+class Page:
+    """An open page of one router."""
 
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._seen: list[str] = []
 
-async def _follow(router: Router) -> None:
-    """Ask as the page does: for what is new since its last answer."""
-    seen: list[str] = []
-    while True:
-        query = urllib.parse.urlencode([("seen", each) for each in seen])
-        answer = json.loads(await asyncio.to_thread(_read, f"http://{router.http}/admin/overview?{query}"))
+    async def poll(self) -> None:
+        """Ask for what is new since the last answer."""
+        query = urllib.parse.urlencode([("seen", each) for each in self._seen])
+        answer = json.loads(await asyncio.to_thread(_read, f"http://{self._router.http}/admin/overview?{query}"))
         positions = [(each["router"], each["position"]) for each in answer["routers"] if each.get("position")]
-        seen = [f"{name}:{at['ended']}:{at['events']}:{at['samples']}" for name, at in positions]
-        await asyncio.sleep(_PAGE_S)
+        self._seen = [f"{name}:{at['ended']}:{at['events']}:{at['samples']}" for name, at in positions]
 
 
 def _read(url: str) -> bytes:

@@ -4,8 +4,10 @@ Each Telemetry object owns a registry and never uses the library's global one, s
 It is safe to call from any thread.
 """
 
+import collections
 import platform
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from threading import Lock
 from typing import Any, TypeVar
@@ -26,7 +28,17 @@ from cluster.observe.metrics import EVERY_PROCESS, METRICS, ROUTER, WORKER, Kind
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _MAX_LABEL_SETS = 200
 _OVERFLOW = "other"
-Figure = TypeVar("Figure", Counter, Gauge, Histogram)
+
+
+class _Histogram(Histogram):
+    def observe_all(self, amounts: Sequence[float]) -> None:
+        """Add observations. Each range that has some is locked once."""
+        self._sum.inc(sum(amounts))
+        for index, number in collections.Counter(bisect_left(self._upper_bounds, each) for each in amounts).items():
+            self._buckets[index].inc(number)
+
+
+Figure = TypeVar("Figure", Counter, Gauge, _Histogram)
 
 
 class Telemetry:
@@ -39,7 +51,7 @@ class Telemetry:
         self._lock = Lock()
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
-        self._histograms: dict[str, Histogram] = {}
+        self._histograms: dict[str, _Histogram] = {}
         self._series: dict[tuple[Any, ...], Any] = {}  # what has been used, by kind, name and labels
         for name in published:
             self._publish(name)
@@ -71,7 +83,12 @@ class Telemetry:
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Add one observation to a histogram."""
-        self._one_series(name, Kind.HISTOGRAM, self._histograms, Histogram, labels).observe(value)
+        self._one_series(name, Kind.HISTOGRAM, self._histograms, _Histogram, labels).observe(value)
+
+    def observe_all(self, name: str, values: Sequence[float], **labels: str) -> None:
+        """Add several observations to a histogram, which is cheaper than one by one."""
+        if values:
+            self._one_series(name, Kind.HISTOGRAM, self._histograms, _Histogram, labels).observe_all(values)
 
     def add_process_metrics(self) -> None:
         """Publish this process's CPU time, memory and descriptors too, under the names that Prometheus' own libraries
@@ -110,7 +127,7 @@ class Telemetry:
             case Kind.GAUGE:
                 self._make(name, Kind.GAUGE, self._gauges, Gauge)
             case Kind.HISTOGRAM:
-                self._make(name, Kind.HISTOGRAM, self._histograms, Histogram)
+                self._make(name, Kind.HISTOGRAM, self._histograms, _Histogram)
 
     def _one_series(
         self, name: str, kind: Kind, made: dict[str, Figure], figure: type[Figure], labels: dict[str, str]

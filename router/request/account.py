@@ -47,7 +47,7 @@ class PhaseName(StrEnum):
     RETRY = "retry"  # from a failure until the next token
 
 
-_COUNTED_TOGETHER = 32  # tokens: counting each of them alone would take longer than the rest of this account
+COUNTED_TOGETHER = 32  # tokens: counting each of them alone would take longer than the rest of this account
 _LEAST_TOKENS_COMPARED = 8  # of a choice: fewer say little about the time between tokens
 
 
@@ -82,6 +82,7 @@ class RequestAccount:
         self._num_received = 0  # tokens
         self._last_delivery_s: dict[int, float] = {}  # by choice
         self._num_uncounted = 0  # tokens that the metrics do not have yet
+        self._unpublished_itl_s: list[float] = []  # their times since the token before
         self._num_tokens: dict[int, int] = {}  # by choice: tokens that the client was given
         self.placements = PlacementLog()
         self.has_missed_targets = False  # of latency; set when it is published
@@ -189,16 +190,18 @@ class RequestAccount:
                 continue
             last_s = self._last_delivery_s.get(delta.choice)
             if last_s is not None:
-                self._telemetry.observe("tandem_inter_token_seconds", (now_s - last_s) / num_tokens)
+                self._unpublished_itl_s.append((now_s - last_s) / num_tokens)
             self._last_delivery_s[delta.choice] = now_s
             self._num_tokens[delta.choice] = self._num_tokens.get(delta.choice, 0) + num_tokens
             self._num_uncounted += num_tokens
-            if self._num_uncounted >= _COUNTED_TOGETHER:
+            if self._num_uncounted >= COUNTED_TOGETHER:
                 self._count_tokens()
 
     def _count_tokens(self) -> None:
         self._telemetry.count("tandem_generated_tokens_total", self._num_uncounted)
+        self._telemetry.observe_all("tandem_inter_token_seconds", self._unpublished_itl_s)
         self._num_uncounted = 0
+        self._unpublished_itl_s.clear()
 
     def end(self, now_s: float) -> None:
         """End the last phase: the last token has been generated, or the request has failed."""

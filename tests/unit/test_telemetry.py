@@ -131,3 +131,22 @@ def test_logs_can_be_json(log_lines: io.StringIO) -> None:
         "request_id": "r2",
         "free_blocks": 0,
     }
+
+
+def test_observations_that_are_added_together_are_those_that_are_added_one_by_one() -> None:
+    values = (0.0, 0.0005, 0.0006, 0.2, 0.2, 7.0, 1e6)
+    one_by_one, together = Telemetry(), Telemetry()
+    for value in values:
+        one_by_one.observe("tandem_phase_seconds", value, phase="decode")
+    together.observe_all("tandem_phase_seconds", values, phase="decode")
+    together.observe_all("tandem_phase_seconds", (), phase="prefill")
+    assert together.render() == one_by_one.render()
+
+
+def test_a_series_is_the_same_however_its_labels_are_ordered() -> None:
+    telemetry = Telemetry()
+    for _ in range(2):
+        telemetry.gauge("tandem_members", 3, role="decode", state="ready")
+        telemetry.gauge("tandem_members", 4, state="ready", role="decode")
+    assert telemetry.render().count(b"tandem_members{") == 1
+    assert telemetry.value("tandem_members", role="decode", state="ready") == 4
