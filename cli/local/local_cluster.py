@@ -154,7 +154,7 @@ class LocalCluster:
         try:
             await registry.ping()
         except RegistryUnavailable as error:
-            raise RegistryUnavailable(f"{error.message} Without --redis, `tandem up` starts its own") from error
+            raise RegistryUnavailable(f"{error.message}; without --redis, `tandem up` starts its own") from error
         finally:
             await registry.close()
         return self._plan.redis
