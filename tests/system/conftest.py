@@ -79,7 +79,7 @@ async def _two_and_two(redis_url: str, directory: Path, transport: str) -> Async
     cluster = LocalCluster(redis_url, directory, flags=(*flags, *verify))
     try:
         yield await cluster.start(prefill=2, decode=2)
-        living = {name for name, member in cluster.members.items() if member.process.returncode is None}
+        living = {name for name, member in cluster.members.items() if member.is_running}
     finally:
         codes = await cluster.stop()
     assert {name: codes[name] for name in living} == dict.fromkeys(living, 0), cluster.output()[-4000:]

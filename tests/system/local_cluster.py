@@ -50,6 +50,11 @@ class Member:
     output: list[str] = field(default_factory=list)
     ready: dict[str, str] = field(default_factory=dict)
     reader: asyncio.Task[None] | None = None
+    is_killed: bool = False  # its end may not have been noticed yet
+
+    @property
+    def is_running(self) -> bool:
+        return not self.is_killed and self.process.returncode is None
 
     @property
     def grpc_address(self) -> str:
@@ -61,6 +66,7 @@ class Member:
 
     def send_signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
+        self.is_killed |= number == signal.SIGKILL
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
@@ -69,7 +75,7 @@ class Member:
         try:
             yield
         finally:
-            if self.process.returncode is None:
+            if self.is_running:
                 self.send_signal(signal.SIGCONT)
 
     async def exit_code(self) -> int:
@@ -164,8 +170,9 @@ class LocalCluster:
     async def mend(self) -> None:
         """Restart the members that have ended, under their names. Returns when the router is connected to all
         workers."""
-        dead = [member for member in self.members.values() if member.process.returncode is not None]
+        dead = [member for member in self.members.values() if not member.is_running]
         for member in dead:
+            await member.exit_code()
             if member.reader is not None:
                 await member.reader
         await asyncio.gather(*(self.start_member(m.name, m.module, m.flags) for m in dead))
@@ -187,7 +194,7 @@ class LocalCluster:
         """Send SIGTERM to all members, and SIGKILL to those that do not end in time. Returns the exit codes."""
         codes = {}
         for member in self.members.values():
-            if member.process.returncode is None:
+            if member.is_running:
                 member.send_signal(signal.SIGTERM)
                 member.send_signal(signal.SIGCONT)
         for name, member in self.members.items():
@@ -267,7 +274,7 @@ class LocalCluster:
 
     def workers(self, role: str = "") -> list[str]:
         """Return the names of the running workers, of all or of one role: prefill, decode."""
-        living = [name for name, member in self.members.items() if member.process.returncode is None]
+        living = [name for name, member in self.members.items() if member.is_running]
         return [name for name in living if name.startswith(role) and not name.startswith("router")]
 
     async def figures(self, role: str) -> dict[str, float]:
