@@ -177,15 +177,16 @@ def tokenization() -> Tokenization:
     return Tokenization.load(str(_MODEL))
 
 
+def live_requests(telemetry: Telemetry) -> LiveRequests:
+    return LiveRequests(max_live_requests=64, max_buffered_tokens=100_000, clock=MonotonicClock(), telemetry=telemetry)
+
+
 @cache
 def _app() -> ASGIApp:
     telemetry = Telemetry()
-    live_requests = LiveRequests(
-        max_live_requests=64, max_buffered_tokens=100_000, clock=MonotonicClock(), telemetry=telemetry
-    )
     return build_app(
         pipeline=ShortAnswers(tokenization(), script='<think>a</think><tool_call>{"name": "f"}</tool_call>'),
-        live_requests=live_requests,
+        live_requests=live_requests(telemetry),
         tokenization=tokenization(),
         telemetry=telemetry,
         ready=lambda: True,

@@ -36,7 +36,7 @@ from tandem.progress import Progress
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 from tests.contract.proofs import PROOFS
 from tests.contract.transport_rig import EPOCH
-from tests.fuzz.http_targets import ShortAnswers, tokenization
+from tests.fuzz.http_targets import ShortAnswers, live_requests, tokenization
 from tests.fuzz.mutations import any_message, changed_message
 from tests.fuzz.target import Refused, Target, refusals
 from tests.unit.member_messages import examples, kinds
@@ -171,6 +171,7 @@ def _channel() -> grpc.Channel:
         telemetry = Telemetry()
         server = GrpcServer(service_names=["tandem.v1.Inference"], telemetry=telemetry, max_message_bytes=100_000)
         pipeline: Any = ShortAnswers(tokenization())
+        pipeline.live_requests = live_requests(telemetry)
         service = InferenceService(
             pipeline=pipeline, tokenization=tokenization(), stalls=WriteTimeout(20.0, telemetry), gate=Gate()
         )
