@@ -15,7 +15,9 @@ _FULL = 0.95  # of a KV pool's blocks
 _PREEMPTIONS = 3  # a minute; deploy/observability/alerts.py has the same bound
 _IDLE = ("blocks_free", "blocks_cached")
 _READ_BYTES = 1 << 20
-_NUM_SEQUENCES, _CONTEXT, _PROMPT = 8, 4096, 512  # of the steps whose predicted times are compared
+# Of the steps whose predicted times are compared. They are small: fits to short contexts, extrapolated to long ones,
+# would differ for workers that are equally fast.
+_NUM_SEQUENCES, _CONTEXT, _PROMPT = 8, 256, 512
 
 
 def slow_links(links: Mapping[MemberId, Iterable[LinkSpeed]]) -> Iterator[str]:
