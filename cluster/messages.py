@@ -106,6 +106,8 @@ class GrammarKind(StrEnum):
 MAX_GRAMMAR_BYTES = 1 << 17
 MAX_PREFILL_CHUNKS = 64  # that a prefill reports one by one
 MAX_PROFILED_STEPS, MAX_PROFILE_S = 1000, 60.0
+MAX_WEIGHT = 1_000_000  # of a tenant
+TENANT_LABEL_CHARACTERS = 32
 MAX_PROFILE_BYTES = 3 << 20  # compressed; a gRPC message of default size holds it
 
 
@@ -230,6 +232,18 @@ class CacheEvents:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantShare:
+    """The tenant to which a job belongs, and its weight against others. `label` stands for the tenant's name, which no
+    worker receives; jobs without a tenant share the empty label."""
+
+    label: str = ""
+    weight: int = 1
+
+
+NO_TENANT = TenantShare()
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillJob:
     """A router's request to a prefill worker: one attempt at the prefill of one prompt."""
 
@@ -252,6 +266,7 @@ class PrefillJob:
     router: MemberId | None = None  # None: the caller is none
     grammar: Grammar | None = None  # that the text of each choice must match
     trace_parent: str = ""  # W3C trace context, which travels as metadata of the call; empty: none
+    tenant: TenantShare = NO_TENANT
 
     @property
     def is_interrupted(self) -> bool:
@@ -292,6 +307,7 @@ class DecodeJob:
     num_expected_output: float = 0.0  # tokens that a choice is expected to generate in all; 0: as many as it may
     grammar: Grammar | None = None
     trace_parent: str = ""
+    tenant: TenantShare = NO_TENANT
 
     @property
     def is_interrupted(self) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 
 from cluster.auth.keys import KEY_ID_BYTES, ClusterKeys, Purpose
 from cluster.errors import ConfigError, InvalidRequest, NotFound, PermissionDenied, Unauthenticated
+from cluster.messages import MAX_WEIGHT, NO_TENANT, TENANT_LABEL_CHARACTERS, TenantShare
 
 MAX_KEYS = 4096
 MAX_NAME_CHARACTERS = 64
@@ -92,7 +93,7 @@ class KeyRecord:
             f"a tenant's name must have 1 to {MAX_NAME_CHARACTERS} printable ASCII characters",
         )
         _require(bool(caller.access), f"a key must allow at least one of {', '.join(Access)}")
-        _require(1 <= caller.weight <= 1_000_000, f"weight must be from 1 to 1000000, not {caller.weight}")
+        _require(1 <= caller.weight <= MAX_WEIGHT, f"weight must be from 1 to {MAX_WEIGHT}, not {caller.weight}")
         _require(
             _LEAST_PRIORITY <= caller.max_priority <= _MOST_PRIORITY,
             f"max_priority must fit 32 bits with sign, not {caller.max_priority}",
@@ -177,6 +178,15 @@ def tenant_salt(salt_key: bytes, tenant: str, cache_salt: str) -> str:
     named = tenant.encode()
     message = len(named).to_bytes(4, "big") + named + cache_salt.encode("utf-8", "surrogatepass")
     return hmac.digest(salt_key, message, "sha256").hex()
+
+
+def tenant_share(salt_key: bytes, caller: Caller) -> TenantShare:
+    """Return what workers learn of a request's tenant. All routers give it the same label, from which its name cannot
+    be found without the key."""
+    if not caller.tenant:
+        return NO_TENANT
+    label = hmac.digest(salt_key, b"tenant label\0" + caller.tenant.encode(), "sha256").hex()
+    return TenantShare(label[:TENANT_LABEL_CHARACTERS], caller.weight)
 
 
 def _to_json(record: KeyRecord) -> dict[str, Any]:

@@ -8,7 +8,13 @@ from collections.abc import Mapping
 
 from google.protobuf.message import Message
 
-from cluster.messages import MAX_GRAMMAR_BYTES, MAX_PREFILL_CHUNKS, MAX_PROFILE_BYTES
+from cluster.messages import (
+    MAX_GRAMMAR_BYTES,
+    MAX_PREFILL_CHUNKS,
+    MAX_PROFILE_BYTES,
+    MAX_WEIGHT,
+    TENANT_LABEL_CHARACTERS,
+)
 from cluster.protocol.field_rules import (
     LARGEST_INT,
     TEXT_CHARACTERS,
@@ -67,6 +73,9 @@ _FLAG = Flag()
 _REQUIRED, _OPTIONAL = Part(is_required=True), Part()
 _HANDLES = Many(_UINT32, _MOST_ITEMS, least=1)
 _TRANSPORTS = Many(_NAME, 32, is_distinct=True)
+
+
+_TENANT: Mapping[str, Rule] = {"tenant": Text(most=TENANT_LABEL_CHARACTERS), "weight": Whole(most=MAX_WEIGHT)}
 
 
 def _enum(enum: type[int], *, may_be_unset: bool = False) -> EnumValue:
@@ -129,6 +138,7 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
         "router": _MEMBER_OR_NONE,
         "num_expected_cached": _COUNT,
         "grammar": _OPTIONAL,
+        **_TENANT,
     },
     worker_pb2.PrefixSource: {"member": _MEMBER, "address": _ADDRESS, "num_tokens": _COUNT},
     worker_pb2.PrefillEvent: {"accepted": _OPTIONAL, "first_tokens": _OPTIONAL},
@@ -168,6 +178,7 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
         "num_expected_cached": _COUNT,
         "num_expected_output": _AMOUNT,
         "grammar": _OPTIONAL,
+        **_TENANT,
     },
     worker_pb2.StartResponse: {},
     worker_pb2.FreezeRequest: {"router": _MEMBER, "handle": _UINT32, "importer": _MEMBER, "attempt": _COUNT},

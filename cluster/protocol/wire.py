@@ -26,6 +26,7 @@ from cluster.messages import (
     SampledToken,
     Sampling,
     SequenceStart,
+    TenantShare,
     Ticket,
     TokenLogprobs,
     TokenStops,
@@ -355,6 +356,8 @@ def _job_to_wire(job: PrefillJob | DecodeJob) -> dict[str, Any]:
         "sampling": sampling,
         "stops": stops,
         "grammar": grammar,
+        "tenant": job.tenant.label,
+        "weight": job.tenant.weight,
     }
 
 
@@ -364,6 +367,7 @@ def _job_from_wire(message: worker_pb2.PrefillRequest | worker_pb2.StartRequest)
         "stops": stops_from_wire(message.stops),
         "age_s": max(0.0, message.age_s),
         "grammar": grammar_from_wire(message.grammar) if message.HasField("grammar") else None,
+        "tenant": TenantShare(message.tenant, max(1, message.weight)),
     }
 
 

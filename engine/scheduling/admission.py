@@ -7,7 +7,7 @@ from cluster.messages import DecodeJob
 from cluster.protocol.hashing import NATIVE, BlockChain, NewChain
 from engine.kv.block_pool import BlockPool
 from engine.scheduling.batching.batch import Batch
-from engine.scheduling.batching.queues import BlockGrant, Reservations, block_request_of
+from engine.scheduling.batching.reservations import BlockGrant, Reservations, block_request_of
 from engine.scheduling.batching.sequences import Choices, LiveSequences
 from engine.scheduling.commands import AdmitImported, Event, Failed, Reserve, Reserved, Unreservable
 from engine.scheduling.length_prediction import LengthPredictor

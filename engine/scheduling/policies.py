@@ -54,9 +54,11 @@ class Policy(Protocol):
         ...
 
 
-def full_rank(policy: Policy, work: Work, now_s: float) -> Rank:
-    """The order that schedulers sort by: no two pieces of work are equal in it."""
-    return (work.is_batch, *policy.rank(work, now_s), work.arrival)
+def full_rank(policy: Policy, work: Work, now_s: float, virtual_start: float = 0.0) -> Rank:
+    """The order that schedulers sort by, class, tenant, policy: no two pieces of work are equal in it.
+
+    `virtual_start`: by the tenants' fair queue; the same for all where one tenant alone has work."""
+    return (work.is_batch, virtual_start, *policy.rank(work, now_s), work.arrival)
 
 
 def displaces(policy: Policy, waiting: Work, running: Work, now_s: float) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from engine.kv.block_pool import BlockPool
-from engine.scheduling.batching.queues import Reservations
+from engine.scheduling.batching.reservations import Reservations
 from engine.scheduling.cache_commands import (
     AdmitPull,
     AwaitCacheEvents,

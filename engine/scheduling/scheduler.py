@@ -11,6 +11,7 @@ from functools import partial
 
 from cluster import holders
 from cluster.errors import DeadlineExceeded, StepFailed, TandemError
+from cluster.fair_queue import FairQueue
 from cluster.messages import FinishReason, MemberId, SampledToken
 from cluster.protocol.hashing import NATIVE, NewChain
 from cluster.service_times import ServiceTimes
@@ -26,12 +27,8 @@ from engine.scheduling.batching.chunks import (
     reaches_last_known,
     until_finished,
 )
-from engine.scheduling.batching.queues import Reservations
-from engine.scheduling.batching.sequences import (
-    Group,
-    LiveSequences,
-    Sequence,
-)
+from engine.scheduling.batching.reservations import Reservations
+from engine.scheduling.batching.sequences import Group, LiveSequences, Sequence
 from engine.scheduling.commands import (
     AdmitExport,
     AdmitImported,
@@ -86,13 +83,20 @@ class SequenceScheduler:
         pool = self._pool = BlockPool(limits.num_blocks, limits.prefix_eviction)
         swaps = self._swaps = SwapSpace(limits.num_swap_slots, self._cost)
         tables = self._tables = BlockTables(limits, new_chain, pool, swaps)
-        reservations = self._reservations = Reservations(pool)
+        tenants = FairQueue()
+        reservations = self._reservations = Reservations(pool, tenants)
         batch = self._batch = Batch(
-            limits, pool=pool, swaps=swaps, tables=tables, reservations=reservations, policy=policy or FirstCome()
+            limits,
+            pool=pool,
+            swaps=swaps,
+            tables=tables,
+            reservations=reservations,
+            policy=policy or FirstCome(),
+            tenants=tenants,
         )
         self._speculation = Speculation(new_drafter, tables)
         leases = self._leases = TicketLeases(pool, limits.block_size)
-        live = self._live = LiveSequences(lengths)
+        live = self._live = LiveSequences(lengths, tenants)
         self._admission = SequenceAdmission(
             limits,
             batch=batch,
@@ -248,6 +252,7 @@ class SequenceScheduler:
         decoding = [*self._batch.decoding(now_s), *self._batch.resume_swapped(now_s)]
         budget = ChunkBudget(self._limits.max_prefill_tokens, len(decoding))
         prompts = self._batch.prompt_parts(budget, partial(self._prompt_time, decoding), now_s)
+        self._batch.charge(decoding, prompts)
         parts = [*((sequence, 1) for sequence in decoding), *prompts]
         swaps_out, swaps_in = self._swaps.swaps_out, self._swaps.swaps_in
         if not parts and not swaps_out:

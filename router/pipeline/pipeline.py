@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cluster.accounts.keys import tenant_salt
+from cluster.accounts.keys import tenant_salt, tenant_share
 from cluster.accounts.limits import check_request
 from cluster.auth.keys import CachePurpose, ClusterKeys
 from cluster.clock import Clock
@@ -241,6 +241,7 @@ class Pipeline:
             clock=self._clock,
             expected_output=self._outputs.expected(request.stops.max_tokens),
             targets=SloTargets.of_request(live.request.slo_ttft_s, live.request.slo_tpot_s),
+            tenant=tenant_share(self._salt_key, live.request.caller),
             keeps_queue_position=acceptance.is_recent(self._wall_us()),
             grammar_engine=self._grammars.engine_id if request.grammar is not None else "",
         )

@@ -14,7 +14,17 @@ from copy import copy
 
 from cluster.clock import Clock
 from cluster.errors import DeadlineExceeded, InvalidRequest, NoWorkerLargeEnough
-from cluster.messages import DecodeJob, FinishReason, MemberId, PrefillJob, PrefixSource, SampledToken, SequenceStart
+from cluster.messages import (
+    NO_TENANT,
+    DecodeJob,
+    FinishReason,
+    MemberId,
+    PrefillJob,
+    PrefixSource,
+    SampledToken,
+    SequenceStart,
+    TenantShare,
+)
 from cluster.request_size import RequestSize
 from router.fleet.decode_events import SequencesStarted
 from router.fleet.peer import FirstTokens
@@ -147,6 +157,7 @@ class AdmittedRequest:
         clock: Clock,
         expected_output: float,
         targets: SloTargets = NO_TARGETS,
+        tenant: TenantShare = NO_TENANT,
         keeps_queue_position: bool = False,
         grammar_engine: str = "",
     ) -> None:
@@ -171,6 +182,7 @@ class AdmittedRequest:
             choice.execution = self.execution
         self.grammar_engine = grammar_engine
         self._targets = targets
+        self._tenant = tenant
         self._deadline_s = deadline_s
         self._outbox = outbox
         self._clock = clock
@@ -281,6 +293,7 @@ class AdmittedRequest:
             is_unproven=self._is_unproven,
             grammar=self.request.grammar,
             trace_parent=self.account.trace_parent,
+            tenant=self._tenant,
         )
 
     def decode_job(
@@ -313,6 +326,7 @@ class AdmittedRequest:
             is_unproven=self._is_unproven,
             grammar=self.request.grammar,
             trace_parent=self.account.trace_parent,
+            tenant=self._tenant,
         )
 
     def dispatched(self, *, prefill: MemberId | None = None, decode: MemberId | None = None) -> None:

@@ -29,6 +29,19 @@ async def test_tenants_share_no_cached_prefix_and_a_tenant_divides_its_own_by_sa
         assert first == same_tenant and len({first, *others}) == 4
 
 
+async def test_workers_learn_the_weight_of_a_tenant_and_a_label_without_its_name() -> None:
+    async with router_under_test() as router:
+        prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
+        await router.connected()
+        for caller in (Caller("acme", "k1", weight=3), Caller("acme", "k2"), Caller("other", "k3"), Caller()):
+            await answer_to(router, replace(ask(), caller=caller))
+        tenants = [job.tenant for job in prefill.jobs]
+        assert [tenant.weight for tenant in tenants] == [3, 1, 1, 1]
+        first, same_tenant, other, none = [tenant.label for tenant in tenants]
+        assert first == same_tenant != other and none == "" and "acme" not in first
+        assert [job.tenant for job in decode.jobs] == tenants
+
+
 async def test_a_limit_reached_is_refused_by_name_and_no_other_tenant_is() -> None:
     acme = Caller("acme", "k1", limits=Limits(requests_per_minute=2, max_sequences=3))
     async with router_under_test() as router:

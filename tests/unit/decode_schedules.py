@@ -5,6 +5,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from cluster.messages import NO_TENANT, TenantShare
 from cluster.service_times import ServiceTimes, StepLimit
 from cluster.settings.engine_settings import SCHEDULING_POLICIES
 from engine.scheduling.commands import Quiet
@@ -18,7 +19,8 @@ def _prompt(num_shared: int, rest: list[int]) -> list[int]:
 
 # Many begin alike: what one sequence has computed, another one finds.
 _PROMPTS = st.builds(_prompt, st.integers(0, 10), st.lists(st.integers(1, 49), max_size=6))
-_STANDINGS = st.tuples(st.integers(-1, 1), st.sampled_from([False, False, True]))  # priority, batch class
+TENANTS = st.sampled_from([NO_TENANT, NO_TENANT, TenantShare("a", 1), TenantShare("b", 3)])
+_STANDINGS = st.tuples(st.integers(-1, 1), st.sampled_from([False, False, True]), TENANTS)  # priority, batch class
 
 
 class AnySchedule(RuleBasedStateMachine):
@@ -96,7 +98,7 @@ class AnySchedule(RuleBasedStateMachine):
         min_tokens: int,
         stops: set[int],
         patient: bool,
-        standing: tuple[int, bool],
+        standing: tuple[int, bool, TenantShare],
     ) -> None:
         job = self.bench.job(
             prompt,
@@ -108,6 +110,7 @@ class AnySchedule(RuleBasedStateMachine):
             timeout_s=1e6 if patient else 20.0,
             priority=standing[0],
             is_batch=standing[1],
+            tenant=standing[2],
         )
         self.bench.admit(job)
 
@@ -119,9 +122,14 @@ class AnySchedule(RuleBasedStateMachine):
         standing=_STANDINGS,
     )
     def reserve(
-        self, prompt: list[int], max_tokens: int, num_choices: int, stops: set[int], standing: tuple[int, bool]
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        num_choices: int,
+        stops: set[int],
+        standing: tuple[int, bool, TenantShare],
     ) -> None:
-        priority, is_batch = standing
+        priority, is_batch, tenant = standing
         job = self.bench.job(
             prompt,
             max_tokens=max_tokens,
@@ -129,6 +137,7 @@ class AnySchedule(RuleBasedStateMachine):
             stops=stops,
             priority=priority,
             is_batch=is_batch,
+            tenant=tenant,
         )
         self.bench.reserve(job)
 

@@ -5,7 +5,7 @@ token, and every leased block after each step.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from cluster.messages import MemberId, PrefillJob, Sampling, TokenStops
+from cluster.messages import NO_TENANT, MemberId, PrefillJob, Sampling, TenantShare, TokenStops
 from cluster.protocol.hashing import NATIVE, BlockChain, keyed_chains, nameless_chains
 from cluster.service_times import ServiceTimes
 from engine.scheduling.batching.block_tables import PreemptionCost
@@ -59,6 +59,7 @@ def export_job(
     salt: str = "",
     priority: int = 0,
     is_batch: bool = False,
+    tenant: TenantShare = NO_TENANT,
     age_s: float = 0.0,
 ) -> PrefillJob:
     return PrefillJob(
@@ -74,6 +75,7 @@ def export_job(
         cache_salt=salt,
         priority=priority,
         is_batch=is_batch,
+        tenant=tenant,
         age_s=age_s,
     )
 

@@ -6,7 +6,17 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
-from cluster.messages import DecodeJob, FinishReason, LogitRules, MemberId, Sampling, SequenceStart, TokenStops
+from cluster.messages import (
+    NO_TENANT,
+    DecodeJob,
+    FinishReason,
+    LogitRules,
+    MemberId,
+    Sampling,
+    SequenceStart,
+    TenantShare,
+    TokenStops,
+)
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
 from engine.scheduling.batching.chunks import NewDrafter, banned_token_ids, finish_reason
 from engine.scheduling.batching.sequences import Sequence
@@ -150,6 +160,7 @@ class SchedulerBench(ExportBench):
         salt: str = "",
         priority: int = 0,
         is_batch: bool = False,
+        tenant: TenantShare = NO_TENANT,
     ) -> DecodeJob:
         """Return a job. `committed`: the number of tokens that each choice has already, which are those of the serial
         run.
@@ -176,6 +187,7 @@ class SchedulerBench(ExportBench):
             salt,
             priority,
             is_batch,
+            tenant=tenant,
         )
 
     def serial(

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from cluster.fair_queue import FairQueue
 from engine.kv.block_pool import BlockPool
-from engine.scheduling.batching.queues import Reservations, block_request_of
+from engine.scheduling.batching.reservations import Reservations, block_request_of
 from engine.scheduling.commands import Reserve
 from kvtransfer.protocol import import_state
 from tests.unit.handoff_model.machines import Do, Post
@@ -30,7 +31,7 @@ class _Twin:
         shared = self.pool.reserve(self.num_shared) or ()
         for ticket, block_id in enumerate(shared):
             self.pool.keep([block_id], [bytes([ticket])], b"root")
-        self._reservations = Reservations(self.pool)
+        self._reservations = Reservations(self.pool, FairQueue())
         self._ours: dict[int, tuple[int, ...]] = {}  # by hand-off: our ids of the blocks that were granted
         self._model_ids: dict[int, tuple[int, ...]] = {}
         self._decoding: dict[int, tuple[int, ...]] = {}

@@ -7,11 +7,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from cluster.errors import (
     Cancelled,
 )
+from cluster.messages import TenantShare
 from cluster.settings.engine_settings import SCHEDULING_POLICIES
 from engine.scheduling.commands import (
     CancelExport,
     Quiet,
 )
+from tests.unit.decode_schedules import TENANTS
 from tests.unit.export_bench import export_bench, export_job
 
 
@@ -43,6 +45,7 @@ class _AnySchedule(RuleBasedStateMachine):
         patient=st.booleans(),
         salt=st.sampled_from(["", "", "tenant"]),
         priority=st.integers(-1, 1),
+        tenant=TENANTS,
     )
     def submit(
         self,
@@ -53,6 +56,7 @@ class _AnySchedule(RuleBasedStateMachine):
         patient: bool,
         salt: str,
         priority: int,
+        tenant: TenantShare,
     ) -> None:
         """Submit prompts with equal beginnings."""
         job = export_job(
@@ -63,6 +67,7 @@ class _AnySchedule(RuleBasedStateMachine):
             salt=salt,
             priority=priority,
             is_batch=priority > 0,
+            tenant=tenant,
         )
         self.bench.admit_export(job)
 

@@ -10,8 +10,8 @@ A sequence is in exactly one state:
 * *waiting*: it has no blocks. It is new, or it was preempted; then its KV is in the swap space or is recomputed;
 * *frozen*: it has blocks, uses no slot, and may continue on another worker.
 
-Sequences and hand-offs are ordered by rank: the batch class ranks after everything else, then the policy decides (by
-default the earlier arrival ranks first). The sequence that ranks first is served first.
+Sequences and hand-offs are ordered by rank: the batch class ranks after everything else, then the tenants' fair queue
+decides, then the policy (by default the earlier arrival ranks first). The sequence that ranks first is served first.
 
 1. **Hand-offs.** A hand-off reserves all its blocks at once or waits. Cached blocks of its prompt are shared and not
    counted. The watermark must remain available for sequences that grow.
@@ -20,9 +20,9 @@ default the earlier arrival ranks first). The sequence that ranks first is serve
 3. **Growth.** A decoding sequence gets one more block when it crosses a block boundary. If none is available, the last
    in rank of the running and ready sequences is preempted, again and again until there is a block. If the sequence
    that wants to grow is itself the last, it skips steps and keeps its blocks until others free some or preempt it.
-4. **Preemption for waiting work.** If the policy is preemptive, or the last sequence is of the batch class, waiting
-   work that ranks before running sequences takes their slots and, if memory is short, their blocks. This happens before
-   the step is planned.
+4. **Preemption for waiting work.** If the policy is preemptive, the last sequence is of the batch class, or tenants
+   compete, waiting work that ranks before running sequences takes their slots and, if memory is short, their blocks.
+   This happens before the step is planned.
 5. **Exports.** An export may lose its slot, and is passed over while prompts that rank before it use the step's
    budget, but it keeps its blocks: they are leased as they are sealed, and an importer may read them.
 6. **Freezing.** A frozen sequence keeps its blocks and gives up its slots. When it is thawed, it is ready.
@@ -37,10 +37,13 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from cluster.fair_queue import FairQueue
 from engine.kv.block_pool import BlockPool
 from engine.scheduling.batching.block_tables import BlockTables, SwapSpace
 from engine.scheduling.batching.preemption import Preemption, Watermark
-from engine.scheduling.batching.queues import BlockGrant, Ranking, Reservations, SequenceQueues
+from engine.scheduling.batching.queues import SequenceQueues
+from engine.scheduling.batching.ranking import Ranking, prompt_cost
+from engine.scheduling.batching.reservations import BlockGrant, Reservations
 from engine.scheduling.batching.sequences import Sequence
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policies import Policy
@@ -63,14 +66,16 @@ class Batch:
         tables: BlockTables,
         reservations: Reservations,
         policy: Policy,
+        tenants: FairQueue,
     ) -> None:
         self._limits = limits
         self._pool = pool
         self._swaps = swaps
         self._tables = tables
         self._reservations = reservations
-        self._ranking = Ranking(policy)
-        self._queues = SequenceQueues(self._ranking, limits.max_num_seqs)
+        self._tenants = tenants
+        self._ranking = Ranking(policy, tenants)
+        self._queues = SequenceQueues(self._ranking, reservations, limits.max_num_seqs)
         self._watermark = Watermark(limits, self._queues, tables)
         self._preemption = Preemption(self._ranking, self._queues, tables, pool, reservations, self._watermark)
         self._ended_in_flight: set[Sequence] = set()  # ended, but a step in flight writes to their blocks
@@ -123,7 +128,10 @@ class Batch:
         being planned: the blocks that the step swaps out are not copied yet."""
         if not self._reservations.num_waiting:
             return []
-        self._reservations.sort(self._ranking.request_rank, now_s)
+        if self._ranking.orders_tenants:
+            self._queues.sort(now_s)
+        else:
+            self._reservations.sort(self._ranking.request_rank, now_s)
         granted = self._reservations.grant(self._watermark.for_handoff)
         self._tables.tokens_cached += sum(grant.num_cached for grant in granted) * self._limits.block_size
         return granted
@@ -131,7 +139,6 @@ class Batch:
     def begin_step(self, now_s: float) -> None:
         """Sort the queues by the ranks at `now_s`, preempt for waiting work, and give slots to ready sequences."""
         self._queues.sort(now_s)
-        self._reservations.sort(self._ranking.request_rank, now_s)
         num_promised = self._preemption.preempt_for_waiting(now_s)
         if len(self._queues.ready):
             self._join_ready(num_promised, now_s)
@@ -177,6 +184,19 @@ class Batch:
         if budget.has_room_for_prompts and len(self._queues.waiting):
             self._lacked_room_s = now_s
         return parts
+
+    def charge(self, decoding: list[Sequence], prompts: list[tuple[Sequence, int]]) -> None:
+        """Charge tenants for a step: its decodes, and its prompts, each with its number of tokens. What is computed
+        again after a preemption costs nothing."""
+        for sequence, num_tokens in prompts:
+            cost = prompt_cost(max(0, sequence.num_computed + num_tokens - sequence.num_done))
+            sequence.charged += cost
+            self._tenants.charge(sequence.group.job.tenant, cost)
+        if self._tenants.is_contended:
+            for sequence in decoding:
+                self._tenants.charge(sequence.group.job.tenant, 1.0)
+        elif decoding:
+            self._tenants.charge(decoding[0].group.job.tenant, float(len(decoding)))
 
     def split_choices(self, sequence: Sequence, new_number: Callable[[], int], now_s: float) -> list[Sequence]:
         """Split a sequence into one running sequence per choice, all on the same blocks. Each but the first has a spare
@@ -282,7 +302,7 @@ class Batch:
         """Return the prompt that comes next: the first waiting one if it displaces the first of `running` and can
         start, or else the first of `running`, which is removed from there."""
         head = self._queues.waiting.first
-        goes_first = head is not None and (not running or self._ranking.displaces(head, running[0], now_s))
+        goes_first = head is not None and (not running or self._ranking.overtakes(head, running[0], now_s))
         if goes_first and self._start_waiting(now_s) is head:
             return head
         return running.popleft() if running else None

@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from cluster.request_size import blocks_for
 from engine.kv.block_pool import BlockPool
 from engine.scheduling.batching.block_tables import BlockTables
-from engine.scheduling.batching.queues import BlockRequest, Ranking, Reservations, SequenceQueues
+from engine.scheduling.batching.queues import SequenceQueues
+from engine.scheduling.batching.ranking import Ranking
+from engine.scheduling.batching.reservations import BlockRequest, Reservations
 from engine.scheduling.batching.sequences import Sequence
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policies import Rank
@@ -221,4 +223,5 @@ class Preemption:
         self._recent_s.append(now_s)
         self._queues.remove(sequence)
         self._tables.evict(sequence)
+        sequence.charged = 0.0
         self._queues.add_waiting(sequence, now_s)

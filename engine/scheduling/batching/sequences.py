@@ -12,8 +12,10 @@ import math
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
+from math import ceil
 from typing import Generic, TypeVar
 
+from cluster.fair_queue import FairQueue
 from cluster.messages import (
     DecodeJob,
     FinishReason,
@@ -95,6 +97,8 @@ class Sequence:
     num_steps_in_flight: int = 0  # steps in flight that contain it
     is_over: bool = False  # ended; the outcome of a step in flight is dropped
     rank: Rank = ()  # at the last sort of its queue; lower ranks go first
+    virtual_start: float = 0.0  # by the tenants' fair queue at the last sort
+    charged: float = 0.0  # to its tenant for its prompt, in tokens of output
     predicted_tokens: int = 0  # total length of the output; 0: unknown
     drafter: Drafter | None = None  # None until its first speculative step
     logit_state: LogitState | None = None  # None until it draws, and if its request changes no logits
@@ -157,14 +161,23 @@ class Sequence:
         )
 
 
+def expected_output_left(job: DecodeJob, num_output: int, predicted_tokens: int) -> int:
+    """Return how many more tokens a choice is expected to generate, by this worker's prediction (0: unknown), or else
+    by its router's."""
+    expected = predicted_tokens or ceil(job.num_expected_output) or job.stops.max_tokens
+    return max(1, min(expected, job.stops.max_tokens) - num_output)
+
+
 Choices = tuple[tuple[int, SequenceStart], ...]
 
 
 class LiveSequences:
-    """`lengths` records the output length of each choice that ends and predicts that of new ones."""
+    """`lengths` records the output length of each choice that ends and predicts that of new ones. `tenants` counts the
+    groups of each tenant."""
 
-    def __init__(self, lengths: LengthPredictor | None) -> None:
+    def __init__(self, lengths: LengthPredictor | None, tenants: FairQueue) -> None:
         self._lengths = lengths
+        self._tenants = tenants
         # A sequence with several choices has one entry per handle.
         self._sequences: dict[tuple[MemberId, int], Sequence] = {}
         self._exports: dict[bytes, Sequence] = {}
@@ -282,6 +295,7 @@ class LiveSequences:
 
     def _add_group(self, group: Group) -> Group:
         self._groups[group.number] = group
+        self._tenants.enter(group.job.tenant)
         self._deadlines.add(group.number, group.admitted_s + group.job.timeout_s)
         return group
 
@@ -289,6 +303,7 @@ class LiveSequences:
         group.num_live -= 1
         if group.num_live == 0:
             del self._groups[group.number]
+            self._tenants.leave(group.job.tenant)
             self._deadlines.discard(group.number)
 
 

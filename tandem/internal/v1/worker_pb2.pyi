@@ -81,7 +81,7 @@ class TokenStops(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[bytes] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "token_ids", "sampling", "stops", "seeds", "num_committed", "importer", "timeout_s", "cache_salt", "prefix_sources", "priority", "is_batch", "age_s", "is_unproven", "router", "num_expected_cached", "grammar")
+    __slots__ = ("request_id", "attempt", "token_ids", "sampling", "stops", "seeds", "num_committed", "importer", "timeout_s", "cache_salt", "prefix_sources", "priority", "is_batch", "age_s", "is_unproven", "router", "num_expected_cached", "grammar", "tenant", "weight")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +100,8 @@ class PrefillRequest(_message.Message):
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     NUM_EXPECTED_CACHED_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     token_ids: bytes
@@ -118,7 +120,9 @@ class PrefillRequest(_message.Message):
     router: str
     num_expected_cached: int
     grammar: _inference_pb2.Grammar
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[ResolvedSampling, _Mapping]] = ..., stops: _Optional[_Union[TokenStops, _Mapping]] = ..., seeds: _Optional[_Iterable[int]] = ..., num_committed: _Optional[int] = ..., importer: _Optional[str] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., prefix_sources: _Optional[_Iterable[_Union[PrefixSource, _Mapping]]] = ..., priority: _Optional[int] = ..., is_batch: bool = ..., age_s: _Optional[float] = ..., is_unproven: bool = ..., router: _Optional[str] = ..., num_expected_cached: _Optional[int] = ..., grammar: _Optional[_Union[_inference_pb2.Grammar, _Mapping]] = ...) -> None: ...
+    tenant: str
+    weight: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[ResolvedSampling, _Mapping]] = ..., stops: _Optional[_Union[TokenStops, _Mapping]] = ..., seeds: _Optional[_Iterable[int]] = ..., num_committed: _Optional[int] = ..., importer: _Optional[str] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., prefix_sources: _Optional[_Iterable[_Union[PrefixSource, _Mapping]]] = ..., priority: _Optional[int] = ..., is_batch: bool = ..., age_s: _Optional[float] = ..., is_unproven: bool = ..., router: _Optional[str] = ..., num_expected_cached: _Optional[int] = ..., grammar: _Optional[_Union[_inference_pb2.Grammar, _Mapping]] = ..., tenant: _Optional[str] = ..., weight: _Optional[int] = ...) -> None: ...
 
 class PrefixSource(_message.Message):
     __slots__ = ("member", "address", "num_tokens")
@@ -199,7 +203,7 @@ class SequenceStart(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., seed: _Optional[int] = ..., committed_token_ids: _Optional[bytes] = ...) -> None: ...
 
 class StartRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "router", "prompt_token_ids", "sampling", "stops", "sequences", "ticket", "timeout_s", "cache_salt", "priority", "is_batch", "age_s", "is_unproven", "num_expected_cached", "num_expected_output", "grammar")
+    __slots__ = ("request_id", "attempt", "router", "prompt_token_ids", "sampling", "stops", "sequences", "ticket", "timeout_s", "cache_salt", "priority", "is_batch", "age_s", "is_unproven", "num_expected_cached", "num_expected_output", "grammar", "tenant", "weight")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ROUTER_FIELD_NUMBER: _ClassVar[int]
@@ -217,6 +221,8 @@ class StartRequest(_message.Message):
     NUM_EXPECTED_CACHED_FIELD_NUMBER: _ClassVar[int]
     NUM_EXPECTED_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     router: str
@@ -234,7 +240,9 @@ class StartRequest(_message.Message):
     num_expected_cached: int
     num_expected_output: float
     grammar: _inference_pb2.Grammar
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., router: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[ResolvedSampling, _Mapping]] = ..., stops: _Optional[_Union[TokenStops, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[SequenceStart, _Mapping]]] = ..., ticket: _Optional[bytes] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., is_batch: bool = ..., age_s: _Optional[float] = ..., is_unproven: bool = ..., num_expected_cached: _Optional[int] = ..., num_expected_output: _Optional[float] = ..., grammar: _Optional[_Union[_inference_pb2.Grammar, _Mapping]] = ...) -> None: ...
+    tenant: str
+    weight: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., router: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[ResolvedSampling, _Mapping]] = ..., stops: _Optional[_Union[TokenStops, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[SequenceStart, _Mapping]]] = ..., ticket: _Optional[bytes] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., is_batch: bool = ..., age_s: _Optional[float] = ..., is_unproven: bool = ..., num_expected_cached: _Optional[int] = ..., num_expected_output: _Optional[float] = ..., grammar: _Optional[_Union[_inference_pb2.Grammar, _Mapping]] = ..., tenant: _Optional[str] = ..., weight: _Optional[int] = ...) -> None: ...
 
 class StartResponse(_message.Message):
     __slots__ = ()

@@ -17,7 +17,8 @@ from cluster.member import Member, MemberState
 from cluster.observe.telemetry import Telemetry
 from engine.scheduling.batching.block_tables import SwapSpace
 from engine.scheduling.batching.preemption import Preemption
-from engine.scheduling.batching.queues import Reservations, SequenceQueues
+from engine.scheduling.batching.queues import SequenceQueues
+from engine.scheduling.batching.reservations import Reservations
 from engine.scheduling.batching.sequences import Sequence
 from engine.scheduling.exports import PromptExports, TicketLeases
 from engine.scheduling.step import PromptTime, StepPlan

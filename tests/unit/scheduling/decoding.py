@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from cluster.messages import DecodeJob, MemberId, Sampling, SequenceStart, TokenStops
+from cluster.messages import NO_TENANT, DecodeJob, MemberId, Sampling, SequenceStart, TenantShare, TokenStops
 from cluster.protocol.hashing import nameless_chains
 from cluster.service_times import ServiceTimes
 from engine.scheduling.commands import AdmitLocal, Command, Event, Failed, Inspect, Inspected, StepTokens
@@ -33,6 +33,7 @@ class Asked:
     is_batch: bool = False
     timeout_s: float = 1e9
     tenant: str = ""
+    share: TenantShare = NO_TENANT
 
     def job(self, handle: int) -> DecodeJob:
         """Return the job. No two prompts have equal first tokens."""
@@ -52,6 +53,7 @@ class Asked:
             cache_salt=self.tenant,
             priority=self.priority,
             is_batch=self.is_batch,
+            tenant=self.share,
         )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from cluster.messages import PrefillJob, Sampling, TokenStops
+from cluster.messages import NO_TENANT, PrefillJob, Sampling, TenantShare, TokenStops
 from cluster.protocol.hashing import nameless_chains
 from engine.scheduling.commands import AdmitExport, Command, Event, ExportFinished
 from engine.scheduling.limits import SchedulerLimits
@@ -24,6 +24,7 @@ class Prompt:
     priority: int = 0
     is_batch: bool = False
     timeout_s: float = 1e9
+    tenant: TenantShare = NO_TENANT
 
     def job(self, number: int) -> PrefillJob:
         """Return the job. No two prompts have equal first tokens."""
@@ -39,6 +40,7 @@ class Prompt:
             timeout_s=self.timeout_s,
             priority=self.priority,
             is_batch=self.is_batch,
+            tenant=self.tenant,
         )
 
 

@@ -1,0 +1,119 @@
+"""The order in which tenants are served, by weight. Pure: it has no clock, and never sees a request.
+
+Start-time fair queueing (Goyal, Vin and Cheng, 1996) over the virtual tokens of Sheng et al. (2024): a tenant's virtual
+time is the cost of what it was served, divided by its weight. Each piece of work begins where the pieces of its tenant
+before it end, and the piece with the earliest beginning is served first. So tenants that always have work waiting are
+served in proportion to their weights, up to one piece of each, whatever they send.
+
+Without scarcity nothing is remembered: a tenant of which nothing waits is brought up to those that wait, so no tenant
+saves up for later, and none is in debt for what nobody else wanted.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.messages import TenantShare
+
+MAX_IDLE_TENANTS = 1024  # whose virtual time is kept while they have no work here
+# How far ahead of the others a tenant begins that had no work: it overtakes pieces in progress, which began later.
+_HEAD_START = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """A piece of work, as it competes with others. A piece in progress keeps its place until it ends: `charged` is what
+    was charged for it so far, and counts as not served yet."""
+
+    tenant: TenantShare
+    cost_left: float
+    charged: float = 0.0
+    waits: bool = True  # it could be served more than it is
+
+
+class FairQueue:
+    """The virtual times of the tenants that have work at one server, and of others as long as they matter.
+
+    The owner calls `enter` and `leave` for each piece of work, and `charge` for what it serves."""
+
+    def __init__(self) -> None:
+        self._pieces: Counter[str] = Counter()  # that a tenant has here
+        self._times: dict[str, float] = {}  # virtual: by the label of the tenant
+        self._newcomers: set[str] = set()  # have work and no time yet that compares with those of the others
+        self._floor = 0.0  # below it no tenant begins
+
+    @property
+    def is_contended(self) -> bool:
+        """Whether more than one tenant has work here."""
+        return len(self._pieces) > 1
+
+    @property
+    def num_tenants(self) -> int:
+        return len(self._times)
+
+    def enter(self, tenant: TenantShare) -> None:
+        """Count one more piece of work."""
+        self._pieces[tenant.label] += 1
+        if self._pieces[tenant.label] == 1:
+            self._newcomers.add(tenant.label)
+
+    def leave(self, tenant: TenantShare) -> None:
+        """Count one piece less."""
+        label = tenant.label
+        self._pieces[label] -= 1
+        if self._pieces[label]:
+            return
+        del self._pieces[label]
+        self._newcomers.discard(label)
+        if not self._pieces:
+            self._times.clear()
+            self._floor = 0.0
+        elif len(self._times) - len(self._pieces) > MAX_IDLE_TENANTS:
+            idle = (other for other in self._times if other not in self._pieces)
+            del self._times[min(idle, key=self._times.__getitem__)]
+
+    def charge(self, tenant: TenantShare, cost: float) -> None:
+        """Count what a tenant, which has work here, was served."""
+        if tenant.label in self._newcomers:
+            self._begin(tenant.label)
+        self._times[tenant.label] += cost / tenant.weight
+
+    def starts(self, demands: Sequence[Demand]) -> list[float]:
+        """Return the virtual time at which each piece of work begins; the earliest goes first. `demands`: those of all
+        tenants, each tenant's in the order in which it would have them served."""
+        places = {demand.tenant.label: 0.0 for demand in demands}
+        waiting = set()
+        for demand in demands:
+            label = demand.tenant.label
+            places[label] -= demand.charged / demand.tenant.weight
+            if demand.waits:
+                waiting.add(label)
+        self._raise_floor({label: place for label, place in places.items() if label not in self._newcomers}, waiting)
+        for label in places:
+            if label in self._newcomers:
+                self._begin(label)
+            elif label not in waiting:
+                self._times[label] = max(self._times[label], self._floor)
+            places[label] += self._times[label]
+        starts = []
+        for demand in demands:
+            starts.append(places[demand.tenant.label])
+            places[demand.tenant.label] += (demand.charged + demand.cost_left) / demand.tenant.weight
+        return starts
+
+    def _raise_floor(self, charged: dict[str, float], waiting: set[str]) -> None:
+        """Raise the floor to the first beginning of those that wait; if none waits, to the latest virtual time. Forget
+        the tenants without work that are below it."""
+        if begins := [self._times[label] + place for label, place in charged.items() if label in waiting]:
+            self._floor = max(self._floor, min(begins))
+        elif charged:
+            self._floor = max(self._floor, *(self._times[label] for label in charged))
+        for label in [
+            label for label, time in self._times.items() if time <= self._floor and label not in self._pieces
+        ]:
+            del self._times[label]
+
+    def _begin(self, label: str) -> None:
+        self._newcomers.discard(label)
+        self._times[label] = max(self._times.get(label, -math.inf), self._floor - _HEAD_START)

@@ -1,0 +1,117 @@
+"""Tests of the tenants' fair queue alone, under any arrivals."""
+
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.fair_queue import MAX_IDLE_TENANTS, Demand, FairQueue
+from cluster.messages import TenantShare
+
+_COSTS = st.integers(1, 40)
+
+
+class Server:
+    """Serves one unit of cost at a time, always of the piece that begins first."""
+
+    def __init__(self) -> None:
+        self.queue = FairQueue()
+        self.pieces: list[tuple[TenantShare, float, float]] = []  # tenant, what was served, what is left
+        self.served: Counter[str] = Counter()
+
+    def add(self, tenant: TenantShare, cost: float) -> None:
+        self.queue.enter(tenant)
+        self.pieces.append((tenant, 0.0, cost))
+
+    def serve(self) -> str:
+        starts = self.queue.starts([Demand(tenant, left, charged) for tenant, charged, left in self.pieces])
+        first = min(range(len(self.pieces)), key=lambda place: starts[place])
+        tenant, charged, left = self.pieces.pop(first)
+        self.queue.charge(tenant, 1.0)
+        self.served[tenant.label] += 1
+        if left > 1:
+            self.pieces.insert(first, (tenant, charged + 1, left - 1))
+        else:
+            self.queue.leave(tenant)
+        return tenant.label
+
+
+@settings(max_examples=40)
+@given(
+    weights=st.lists(st.integers(1, 5), min_size=2, max_size=4),
+    costs=st.lists(_COSTS, min_size=1, max_size=5),
+    begins=st.lists(st.integers(0, 30), min_size=4, max_size=4),
+)
+def test_tenants_that_always_wait_are_served_by_weight_up_to_a_piece_of_each(
+    weights: list[int], costs: list[int], begins: list[int]
+) -> None:
+    """Whatever sizes the pieces have, and whenever each tenant begins. The shares count from the last beginning."""
+    server, tenants = Server(), [TenantShare(str(number), weight) for number, weight in enumerate(weights)]
+    before: Counter[str] = Counter()
+    for step in range(200):
+        for number, tenant in enumerate(tenants):
+            waiting = sum(piece[0] is tenant for piece in server.pieces)
+            if step >= begins[number] and waiting < 3:
+                server.add(tenant, costs[(step + number) % len(costs)])
+        if step == max(begins[: len(tenants)]):
+            before = server.served.copy()
+        if server.pieces:
+            server.serve()
+    got = {tenant.label: (server.served - before)[tenant.label] / tenant.weight for tenant in tenants}
+    for one in tenants:
+        for other in tenants:
+            slack = 2 + max(costs) / one.weight + max(costs) / other.weight
+            assert abs(got[one.label] - got[other.label]) <= slack
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), _COSTS, st.integers(0, 50)), min_size=1, max_size=60))
+def test_every_piece_is_served_and_nothing_is_remembered_when_all_is_done(work: list[tuple[int, int, int]]) -> None:
+    server = Server()
+    for number, cost, pause in work:
+        server.add(TenantShare(str(number), number + 1), cost)
+        for _ in range(min(pause, len(server.pieces))):
+            server.serve()
+    while server.pieces:
+        server.serve()
+    assert server.served.total() == sum(cost for _, cost, _ in work)
+    assert server.queue.num_tenants == 0
+
+
+def test_a_tenant_that_comes_back_saved_nothing_up_and_overtakes_one_piece_in_progress_once() -> None:
+    server, busy, rare = Server(), TenantShare("busy"), TenantShare("rare")
+    for _ in range(20):
+        server.add(busy, 10)
+    for _ in range(55):
+        server.serve()
+    for _ in range(20):
+        server.add(rare, 10)
+    order = [server.serve() for _ in range(60)]
+    assert order[:10] == ["rare"] * 10, "it does not wait for the rest of the piece in progress"
+    assert order[10:15] == ["busy"] * 5
+    assert 25 <= order.count("rare") <= 35
+
+
+def test_a_tenant_that_never_waits_gives_newcomers_no_credit() -> None:
+    """One tenant runs slowly without ever waiting, so its virtual time stays far behind that of another one."""
+    queue, slow, busy, new = FairQueue(), TenantShare("slow"), TenantShare("busy"), TenantShare("new")
+    queue.enter(slow)
+    queue.enter(busy)
+    running, waiting = Demand(slow, 1.0, waits=False), Demand(busy, 10.0)
+    for _ in range(100):
+        queue.starts([running, waiting])
+        queue.charge(slow, 1.0)
+        queue.charge(busy, 100.0)
+    queue.enter(new)
+    slow_start, busy_start, new_start = queue.starts([running, waiting, Demand(new, 10.0)])
+    assert new_start == busy_start - 1 and slow_start >= busy_start - 100
+
+
+def test_tenants_without_work_are_forgotten_beyond_a_bound() -> None:
+    queue, busy = FairQueue(), TenantShare("busy")
+    queue.enter(busy)
+    for number in range(3 * MAX_IDLE_TENANTS):
+        tenant = TenantShare(str(number))
+        queue.enter(tenant)
+        queue.charge(tenant, 5.0)
+        queue.leave(tenant)
+    assert queue.num_tenants <= MAX_IDLE_TENANTS + 1
