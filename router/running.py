@@ -18,8 +18,18 @@ async def running(work: Coroutine[None, None, Answer]) -> AsyncIterator[asyncio.
     try:
         yield task
     finally:
+        await end(task)
+
+
+async def end(*tasks: "asyncio.Future[Any]") -> None:
+    """Cancel tasks and wait until they have ended. Those that have ended already cost no wait."""
+    for task in tasks:
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+    if present := [task for task in tasks if not task.done()]:
+        await asyncio.gather(*present, return_exceptions=True)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # who wanted it has it: asyncio must not report it
 
 
 @asynccontextmanager

@@ -179,7 +179,7 @@ class Peer(WorkerHealth):
     @property
     def _decode_calls(self) -> worker_pb2_grpc.DecodeWorkerStub:
         """Return the stub. Raises the error of the worker's loss if the channel is closed."""
-        if self._lost.done():
+        if self._is_lost:
             raise self._gone()
         return self._decodes
 

@@ -67,9 +67,8 @@ class WorkerHealth(ABC):
         self._telemetry = side.telemetry
         self._registered = True
         self._suspected = asyncio.Event()
-        self._lost: asyncio.Future[None] = (
-            asyncio.get_running_loop().create_future()
-        )  # never awaited directly: all calls share it
+        self._is_lost = False
+        self._calls: set[asyncio.Timeout] = set()  # in progress
         self._silence = Silence()
         self._lost_detail = ""
         self._answered_s = asyncio.get_running_loop().time()
@@ -117,8 +116,10 @@ class WorkerHealth(ABC):
     def fail_calls(self, detail: str) -> None:
         """End every call in progress with the error of `loss`."""
         self._lost_detail = detail
-        if not self._lost.done():
-            self._lost.set_result(None)
+        if not self._is_lost:
+            self._is_lost = True
+            for call in self._calls:
+                call.reschedule(asyncio.get_running_loop().time())
 
     async def run(self) -> str:
         """Check the worker's health until it is lost, or has left and has no work of this router. Returns the
@@ -226,18 +227,26 @@ class WorkerHealth(ABC):
     async def _unless_lost(self, answer: Awaitable[Answer]) -> Answer:
         """Await an answer of the worker. Raises the error of `loss` when the worker is lost first, and the error
         of a failed call."""
-        work = asyncio.ensure_future(answer)
+        if self._is_lost:
+            asyncio.ensure_future(answer).cancel()  # before it starts
+            raise self._gone()
+        task = asyncio.current_task()
+        assert task is not None
+        num_cancels, until_lost = task.cancelling(), asyncio.timeout(None)
         try:
-            await asyncio.wait((work, self._lost), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done() or (work.cancelled() and self._lost.done()):  # the channel closes with the peer
-                raise self._gone()
-            result = work.result()
+            async with until_lost:
+                self._calls.add(until_lost)
+                result = await answer
             self._answered_s = asyncio.get_running_loop().time()
             return result
         except grpc.aio.AioRpcError as rpc_error:
             raise self._judged(error_from_rpc(rpc_error)) from rpc_error
+        except (TimeoutError, asyncio.CancelledError) as ended:
+            if self._is_lost and task.cancelling() == num_cancels:  # or the channel closed first, with the peer
+                raise self._gone() from ended
+            raise
         finally:
-            work.cancel()
+            self._calls.discard(until_lost)
 
     def _gone(self) -> TandemError:
         return self.loss(f"is lost: {self._lost_detail}")

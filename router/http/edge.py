@@ -27,6 +27,7 @@ from router.http.connection import ABORT, StreamedBody, streamed_body
 from router.http.openai_errors import error_response, internal_error, status_response
 from router.request.validation import MAX_REQUEST_ID_CHARACTERS
 from router.requests import ANY_CLIENT
+from router.running import end
 
 _REQUEST_ID_HEADER = "x-request-id"
 # Brackets and colons, in strings too: parsing a body of nothing else would block the event loop. A text of 4 MB that
@@ -305,9 +306,7 @@ async def while_connected(receive: Receive, work: Coroutine[None, None, T]) -> T
             raise ClientGone
         return working.result()
     finally:
-        working.cancel()
-        watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+        await end(working, watching)
 
 
 async def _left(receive: Receive) -> None:

@@ -29,7 +29,7 @@ from router.pipeline.hedges import Hedges, Overtaken, PendingLeg
 from router.pipeline.migration import Migrations
 from router.pipeline.worker_choice import PairHealth, WorkerChoice
 from router.request.admitted_request import AdmittedRequest, Choice
-from router.running import branches, running
+from router.running import branches, end, running
 
 _REISSUED = "ticket_reissued"
 
@@ -84,8 +84,7 @@ class TicketImport:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end(self._task)
         for each in self._legs:
             each.close()
         self._exit.close()

@@ -16,7 +16,7 @@ from router.pipeline.failures import AttemptFailed
 from router.pipeline.worker_choice import WorkerChoice
 from router.policies.hedging import Action, Execution, HedgeBudget, Race, RaceOutcome, decide
 from router.request.admitted_request import AdmittedRequest, Choice
-from router.running import ChangeSignal
+from router.running import ChangeSignal, end
 
 Answer = TypeVar("Answer")
 GoOn = Callable[["Hedges", AdmittedRequest, Sequence[Choice]], Coroutine[Any, Any, None]]
@@ -174,8 +174,7 @@ class Hedges:
             return working.result()
         finally:
             await watch.call_off()
-            working.cancel()
-            await asyncio.gather(working, return_exceptions=True)
+            await end(working)
 
     def _begin(self, admitted: AdmittedRequest, choices: Sequence[Choice], pending: PendingLeg) -> _Hedge:
         def go_on(execution: Execution) -> Coroutine[Any, Any, None]:
