@@ -12,6 +12,7 @@ Redis. While Redis cannot be reached, refuses, or has lost data, a missing membe
 """
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -38,6 +39,7 @@ Answer = TypeVar("Answer")
 
 _INCARNATION_KEPT_MS = 24 * 3600 * 1000
 _JITTER = 0.2
+_LOG = logging.getLogger("tandem.registry")
 _CLAIMED = 100  # characters of an id that stands in Redis, in the audit log
 _FIRST_QUESTIONS = 3
 
@@ -137,7 +139,17 @@ class Registry:
     def of_member(settings: ClusterSettings, keys: ClusterKeys, telemetry: Telemetry, audit: Audit) -> "Registry":
         """Return the registry for a process that is a member. Raises ConfigError."""
 
+        warned: set[str] = set()  # reasons; the audit has each refusal
+
         def on_refused(reason: str, identifier: str) -> None:
+            if reason not in warned:
+                warned.add(reason)
+                _LOG.warning(
+                    "the registration of %r is not used (%s): start that member with the file of --cluster-key-file"
+                    " that this one has, or with another --cluster-name",
+                    identifier[:_CLAIMED],
+                    reason,
+                )
             telemetry.count("tandem_refused_members_total", reason=reason)
             audit.record_refusal(what="registration", origin="registry", why=reason, claims=identifier[:_CLAIMED])
 

@@ -128,6 +128,10 @@ async def test_a_member_of_another_cluster_opens_no_session_and_is_counted(clust
     assert f'tandem_refused_members_total{{reason="{Refusal.UNKNOWN_KEY}"}}' in scraped
 
 
+async def _lines(member: Member, text: str) -> list[str]:
+    return [line for line in member.output if text in line]
+
+
 async def _refusals(member: Member, what: str) -> list[dict[str, Any]]:
     """Return the lines of the audit log about what was refused."""
     return [json.loads(line[line.index("{") :]) for line in member.output if f'"what": "{what}"' in line]
@@ -180,6 +184,8 @@ async def test_a_worker_that_a_stranger_writes_into_redis_receives_no_call_and_i
         partial(_refusals, router, "registration"), bool, what="the refusal is in the router's log"
     )
     assert (line["outcome"], line["why"], line["claims"]) == ("member_refused", "no_proof", "decode9")
+    advice = "the registration of 'decode9' is not used (unknown_key): start that member with the file of"
+    assert len(await until(partial(_lines, router, advice), bool, what="the router says what to do")) == 1
     listener.close()
     await registry.close()
     assert not calls
