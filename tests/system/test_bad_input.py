@@ -25,6 +25,7 @@ from cluster.process import ExitStatus
 from tandem.v1 import inference_pb2
 from tests.system.asking import ask, asked, question
 from tests.system.local_cluster import DEMO_MODEL, Launch, LocalCluster, executed, forked
+from tests.system.planted import planted_bodies
 from tests.system.polling import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -172,24 +173,9 @@ async def test_no_process_of_the_cluster_wrote_a_stack_trace(cluster: LocalClust
 async def test_what_clients_send_and_receive_is_in_no_log(cluster: LocalCluster) -> None:
     """The texts are sent over each API, in requests that are served and in requests that are refused."""
     planted = "xyzzy plugh 7301"
-    said = {"messages": [{"role": "user", "content": planted}], "max_tokens": 24}
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": f'{{"a": "{planted}"}}'}}
-    history = [*said["messages"], {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": planted}]  # type: ignore[misc]
-    schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"pattern": f"({planted}"}}}
-    bodies: list[tuple[str, Any]] = [
-        ("/v1/completions", {"prompt": planted, "max_tokens": 24}),
-        ("/v1/completions", {"prompt": planted, "max_tokens": planted}),
-        ("/v1/chat/completions", said),
-        ("/v1/chat/completions", said | {"messages": history}),
-        ("/v1/chat/completions", said | {"response_format": schema}),
-        ("/v1/chat/completions", said | {"chat_template": f"{{{{ raise_exception('{planted}') }}}}"}),
-        ("/v1/responses", {"input": planted, "max_output_tokens": 24}),
-        ("/v1/messages", said),
-        ("/tokenize", {"prompt": planted, "nothing": planted}),
-    ]
     texts = [planted]
     async with httpx.AsyncClient(base_url=f"http://{cluster.members['router0'].ready['http']}", timeout=60) as http:
-        for path, body in bodies:
+        for path, body in planted_bodies(planted):
             answer = await http.post(path, json={"model": "demo_model", "temperature": 0} | body)
             assert answer.status_code < 500, answer.text
             for choice in answer.json().get("choices", []) if answer.status_code == 200 else []:

@@ -1,6 +1,7 @@
 """The spans of requests, as a real OTLP receiver gets them from a router of a real cluster."""
 
 import asyncio
+import json
 import secrets
 import signal
 from collections.abc import AsyncIterator
@@ -24,6 +25,7 @@ from router.requests import GenerateRequest
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from tests.system.asking import question
 from tests.system.local_cluster import LocalCluster
+from tests.system.planted import planted_bodies
 from tests.system.router_harness import RouterUnderTest, answer_to, ask, router_under_test
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -158,6 +160,28 @@ async def test_a_failed_request_is_sent_though_nothing_samples_it(traced: dict[s
     assert root.status.code == root.status.STATUS_CODE_ERROR
     assert refused.value.response.headers["traceparent"] == f"00-{trace_id}-{root.span_id.hex()}-00"
     assert _attributes(root)["error.type"] == root.status.message
+
+
+async def test_what_clients_send_and_receive_is_in_no_span(traced: dict[str, str], receiver: Receiver) -> None:
+    planted = "xyzzy plugh 7302"
+    texts = [planted]
+    async with httpx.AsyncClient(base_url=f"http://{traced['http']}", timeout=60) as http:
+        for path, body in planted_bodies(planted):
+            trace_id = secrets.token_hex(16)
+            context = {"traceparent": f"00-{trace_id}-{secrets.token_hex(8)}-01"}
+            answer = await http.post(path, json={"model": "demo_model", "temperature": 0} | body, headers=context)
+            for choice in answer.json().get("choices", []) if answer.status_code == 200 else []:
+                texts.append(choice.get("text") or choice["message"]["content"])
+            if answer.status_code == 200 and "traceparent" in answer.headers:
+                await receiver.until_received(trace_id)
+        trace_id = secrets.token_hex(16)
+        context = {"traceparent": f"00-{trace_id}-{secrets.token_hex(8)}-01"}
+        await http.post("/v1/completions", json={"model": "", "prompt": planted * 1000}, headers=context)
+        await receiver.until_received(trace_id)  # of a refused request; spans leave in the order of their ends
+    long = [text.strip() for text in texts if len(text.strip()) >= len(planted)]
+    assert len(long) > 1, "answers are long enough to be told from what a span says"
+    exported = json.dumps([MessageToDict(span) for span in receiver.spans])
+    assert not [text for text in long if json.dumps(text)[1:-1] in exported]
 
 
 async def test_a_stream_of_grpc_has_its_trace_in_its_metadata_and_explain_finds_it(traced: dict[str, str]) -> None:
