@@ -4,9 +4,12 @@ Wire messages (tandem/internal/v1) are converted to these values in cluster/prot
 """
 
 import hashlib
+import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
+from typing import Any
 
 
 class Role(StrEnum):
@@ -104,6 +107,7 @@ class GrammarKind(StrEnum):
 
 
 MAX_GRAMMAR_BYTES = 1 << 17
+MAX_PROMPT_LOGPROBS = 1 << 17  # values of one request: of its prompt's tokens, and of the most likely ones
 MAX_PREFILL_CHUNKS = 64  # that a prefill reports one by one
 MAX_PROFILED_STEPS, MAX_PROFILE_S = 1000, 60.0
 MAX_WEIGHT = 1_000_000  # of a tenant
@@ -140,6 +144,32 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """The log-probabilities of consecutive tokens of a prompt, and the most likely tokens at their positions, best
+    first. Packed as little-endian floats and unsigned integers of 32 bits, because a prompt may have a hundred thousand
+    tokens."""
+
+    first_position: int  # in the prompt, at least 1: nothing comes before the first token
+    num_top: int
+    logprobs: bytes  # [tokens]
+    ranks: bytes  # [tokens]; 1: no token was more likely
+    top_token_ids: bytes  # [tokens, num_top]
+    top_logprobs: bytes  # [tokens, num_top]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ranks) // 4
+
+    def values(self) -> Iterator[tuple[float, int, tuple[tuple[int, float], ...]]]:
+        """Yield each token's log-probability and rank, and the most likely tokens with theirs."""
+        ids, logprobs, width = _unpacked("I", self.top_token_ids), _unpacked("f", self.top_logprobs), self.num_top
+        own = zip(_unpacked("f", self.logprobs), _unpacked("I", self.ranks), strict=True)
+        for place, (logprob, rank) in enumerate(own):
+            places = slice(place * width, (place + 1) * width)
+            yield logprob, rank, tuple(zip(ids[places], logprobs[places], strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +295,7 @@ class PrefillJob:
     num_expected_cached: int = 0  # tokens of the prompt that the router expects the worker to have cached
     router: MemberId | None = None  # None: the caller is none
     grammar: Grammar | None = None  # that the text of each choice must match
+    num_prompt_logprobs: int | None = None  # of the most likely tokens at each position; None: none of the prompt
     trace_parent: str = ""  # W3C trace context, which travels as metadata of the call; empty: none
     tenant: TenantShare = NO_TENANT
 
@@ -312,3 +343,8 @@ class DecodeJob:
     @property
     def is_interrupted(self) -> bool:
         return bool(self.sequences[0].committed_token_ids) and not self.is_unproven
+
+
+def _unpacked(kind: str, packed: bytes) -> tuple[Any, ...]:
+    """Unpack little-endian values of 32 bits: "f" for floats, "I" for unsigned integers."""
+    return struct.unpack(f"<{len(packed) // 4}{kind}", packed)

@@ -92,9 +92,11 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         call = self._open(ticket_id, job)
         try:
             chain = self._tiers.chain(job) if self._tiers is not None else None
-            if self._tiers is not None and chain is not None:
+            reads_caches = job.num_prompt_logprobs is None
+            if self._tiers is not None and chain is not None and reads_caches:
                 await _unless_ended(call, self._tiers.fetch(job, chain))
-            num_pulled = 0 if self._pulls is None else await _unless_ended(call, self._pulls.pull(job))
+            pulls = self._pulls if reads_caches else None
+            num_pulled = 0 if pulls is None else await _unless_ended(call, pulls.pull(job))
             self._steps.post(commands.AdmitExport(ticket_id, job))
             # Shielded: cancelling this wait must not cancel the future, which would look like the attempt's end.
             ticket = await asyncio.shield(call.accepted)
@@ -104,6 +106,8 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
                 raise outcome.error
             if self._tiers is not None and chain is not None:
                 self._tiers.store(chain)
+            for logprobs in outcome.prompt_logprobs:
+                yield worker_pb2.PrefillEvent(prompt_logprobs=wire.prompt_logprobs_to_wire(logprobs))
             num_pulled = min(num_pulled, outcome.num_cached)  # pulled blocks may have been evicted since
             first_tokens = wire.first_tokens_to_wire(
                 outcome.tokens,

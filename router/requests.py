@@ -4,12 +4,12 @@
 apply, in router/request/validation.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from cluster.accounts.keys import Caller
-from cluster.messages import FinishReason, Grammar, TokenLogprobs
+from cluster.messages import FinishReason, Grammar, PromptLogprobs, TokenLogprobs
 from cluster.observe.trace_context import RequestTrace
 
 
@@ -122,6 +122,7 @@ class GenerateRequest:
     stop: StopConditions = field(default_factory=StopConditions)
     n: int = 1
     logprobs: int | None = None  # None: none; k: the chosen token's and those of the k most likely
+    prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     timeout_s: float | None = None
     cache_salt: str = ""  # KV of equal beginnings is shared among requests of one salt only
     priority: int = 0  # lower goes first, if the workers' scheduling policy uses priorities
@@ -152,6 +153,33 @@ class ChoiceDelta(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token when asked for
     finish_reason: FinishReason | None = None  # once, on the choice's last delta
     stop_cause: str | int | None = None  # the stop string, or the request's stop token
+
+
+class PromptToken(NamedTuple):
+    """One token of a prompt, given those before it."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1: no token was more likely
+    top: tuple[tuple[int, float], ...]  # the most likely tokens with their log-probabilities, best first
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredPrompt:
+    """A prompt and the log-probabilities of its tokens, packed as a worker sent them."""
+
+    token_ids: tuple[int, ...]
+    parts: tuple[PromptLogprobs, ...]  # of all tokens but the first, which has none
+
+    @property
+    def num_values(self) -> int:
+        return sum(part.num_tokens * (1 + part.num_top) for part in self.parts)
+
+    def tokens(self) -> Iterator[PromptToken]:
+        """Yield all tokens but the first."""
+        values = (value for part in self.parts for value in part.values())
+        for token_id, (logprob, rank, top) in zip(self.token_ids[1:], values, strict=True):
+            yield PromptToken(token_id, logprob, rank, top)
 
 
 class DirectReader(Protocol):
@@ -223,10 +251,12 @@ class Accepted:
 @dataclass(frozen=True, slots=True)
 class Output:
     """A message of a request's stream. Every message has the id, and the last one the summary. `accepted` comes alone,
-    before the first deltas. A message with only the id is a keep-alive message.
+    before the first deltas. A message with only the id is a keep-alive message. `prompt` comes with the first deltas
+    of a request that asks for its log-probabilities.
     """
 
     request_id: str
     deltas: tuple[ChoiceDelta, ...] = ()
     summary: Summary | None = None
     accepted: Accepted | None = None
+    prompt: ScoredPrompt | None = None

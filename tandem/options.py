@@ -15,7 +15,7 @@ _KINDS: Mapping[str, type] = {
     **dict.fromkeys(
         ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "priority", "stream_interval"), Integral
     ),
-    "truncate_prompt_tokens": Integral,
+    **dict.fromkeys(("truncate_prompt_tokens", "prompt_logprobs"), Integral),
     **dict.fromkeys(("temperature", "top_p", "min_p", "slo_ttft_s", "slo_tpot_s"), Real),
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), Real),
     **dict.fromkeys(("ignore_eos", "is_batch", "include_stop_str_in_output", "skip_special_tokens"), bool),
@@ -29,6 +29,7 @@ _RANGES = {
     "top_k": (0, 2**32 - 1),
     "seed": (0, 2**64 - 1),
     "logprobs": (0, 2**32 - 1),
+    "prompt_logprobs": (0, 2**32 - 1),
     "priority": (-(2**31), 2**31 - 1),
     "stream_interval": (0, 2**32 - 1),
     "truncate_prompt_tokens": (-1, 2**31 - 1),
@@ -64,6 +65,7 @@ class GenerateOptions(TypedDict, total=False):
     skip_special_tokens: bool  # default: True; else the text has special tokens by their names
     truncate_prompt_tokens: int  # keeps so many last tokens of the prompt; -1: as many as max_tokens leaves room for
     logprobs: int  # log-probabilities of the chosen token and of this many most likely tokens
+    prompt_logprobs: int  # the same for the prompt's tokens, in Result.prompt_logprobs
     cache_salt: str  # only requests of one salt share KV of equal beginnings
     priority: int  # lower values first, if the workers' scheduling policy uses priorities
     is_batch: bool  # the batch class: only uses capacity that no other request needs
@@ -133,6 +135,7 @@ def generate_request(
         ),
         n=options.get("n", 1),
         logprobs=options.get("logprobs"),
+        prompt_logprobs=options.get("prompt_logprobs"),
         cache_salt=options.get("cache_salt", ""),
         priority=options.get("priority", 0),
         is_batch=options.get("is_batch", False),

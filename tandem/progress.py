@@ -14,7 +14,16 @@ from dataclasses import dataclass, field, replace
 
 from tandem.enum_words import FINISH_REASONS
 from tandem.errors import DeadlineExceeded, InternalError, Overloaded, TandemError, Unavailable
-from tandem.results import Choice, Delta, Result, Usage, delta_from_wire, ledger_from_wire
+from tandem.results import (
+    Choice,
+    Delta,
+    PromptTokenLogprobs,
+    Result,
+    Usage,
+    delta_from_wire,
+    ledger_from_wire,
+    prompt_token_from_wire,
+)
 from tandem.v1 import inference_pb2
 
 _DRAINING = "draining"
@@ -148,6 +157,7 @@ class Assembly:
         self.accepted: inference_pb2.AcceptedRequest | None = None  # the values of the request's unset fields
         self._choices: dict[int, _Growth] = {}
         self._summary: inference_pb2.Summary | None = None
+        self._prompt: list[PromptTokenLogprobs] = []
 
     def add(self, response: inference_pb2.GenerateResponse) -> list[Delta]:
         """Return the new deltas of a response. Raises InternalError if a token is missing or differs from before."""
@@ -155,6 +165,8 @@ class Assembly:
             self.accepted = response.accepted
         if response.HasField("summary"):
             self._summary = response.summary
+        if response.HasField("prompt_logprobs"):
+            self._add_prompt(response.prompt_logprobs)
         deltas = [delta_from_wire(message) for message in response.deltas]
         grown = [self._choices.setdefault(delta.choice, _Growth()).add(delta) for delta in deltas]
         return [delta for delta in grown if delta is not None]
@@ -179,7 +191,16 @@ class Assembly:
             choices=tuple(_choice(self._choices[n].deltas) for n in sorted(self._choices) if self._choices[n].deltas),
             usage=Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
             ledger=ledger_from_wire(self._summary.ledger),
+            prompt_logprobs=tuple(self._prompt),
         )
+
+    def _add_prompt(self, message: inference_pb2.PromptLogprobs) -> None:
+        """Add what was not received before: a stream that is resumed from no token sends the prompt again."""
+        num_known = 1 + len(self._prompt) - message.first_position
+        if num_known < 0:
+            what = f"continue at token {message.first_position}, but {1 + len(self._prompt)} were received"
+            raise InternalError(f"the prompt's log-probabilities {what}", reason="out_of_order")
+        self._prompt += map(prompt_token_from_wire, message.tokens[num_known:])
 
 
 @dataclass(slots=True)

@@ -20,6 +20,15 @@ class PositionLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptTokenLogprobs:
+    """One token of the prompt, given those before it."""
+
+    token: TokenLogprob
+    rank: int  # 1: no token was more likely
+    top: tuple[TokenLogprob, ...]  # best first
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """More of the answer to a conversation, as its model's format divides it."""
 
@@ -129,6 +138,7 @@ class Result:
     choices: tuple[Choice, ...]
     usage: Usage
     ledger: Ledger
+    prompt_logprobs: tuple[PromptTokenLogprobs, ...] = ()  # if asked for: of all tokens of the prompt but the first
 
     @property
     def text(self) -> str:
@@ -185,8 +195,15 @@ def _part(message: inference_pb2.AnswerPart) -> Part:
 
 
 def _position(message: inference_pb2.PositionLogprobs) -> PositionLogprobs:
-    chosen = TokenLogprob(message.chosen.token_id, message.chosen.logprob)
-    return PositionLogprobs(chosen, tuple(TokenLogprob(token.token_id, token.logprob) for token in message.top))
+    return PositionLogprobs(_token(message.chosen), tuple(map(_token, message.top)))
+
+
+def prompt_token_from_wire(message: inference_pb2.PromptTokenLogprobs) -> PromptTokenLogprobs:
+    return PromptTokenLogprobs(_token(message.token), message.rank, tuple(map(_token, message.top)))
+
+
+def _token(message: inference_pb2.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(message.token_id, message.logprob)
 
 
 def ledger_from_wire(message: inference_pb2.Ledger) -> Ledger:

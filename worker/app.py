@@ -33,6 +33,7 @@ from engine.scheduling.scheduler import SequenceScheduler
 from engine.scheduling.step import Runner, StepPlan
 from engine.speculation.draft_model import with_draft_model
 from engine.speculation.drafter import drafter_factory
+from engine.steps.prompt_scores import max_scored_tokens
 from engine.steps.step_loop import StepLoop, StepTime
 from engine.steps.step_profile import StepProfiler
 from engine.timing.service_time_fit import ServiceTimeFit, TimedStep, step_work
@@ -294,6 +295,7 @@ def _limits(config: WorkerConfig, engine: Engine, host_blocks: HostBlocks | None
         max_num_seqs=config.max_num_seqs,
         max_prefill_tokens=config.max_prefill_tokens,
         max_queue=config.max_queue,
+        max_scored_tokens=max_scored_tokens(engine.model_info.vocab_size),
         watermark=config.watermark,
         num_swap_slots=host_blocks.num_slots if host_blocks else 0,
         lengths=LengthLimits(config.max_input_length, config.max_output_length),

@@ -5,6 +5,7 @@ or the attempt that its message belongs to, and nothing else. The bounds of sing
 rules that span several fields are here.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -84,6 +85,15 @@ def _started(message: worker_pb2.SequenceStarted) -> str:
     return ""
 
 
+def _prompt_logprobs(message: worker_pb2.PromptLogprobs) -> str:
+    num_bytes, per_top = len(message.logprobs), message.num_top * len(message.logprobs)
+    if (len(message.ranks), len(message.top_token_ids), len(message.top_logprobs)) != (num_bytes, per_top, per_top):
+        return f"ranks must be one, top_token_ids and top_logprobs num_top for each of {num_bytes // ID_BYTES} tokens"
+    values = (*memoryview(message.logprobs).cast("f"), *memoryview(message.top_logprobs).cast("f"))
+    are_logprobs = all(-math.inf < value <= 1.0 for value in values)
+    return "" if are_logprobs else "logprobs and top_logprobs must be finite and at most 1"
+
+
 def _cache_events(message: worker_pb2.CacheEvents) -> str:
     return "" if message.first_number <= message.next_number else "next_number must not be less than first_number"
 
@@ -122,6 +132,7 @@ ACROSS_FIELDS: Mapping[type[Message], Callable[..., str]] = {
     worker_pb2.StartRequest: _start,
     worker_pb2.StepOutput: _step,
     worker_pb2.SequenceStarted: _started,
+    worker_pb2.PromptLogprobs: _prompt_logprobs,
     worker_pb2.CacheEvents: _cache_events,
     kv_pb2.LeasePrefixResponse: _offer,
     kv_pb2.Attach: _attach,

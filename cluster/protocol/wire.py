@@ -23,6 +23,7 @@ from cluster.messages import (
     MemberId,
     PrefillJob,
     PrefixSource,
+    PromptLogprobs,
     SampledToken,
     Sampling,
     SequenceStart,
@@ -124,6 +125,7 @@ def prefill_job_to_wire(job: PrefillJob) -> worker_pb2.PrefillRequest:
             worker_pb2.PrefixSource(member=str(source.member), address=source.address, num_tokens=source.num_tokens)
             for source in job.prefix_sources
         ],
+        prompt_logprobs_plus_one=0 if job.num_prompt_logprobs is None else job.num_prompt_logprobs + 1,
         **_job_to_wire(job),
     )
 
@@ -141,6 +143,7 @@ def prefill_job_from_wire(message: worker_pb2.PrefillRequest) -> PrefillJob:
             PrefixSource(member_from_wire(source.member), source.address, source.num_tokens)
             for source in message.prefix_sources
         ),
+        num_prompt_logprobs=message.prompt_logprobs_plus_one - 1 if message.prompt_logprobs_plus_one else None,
         **_job_from_wire(message),
     )
 
@@ -182,6 +185,22 @@ def logprobs_from_wire(message: inference_pb2.PositionLogprobs) -> TokenLogprobs
         logprob=message.chosen.logprob,
         top=tuple((item.token_id, item.logprob) for item in message.top),
     )
+
+
+_PACKED = ("logprobs", "ranks", "top_token_ids", "top_logprobs")
+
+
+def prompt_logprobs_to_wire(logprobs: PromptLogprobs) -> worker_pb2.PromptLogprobs:
+    return worker_pb2.PromptLogprobs(
+        first_position=logprobs.first_position,
+        num_top=logprobs.num_top,
+        **{name: getattr(logprobs, name) for name in _PACKED},
+    )
+
+
+def prompt_logprobs_from_wire(message: worker_pb2.PromptLogprobs) -> PromptLogprobs:
+    """Convert part of a checked message."""
+    return PromptLogprobs(message.first_position, message.num_top, *(getattr(message, name) for name in _PACKED))
 
 
 def sampled_token_to_wire(token: SampledToken) -> worker_pb2.SampledToken:

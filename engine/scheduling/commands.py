@@ -6,7 +6,7 @@ These two directions are the only meeting place of asyncio and the thread that o
 from dataclasses import dataclass
 
 from cluster.errors import TandemError
-from cluster.messages import DecodeJob, MemberId, PrefillJob, SampledToken
+from cluster.messages import DecodeJob, MemberId, PrefillJob, PromptLogprobs, SampledToken
 from engine.scheduling.cache_commands import CacheAnswer, CacheCommand
 from engine.scheduling.question import Answer, Key, Question, Refusal
 
@@ -304,6 +304,7 @@ class ExportFinished:
     prefill_s: float
     ended_s: float  # when its last step ended
     chunks: tuple[tuple[int, float], ...] = ()  # tokens of each step, and when it ended, since the first was planned
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # if the job wants them: all tokens but the first, in order
 
 
 @dataclass(frozen=True, slots=True)

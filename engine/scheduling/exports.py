@@ -21,7 +21,7 @@ from cluster.errors import (
     QueueFull,
     TandemError,
 )
-from cluster.messages import MAX_PREFILL_CHUNKS, PrefillJob, SampledToken
+from cluster.messages import MAX_PREFILL_CHUNKS, PrefillJob, PromptLogprobs, SampledToken
 from cluster.protocol.hashing import NATIVE, NewChain
 from cluster.request_size import sealed_blocks, tail_length
 from cluster.service_times import ServiceRate
@@ -47,7 +47,7 @@ from engine.scheduling.commands import (
     ThawRefused,
 )
 from engine.scheduling.limits import SchedulerLimits
-from engine.scheduling.step import DrawnToken
+from engine.scheduling.step import DrawnToken, ScoredTokens
 
 
 class TicketLeases:
@@ -184,7 +184,8 @@ class PromptExports:
         refusal = self._refusal(job)
         if refusal is not None:
             return ExportRefused(ticket_id, refusal)
-        export = Export(ticket_id, has_importer=job.importer is not None)
+        wanted = job.num_prompt_logprobs
+        export = Export(ticket_id, has_importer=job.importer is not None, num_prompt_logprobs=wanted)
         sequence = self._live.new_export(export, job, self._new_chain(job.cache_salt, NATIVE), now_s)
         self._batch.add_waiting(sequence, now_s)
         return ExportAccepted(ticket_id)
@@ -219,6 +220,16 @@ class PromptExports:
     def announce(self, sequence: Sequence, num_written: int) -> tuple[Event, ...]:
         """Announce the blocks that are full with `num_written` tokens, before the step that wrote them has ended."""
         return () if sequence.group.export is None or sequence.is_over else self._seal(sequence, num_written)
+
+    def score(self, prompts: SequenceOf[tuple[Sequence, int]], first_place: int) -> tuple[ScoredTokens, ...]:
+        """Return what the step that is being planned scores of these prompts, given with their numbers of tokens.
+        `first_place`: the place of the first prompt's chunk."""
+        scored = (_scored(place, *prompt) for place, prompt in enumerate(prompts, first_place) if prompt[0].is_scored)
+        return tuple(each for each in scored if each.token_ids)
+
+    def record_scored(self, sequence: Sequence, logprobs: PromptLogprobs) -> None:
+        """Keep what a step has scored of a prompt."""
+        _export(sequence).prompt_logprobs.append(logprobs)
 
     def advance(self, sequence: Sequence, drawn: tuple[DrawnToken, ...], now_s: float) -> tuple[Event, ...]:
         """Announce the blocks that a step has sealed and not announced. With the first tokens the export ends."""
@@ -285,6 +296,7 @@ class PromptExports:
             prefill_s=now_s - export.started_s,
             ended_s=now_s,
             chunks=tuple(export.chunks),
+            prompt_logprobs=tuple(export.prompt_logprobs),
         )
 
     def _lease_tail(self, sequence: Sequence, export: Export) -> Tail | None:
@@ -319,6 +331,16 @@ def _note_chunk(sequence: Sequence, now_s: float) -> None:
     if len(export.chunks) == MAX_PREFILL_CHUNKS:
         num_tokens += export.chunks.pop()[0]
     export.chunks.append((num_tokens, now_s - export.started_s))
+
+
+def _scored(place: int, sequence: Sequence, num_tokens: int) -> ScoredTokens:
+    """Return the tokens that the next chunk of a prompt, at this place of a plan, has logits for and that no step has
+    scored: a prompt that is computed again is not scored again."""
+    export, first = _export(sequence), _export(sequence).num_scored
+    assert export.num_prompt_logprobs is not None and sequence.num_computed < first
+    end = min(sequence.num_computed + num_tokens + 1, sequence.group.num_prompt)
+    export.num_scored = max(first, end)
+    return ScoredTokens(place, first, tuple(sequence.token_ids[first : export.num_scored]), export.num_prompt_logprobs)
 
 
 def _export(sequence: Sequence) -> Export:

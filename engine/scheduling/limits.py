@@ -35,6 +35,7 @@ class SchedulerLimits:
     max_num_seqs: int
     max_prefill_tokens: int
     max_queue: int
+    max_scored_tokens: int = 256  # of a step: prompt tokens whose log-probabilities it computes
     watermark: float = 0.0
     num_swap_slots: int = 0  # blocks that fit into the swap space
     lengths: LengthLimits = NO_LIMITS

@@ -190,6 +190,8 @@ class SequenceScheduler:
         if result.redrawn:
             self._in_flight.block_planning_ahead()
         started = started_events(step)
+        for scored, logprobs in zip(plan.scored, result.scored, strict=True):
+            self._exports.record_scored(step.sequences[scored.chunk], logprobs)
         tokens: list[SequenceToken] = []
         exported: list[Event] = []
         for place, (sequence, chunk, drawn) in enumerate(zip(step.sequences, plan.chunks, result.tokens, strict=True)):
@@ -250,7 +252,7 @@ class SequenceScheduler:
     def _plan(self, now_s: float) -> tuple[tuple[Event, ...], StepPlan | None]:
         self._batch.begin_step(now_s)
         decoding = [*self._batch.decoding(now_s), *self._batch.resume_swapped(now_s)]
-        budget = ChunkBudget(self._limits.max_prefill_tokens, len(decoding))
+        budget = ChunkBudget(self._limits.max_prefill_tokens, len(decoding), self._limits.max_scored_tokens)
         prompts = self._batch.prompt_parts(budget, partial(self._prompt_time, decoding), now_s)
         self._batch.charge(decoding, prompts)
         parts = [*((sequence, 1) for sequence in decoding), *prompts]
@@ -265,7 +267,7 @@ class SequenceScheduler:
         feeds = self._in_flight.feeds()
         chunks = tuple(self._chunk(*part, draft_tokens.get(part[0].number, ()), feeds) for part in parts)
         announces = any(self._exports.will_seal(*prompt) for prompt in prompts)
-        plan = StepPlan(chunks, copies, swaps_out, swaps_in, announces)
+        plan = StepPlan(chunks, copies, swaps_out, swaps_in, announces, self._exports.score(prompts, len(decoding)))
         self._in_flight.begin(plan, tuple(sequence for sequence, _ in parts), now_s)
         return announced, plan
 

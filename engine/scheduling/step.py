@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, runtime_checkable
 
 from cluster.errors import GrammarRejected
-from cluster.messages import Sampling, TokenLogprobs
+from cluster.messages import PromptLogprobs, Sampling, TokenLogprobs
 from cluster.service_times import PrefillTimes
 from engine.sampling.logit_state import GrammarState, LogitState
 
@@ -90,6 +90,17 @@ class BlockSwap:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """Consecutive tokens of a prompt whose log-probabilities the step returns. Those of the token at position p come
+    from the logits of position p - 1, which the chunk computes."""
+
+    chunk: int  # its place in the plan
+    first_position: int
+    token_ids: tuple[int, ...]
+    num_top: int  # most likely tokens at each position
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """The work of one step, performed in this order: blocks are swapped out, swapped in, copied, and computed."""
 
@@ -98,6 +109,7 @@ class StepPlan:
     swaps_out: tuple[BlockSwap, ...] = ()
     swaps_in: tuple[BlockSwap, ...] = ()
     announces: bool = False  # it seals blocks that importers may read before the step's tokens are computed
+    scored: tuple[ScoredTokens, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +127,8 @@ class StepResult:
     `redrawn` are the samples, counted over the step, whose final token differs from the one that the next step was
     launched with. The KV that the next step computed from the wrong token is zeroed, and its sample is dropped.
     `draft_tokens`: for each chunk the draft model's answer to its DraftRequest; empty if no chunk has one. `swap_s`:
-    how long the swaps took. `refused`: chunks, by their place in the plan, whose grammar allows no token.
+    how long the swaps took. `refused`: chunks, by their place in the plan, whose grammar allows no token. `scored`: one
+    for each of the plan's.
     """
 
     tokens: tuple[tuple[DrawnToken, ...], ...]
@@ -123,6 +136,7 @@ class StepResult:
     redrawn: tuple[int, ...] = ()
     swap_s: float = 0.0
     refused: Mapping[int, GrammarRejected] = field(default_factory=dict)
+    scored: tuple[PromptLogprobs, ...] = ()
 
 
 class PromptTime:
@@ -159,9 +173,10 @@ class PromptTime:
 class ChunkBudget:
     """The number of tokens that the step being planned may still compute, and the time that prompts may use of it."""
 
-    def __init__(self, max_prefill_tokens: int, num_decodes: int = 0) -> None:
+    def __init__(self, max_prefill_tokens: int, num_decodes: int = 0, max_scored_tokens: int = 0) -> None:
         # At least one, so that a prompt advances even if decoding sequences use the whole budget.
         self.left = max(1, max_prefill_tokens - num_decodes)
+        self._num_scored_left = max_scored_tokens
         self._prompt_time: PromptTime | None = None
 
     def limit_prompts(self, prompt_time: PromptTime | None) -> None:
@@ -184,6 +199,14 @@ class ChunkBudget:
         """
         fitting = min(num_left, self.left)
         return self.take(fitting if self._prompt_time is None else self._prompt_time.take(fitting, num_left, context))
+
+    def take_for_scored_prompt(self, num_left: int, context: int) -> int:
+        """Like `take_for_prompt`, for a prompt that needs the logits of all its positions, of which a step computes
+        only so many. Returns 0 if it has used them up."""
+        fitting = min(num_left, self._num_scored_left)
+        taken = self.take_for_prompt(fitting, context) if fitting else 0
+        self._num_scored_left -= taken
+        return taken
 
 
 class Runner(Protocol):

@@ -7,12 +7,13 @@ from typing import Protocol
 import torch
 
 from cluster.errors import GrammarRejected
-from engine.batch import pack
+from engine.batch import PackedBatch, pack
 from engine.grammar.compiled_grammars import NO_MASKS, PendingMasks, StepMasks
 from engine.kv.pool import KvPool
 from engine.scheduling.step import Chunk, DrawnToken, StepPlan, StepResult
 from engine.staging import to_device
 from engine.steps.forward import Forward
+from engine.steps.prompt_scores import NO_SCORES, PromptScores, ScoredBatch
 from engine.steps.sampler import RowDraw, StepDraws
 
 
@@ -47,11 +48,11 @@ class ModelRunner:
     def start(self, plan: StepPlan) -> "StartedStep":
         """Launch the step: on a CPU compute it, on a GPU enqueue it without waiting."""
         masks = self._begin_masks(plan)
-        logits = self.logits(plan)
+        logits, scores = self._scored_logits(plan) if plan.scored else (self.logits(plan), NO_SCORES)
         refused = masks.wait()
         draws = StepDraws(logits, plan, self.compiled_draw)
         can_feed = self.feeds and draws.is_whole
-        self._newest = StartedStep(self, plan, draws, self._mark(), refused, can_feed=can_feed)
+        self._newest = StartedStep(self, plan, draws, scores, self._mark(), refused, can_feed=can_feed)
         return self._newest
 
     def finish(self, started: "StartedStep") -> StepResult:
@@ -66,7 +67,7 @@ class ModelRunner:
             started.written.synchronize()
         redrawn = self._take_back(started)
         draft_tokens = self.drafts.draft(plan, tokens) if self.drafts is not None else ()
-        return StepResult(tokens, draft_tokens, redrawn, refused=started.refused)
+        return StepResult(tokens, draft_tokens, redrawn, refused=started.refused, scored=started.scores.read())
 
     def _begin_masks(self, plan: StepPlan) -> PendingMasks:
         return self.masks.begin(plan) if self.masks is not None else NO_MASKS
@@ -89,10 +90,24 @@ class ModelRunner:
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Compute the step up to the logits, `[rows, vocab]`: the row of each sampled chunk's last token, after the
         rows before its draft tokens."""
+        batch = self._prepare(plan)
+        return torch.empty(0, 0) if batch is None else self.forward(batch)
+
+    @torch.inference_mode()
+    def _scored_logits(self, plan: StepPlan) -> tuple[torch.Tensor, PromptScores]:
+        """Compute the step like `logits`, and the scores of its prompts."""
+        batch = self._prepare(plan)
+        assert batch is not None, "a chunk of the plan is scored"
+        scored = ScoredBatch(plan, batch)
+        logits = self.forward(scored.batch)
+        return scored.sampled(logits), scored.scores(logits)
+
+    def _prepare(self, plan: StepPlan) -> PackedBatch | None:
+        """Copy blocks and pack the step's chunks; None: it has none."""
         if plan.copies:
             self._pool.copy_blocks(plan.copies)
         if not plan.chunks:
-            return torch.empty(0, 0)
+            return None
         batch = pack(plan.chunks, self._pool.layout.block_size, self._pool.device)
         if plan.announces and self._pool.device.type == "cpu":  # a GPU has only been told to write
             batch = dataclasses.replace(batch, written=self.on_written)
@@ -100,7 +115,7 @@ class ModelRunner:
             self._pool.tensor.index_fill_(0, batch.fresh_blocks, 0)
         if batch.fed is not None:
             self._feed(batch.input_ids[0], batch.fed)
-        return self.forward(batch)
+        return batch
 
     def _feed(self, input_ids: torch.Tensor, fed: torch.Tensor) -> None:
         """Copy the tokens that the step before has drawn into this step's inputs. On a GPU this follows those draws on
@@ -146,6 +161,7 @@ class StartedStep:
         runner: ModelRunner,
         plan: StepPlan,
         draws: StepDraws,
+        scores: PromptScores,
         written: torch.cuda.Event | None,
         refused: Mapping[int, GrammarRejected],
         *,
@@ -153,6 +169,7 @@ class StartedStep:
     ) -> None:
         self.plan = plan
         self.draws = draws
+        self.scores = scores
         self.written = written
         self.refused = refused
         self.misfed: frozenset[int] = frozenset()

@@ -17,7 +17,7 @@ import grpc
 
 from cluster.errors import DeadlineExceeded
 from cluster.member import Member
-from cluster.messages import DecodeJob, MemberId, PrefillJob, SampledToken
+from cluster.messages import DecodeJob, MemberId, PrefillJob, PromptLogprobs, SampledToken
 from cluster.observe.trace_context import trace_metadata
 from cluster.outstanding_work import OthersWork, PromptWork
 from cluster.protocol import wire
@@ -99,7 +99,7 @@ class Peer(WorkerHealth):
             )
             self._num_exported += len(job.seeds)
             try:
-                yield PrefillCall(self, call, computed, len(job.seeds))
+                yield PrefillCall(self, call, computed, job)
             finally:
                 self._num_exported -= len(job.seeds)
                 call.cancel()
@@ -225,6 +225,7 @@ class FirstTokens:
     prefill_s: float
     num_cached: int  # tokens of the prompt that were not computed
     chunks: tuple[tuple[int, float], ...] = ()  # tokens of each step, and when it ended, since the first was planned
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # if the job wants them: all tokens but the first, in order
 
 
 _RpcCall: TypeAlias = "grpc.aio.UnaryStreamCall[worker_pb2.PrefillRequest, worker_pb2.PrefillEvent]"
@@ -233,10 +234,10 @@ _RpcCall: TypeAlias = "grpc.aio.UnaryStreamCall[worker_pb2.PrefillRequest, worke
 class PrefillCall:
     """A prefill attempt in progress."""
 
-    def __init__(self, peer: "Peer", call: "_RpcCall", computed: Callable[[float], None], num_choices: int) -> None:
+    def __init__(self, peer: "Peer", call: "_RpcCall", computed: Callable[[float], None], job: PrefillJob) -> None:
         """`computed` is called with the time of the first tokens."""
         self._peer = peer
-        self._num_choices = num_choices
+        self._job = job
         self._call = call
         self._computed = computed
 
@@ -249,9 +250,10 @@ class PrefillCall:
 
     async def first_tokens(self) -> FirstTokens:
         """Wait for the first tokens, after `ticket`. Raises TandemError."""
+        prompt_logprobs = await self._prompt_logprobs()
         message = (await self._next("first_tokens")).first_tokens
-        if len(message.tokens) != self._num_choices:
-            raise malformed(message, f"tokens must be one for each of {self._num_choices} choices")
+        if len(message.tokens) != len(self._job.seeds):
+            raise malformed(message, f"tokens must be one for each of {len(self._job.seeds)} choices")
         self._computed(asyncio.get_running_loop().time())
         return FirstTokens(
             tokens=tuple(map(wire.sampled_token_from_wire, message.tokens)),
@@ -259,7 +261,20 @@ class PrefillCall:
             prefill_s=message.prefill_s,
             num_cached=message.num_cached + message.num_pulled,
             chunks=tuple((chunk.num_tokens, chunk.ended_s) for chunk in message.chunks),
+            prompt_logprobs=prompt_logprobs,
         )
+
+    async def _prompt_logprobs(self) -> tuple[PromptLogprobs, ...]:
+        """Wait for the log-probabilities of the prompt, if the job wants them. Raises TandemError."""
+        job, parts, position = self._job, list[PromptLogprobs](), 1
+        while job.num_prompt_logprobs is not None and position < len(job.token_ids) - job.num_committed:
+            message = (await self._next("prompt_logprobs")).prompt_logprobs
+            part = wire.prompt_logprobs_from_wire(message)
+            if part.first_position != position or part.num_top > job.num_prompt_logprobs:
+                raise malformed(message, f"it must go on at token {position}, with at most {job.num_prompt_logprobs}")
+            parts.append(part)
+            position += part.num_tokens
+        return tuple(parts)
 
     async def _next(self, expected: str) -> worker_pb2.PrefillEvent:
         event = await self._peer.read(self._call)

@@ -4,7 +4,8 @@ This module checks shapes only: the checks of values are in router/request/valid
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from cluster.errors import InvalidRequest
@@ -21,6 +22,7 @@ from router.requests import (
     Ledger,
     Output,
     Prompt,
+    PromptToken,
     ResumedChoice,
     SamplingParams,
     StopConditions,
@@ -36,6 +38,8 @@ from router.tools.formats import AnswerParser
 from router.tools.source import Arguments, CallBegun, Content, Piece, Reasoning
 from tandem.enum_words import CHAT_ROLES, FINISH_REASONS, GRAMMAR_KINDS, REQUEST_PHASES, TOOL_CHOICE_MODES
 from tandem.v1 import inference_pb2
+
+_MOST_PROMPT_TOKENS = 512  # of a message: 130 kB where a request asks for most
 
 
 def generate_request_from_wire(
@@ -56,6 +60,7 @@ def generate_request_from_wire(
         stop=_stop(message.stop),
         n=message.n or 1,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         timeout_s=timeout_s,
         cache_salt=message.cache_salt,
         priority=message.priority,
@@ -93,6 +98,15 @@ def output_to_wire(output: Output) -> inference_pb2.GenerateResponse:
         summary=summary,
         accepted=_accepted(output.accepted) if output.accepted is not None else None,
     )
+
+
+def prompt_to_wire(output: Output) -> Iterator[inference_pb2.GenerateResponse]:
+    """Yield the messages that an output's prompt needs, before the output's own."""
+    tokens, position = output.prompt.tokens() if output.prompt is not None else iter(()), 1
+    while part := [_prompt_token(token) for token in islice(tokens, _MOST_PROMPT_TOKENS)]:
+        message = inference_pb2.PromptLogprobs(first_position=position, tokens=part)
+        yield inference_pb2.GenerateResponse(request_id=output.request_id, prompt_logprobs=message)
+        position += len(part)
 
 
 def model_to_wire(model: ModelInfo) -> inference_pb2.Model:
@@ -201,6 +215,14 @@ def _delta(delta: ChoiceDelta) -> inference_pb2.ChoiceDelta:
         logprobs=[wire.logprobs_to_wire(logprobs) for logprobs in delta.logprobs],
         finish_reason=FINISH_REASONS.number(delta.finish_reason or ""),
         stop_cause="" if delta.stop_cause is None else str(delta.stop_cause),
+    )
+
+
+def _prompt_token(token: PromptToken) -> inference_pb2.PromptTokenLogprobs:
+    return inference_pb2.PromptTokenLogprobs(
+        token=inference_pb2.TokenLogprob(token_id=token.token_id, logprob=token.logprob),
+        rank=token.rank,
+        top=[inference_pb2.TokenLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in token.top],
     )
 
 

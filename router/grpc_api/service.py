@@ -34,6 +34,7 @@ from router.grpc_api.inference_wire import (
     generate_request_from_wire,
     model_to_wire,
     output_to_wire,
+    prompt_to_wire,
 )
 from router.overview.overview import Overview
 from router.overview.overview_wire import member_to_wire
@@ -152,6 +153,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         with closing(self._stalls.of_call()) as writing:
             async with aclosing(self._pipeline.generate(asked)) as outputs:
                 async for output in outputs:
+                    for scored in prompt_to_wire(output) if output.prompt is not None else ():
+                        with writing:
+                            yield scored
                     message = output_to_wire(output)
                     if parts is not None:
                         parts.add_to(message, output)

@@ -43,6 +43,7 @@ from router.http.openai_errors import error_response, invalid_body, status_respo
 from router.http.openai_responses import CompletionShape, Envelope, Shape
 from router.http.openai_schema import ChatCompletionRequest, CompletionRequest
 from router.http.openai_stream import EventStream, Generates, WholeResponse
+from router.http.scored_prompts import ScoredPrompts
 from router.request.divided_answers import ChatSettings
 from router.request.live_requests import LiveRequests
 from router.requests import GenerateRequest
@@ -131,16 +132,19 @@ def _add_generation(
         responses=generation_responses(Completion, CompletionChunk),
     )
     async def completions(body: CompletionRequest, headers: _Headers, request: Request) -> Response:
+        prompts = body.scored_prompts(tokenization, is_chat=False)
         shape = CompletionShape(
             tokenization,
             body.return_token_ids,
             body.return_tokens_as_token_ids,
             body.skip_special_tokens,
             body.echoes(),
+            body.logprobs,
+            prompts,
         )
         names = "cmpl", "text_completion", "text_completion"
         requests = headers.apply(body.requests(_label(body, request)), request.state.caller, request.state.trace)
-        return answers.answer(body, requests, headers, shape, names)
+        return answers.answer(body, requests, headers, shape, names, prompts)
 
     @app.post(
         "/v1/chat/completions",
@@ -153,7 +157,7 @@ def _add_generation(
         shape = chat_shape(chats, body, use, tokenization, f"chatcmpl-{label}")
         asked = [chats.constrained(each, use, tokenization) for each in body.requests(label)]
         requests = headers.apply(asked, request.state.caller, request.state.trace)
-        return answers.answer(body, requests, headers, shape, names)
+        return answers.answer(body, requests, headers, shape, names, body.scored_prompts(tokenization, is_chat=True))
 
     routes = {route.path: route for route in app.routes if isinstance(route, Route)}
     hot = (
@@ -178,6 +182,7 @@ class _Answers:
         headers: RequestHeaders,
         shape: Shape,
         names: tuple[str, str, str],
+        prompts: ScoredPrompts | None,
     ) -> Response:
         prefix, kind, chunk_kind = names
         options = body.stream_options
@@ -192,8 +197,8 @@ class _Answers:
             headers.wants_ledger,
         )
         if body.stream:
-            return EventStream(self.pipeline, requests, shape, envelope)
-        return WholeResponse(self.pipeline, self.live_requests, requests, shape, envelope)
+            return EventStream(self.pipeline, requests, shape, envelope, prompts)
+        return WholeResponse(self.pipeline, self.live_requests, requests, shape, envelope, prompts)
 
 
 @dataclass(frozen=True, slots=True)

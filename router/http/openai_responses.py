@@ -9,11 +9,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from cluster.messages import TokenLogprobs
+from router.http.scored_prompts import ScoredPrompts
 from router.requests import Accepted, ChoiceDelta, Ledger, Prompt, TextPrompt, TokenPrompt, Usage
 from router.text.text_stream import TextStream
 from router.text.tokenization import Tokenization
 
 Json = dict[str, Any]
+_Position = tuple[
+    int, float | None, Sequence[tuple[int, float]]
+]  # a token, its log-probability, the most likely tokens
 _NO_END: Json = {"finish_reason": None, "stop_reason": None}
 
 
@@ -149,7 +153,7 @@ class ChatShape:
         return {"token": self._name(token_id), "logprob": logprob, "bytes": as_bytes}
 
     def _name(self, token_id: int) -> str:
-        return token_name(self.tokenization, token_id, as_id=self.names_token_ids)
+        return self.tokenization.token_name(token_id, as_id=self.names_token_ids)
 
 
 @dataclass(slots=True)
@@ -159,36 +163,49 @@ class CompletionShape:
     names_token_ids: bool = False  # in logprobs, instead of texts
     skips_special_tokens: bool = True
     echoes: Mapping[int, Prompt] = field(default_factory=dict)  # by choice: the prompt with which its text begins
+    num_logprobs: int | None = None
+    prompts: ScoredPrompts | None = None
     _begun: set[int] = field(default_factory=set)
     _offsets: dict[int, "_Offsets"] = field(default_factory=dict)
 
     def chunks(self, delta: ChoiceDelta) -> Iterator[Json]:
         logprobs = self._logprobs([delta])
         ids = token_ids([delta], wanted=self.return_token_ids)
+        scored = self._scored(delta.choice)
         text = self._echo(delta.choice) + delta.text
-        if text or logprobs or ids.get("token_ids") or delta.finish_reason is not None:
-            yield {"index": delta.choice, "text": text, "logprobs": logprobs} | choice_end([delta]) | ids
+        if text or logprobs or scored or ids.get("token_ids") or delta.finish_reason is not None:
+            yield {"index": delta.choice, "text": text, "logprobs": logprobs} | choice_end([delta]) | ids | scored
 
     def plain(self, choice: int, text: str) -> Json | None:
-        if self.return_token_ids or (choice in self.echoes and choice not in self._begun):
+        is_first = choice not in self._begun and (choice in self.echoes or self.prompts is not None)
+        if self.return_token_ids or is_first:
             return None
         return {"index": choice, "text": text, "logprobs": None} | _NO_END
 
     def whole(self, deltas: Sequence[ChoiceDelta]) -> Json:
         choice = deltas[0].choice
-        return {
-            "index": choice,
-            "text": self._echo(choice) + "".join(delta.text for delta in deltas),
-            "logprobs": self._logprobs(deltas),
-            **choice_end(deltas),
-        } | token_ids(deltas, wanted=self.return_token_ids)
+        logprobs, scored = self._logprobs(deltas), self._scored(choice)
+        return (
+            {
+                "index": choice,
+                "text": self._echo(choice) + "".join(delta.text for delta in deltas),
+                "logprobs": logprobs,
+                **choice_end(deltas),
+            }
+            | token_ids(deltas, wanted=self.return_token_ids)
+            | scored
+        )
+
+    def _scored(self, choice: int) -> Json:
+        """Return the field with the log-probabilities of the prompt once, with the choice's beginning."""
+        return self.prompts.in_choice(choice) if self.prompts is not None and choice not in self._begun else {}
 
     def _echo(self, choice: int) -> str:
-        """Return the prompt's text once, before the choice's own."""
-        if choice in self._begun or choice not in self.echoes:
+        """Return the prompt's text once, before the choice's own. From now on the choice has begun."""
+        if choice in self._begun:
             return ""
         self._begun.add(choice)
-        match self.echoes[choice]:
+        match self.echoes.get(choice):
             case TextPrompt(text):
                 return text
             case TokenPrompt(token_ids) if self.tokenization.model_info.has_tokenizer:
@@ -197,29 +214,45 @@ class CompletionShape:
                 return ""
 
     def _logprobs(self, deltas: Sequence[ChoiceDelta]) -> Json | None:
-        positions = [position for delta in deltas for position in delta.logprobs]
+        choice = deltas[0].choice
+        positions = [_of_token(position) for delta in deltas for position in delta.logprobs]
+        if choice in self.echoes and choice not in self._begun:
+            positions = [*self._echoed(choice), *positions]
         if not positions:
             return None
-        choice = deltas[0].choice
         if choice not in self._offsets:
             self._offsets[choice] = _Offsets(
                 self.tokenization.text_stream((), 0, skips_special_tokens=self.skips_special_tokens)
             )
         offsets = self._offsets[choice]
         return {
-            "tokens": [self._name(position.token_id) for position in positions],
-            "token_logprobs": [position.logprob for position in positions],
+            "tokens": [self._name(token_id) for token_id, _, _ in positions],
+            "token_logprobs": [logprob for _, logprob, _ in positions],
             "top_logprobs": [self._top(position) for position in positions],
-            "text_offset": [offsets.next(position.token_id) for position in positions],
+            "text_offset": [offsets.next(token_id) for token_id, _, _ in positions],
         }
 
-    def _top(self, position: TokenLogprobs) -> dict[str, float]:
-        """Return the most likely tokens, and the chosen one if it is not among them."""
-        logprobs = {self._name(token_id): logprob for token_id, logprob in position.top}
-        return logprobs | {self._name(position.token_id): position.logprob}
+    def _echoed(self, choice: int) -> Iterator[_Position]:
+        """Yield the positions of the prompt, if they are wanted."""
+        prompt = self.prompts.of(choice) if self.prompts is not None and self.num_logprobs is not None else None
+        if prompt is not None:
+            yield prompt.token_ids[0], None, ()
+            for token in prompt.tokens():
+                yield token.token_id, token.logprob, token.top[: self.num_logprobs]
+
+    def _top(self, position: _Position) -> dict[str, float] | None:
+        """Return the most likely tokens, and the chosen one if it is not among them; None of a prompt's first."""
+        token_id, own, top = position
+        if own is None:
+            return None
+        return {self._name(other): logprob for other, logprob in top} | {self._name(token_id): own}
 
     def _name(self, token_id: int) -> str:
-        return token_name(self.tokenization, token_id, as_id=self.names_token_ids)
+        return self.tokenization.token_name(token_id, as_id=self.names_token_ids)
+
+
+def _of_token(logprobs: TokenLogprobs) -> _Position:
+    return logprobs.token_id, logprobs.logprob, logprobs.top
 
 
 class _Offsets:
@@ -233,18 +266,6 @@ class _Offsets:
         offset = self._num_characters
         self._num_characters += len(self._text.push((token_id,)).text)
         return offset
-
-
-def token_name(tokenization: Tokenization, token_id: int, *, as_id: bool = False) -> str:
-    """Return the token's text. Bytes that are no valid text alone give `bytes:\\xe2`. With `as_id`, and for models
-    without a tokenizer, return `token_id:7`."""
-    if as_id or not tokenization.model_info.has_tokenizer:
-        return f"token_id:{token_id}"
-    as_bytes = tokenization.token_bytes(token_id)
-    try:
-        return as_bytes.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in as_bytes)
 
 
 def chunk_choice(choice: int, content: Json) -> Json:

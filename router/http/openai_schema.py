@@ -15,6 +15,7 @@ from router.http.bodies.generation_fields import LogitFields, StructuredOutputFi
 from router.http.bodies.messages import MAX_MESSAGES, Message, ToolFields
 from router.http.bodies.openapi import TOKEN_IDS
 from router.http.bodies.strict_body import NeutralValues, StrictBody
+from router.http.scored_prompts import ScoredPrompts
 from router.request.validation import (
     MAX_CACHE_SALT_CHARACTERS,
     MAX_CHOICES,
@@ -35,6 +36,7 @@ from router.requests import (
     TokenPrompt,
 )
 from router.text.chat_template import NAMED_TOKENS
+from router.text.tokenization import Tokenization
 
 MAX_PROMPTS = 128
 MAX_DOCUMENTS = 1024
@@ -51,7 +53,6 @@ _ASKS_FOR_NOTHING: NeutralValues = {
     "watermarking": (False,),
     "spaces_between_special_tokens": (True,),
     "truncation_side": ("left",),
-    "prompt_logprobs": (),
     "logprob_token_ids": (),
     "thinking_token_budget": (-1,),
     "routed_experts_prompt_start": (0,),
@@ -205,6 +206,11 @@ class _Request(LogitFields, StructuredOutputFields):
         description="keeps so many last tokens of the prompt; -1: as many as the context leaves for max_tokens",
         json_schema_extra=_range(-1) | {"not": {"const": 0}},
     )
+    prompt_logprobs: int | None = Field(
+        None,
+        description="log-probabilities of the prompt's tokens and of this many likeliest ones",
+        json_schema_extra=_range(0, MAX_LOGPROBS),
+    )
     echo: bool = Field(False, description="the text begins with the prompt or, in a chat, the message it continues")
     return_token_ids: bool = Field(False, description="adds token_ids to every choice")
     return_tokens_as_token_ids: bool = Field(False, description="names tokens in logprobs token_id:7")
@@ -229,6 +235,19 @@ class _Request(LogitFields, StructuredOutputFields):
         if len(value) > MAX_REQUEST_ID_CHARACTERS or not (value.isascii() and (not value or value.isprintable())):
             raise ValueError(f"must be at most {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters")
         return value
+
+    def scored_prompts(self, tokenization: Tokenization, *, is_chat: bool) -> ScoredPrompts | None:
+        """Return what the response says about its prompts, if it does."""
+        if self.num_prompt_logprobs is None:
+            return None
+        as_ids, of_body = self.return_tokens_as_token_ids, is_chat
+        return ScoredPrompts(tokenization, self.prompt_logprobs, n=self.n, as_ids=as_ids, is_of_body=of_body)
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Of how many of the most likely tokens the response needs the log-probabilities at each position of a prompt;
+        None: of none, and it needs none of the prompt."""
+        return self.prompt_logprobs
 
     def request(self, prompt: Prompt, label: str, *, max_tokens: int | None, logprobs: int | None) -> GenerateRequest:
         """Return the request for the pipeline. The router chooses its request id. Raises InvalidGrammar."""
@@ -256,6 +275,7 @@ class _Request(LogitFields, StructuredOutputFields):
             ),
             n=self.n,
             logprobs=logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
             cache_salt=self.cache_salt,
             priority=self.priority,
             is_batch=self.service_tier == "flex",
@@ -280,6 +300,11 @@ class CompletionRequest(_Request):
         json_schema_extra=_range(0, MAX_LOGPROBS),
     )
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        wanted = self.prompt_logprobs, self.logprobs if self.echo else None
+        return max((number for number in wanted if number is not None), default=None)
+
     def echoes(self) -> dict[int, Prompt]:
         """Return the prompt of each choice whose text begins with it."""
         n = min(self.n, MAX_CHOICES) if self.echo else 0  # a larger n is refused later
@@ -287,11 +312,7 @@ class CompletionRequest(_Request):
 
     def requests(self, label: str) -> list[GenerateRequest]:
         """Return one request per prompt. With several prompts each label gets the number of its prompt appended. Raises
-        InvalidRequest for fields that contradict each other."""
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest(
-                "echo with logprobs needs the log-probabilities of the prompt, which Tandem has not", param="echo"
-            )
+        InvalidGrammar."""
         labels = [label] if len(self.prompt) == 1 else [f"{label}-{i}" for i in range(len(self.prompt))]
         return [
             self.request(prompt, one_label, max_tokens=self.max_tokens, logprobs=self.logprobs)

@@ -18,6 +18,7 @@ from cluster.errors import TandemError
 from router.http.edge import ClientGone, ClientStalled, DirectChunks, chunks_of, while_connected
 from router.http.openai_errors import error_body, internal_error, json_bytes
 from router.http.openai_responses import Envelope, Shape, UsageSoFar
+from router.http.scored_prompts import ScoredPrompts
 from router.request.live_requests import LiveRequests
 from router.request.outbox import WholeAnswer
 from router.requests import Accepted, ChoiceDelta, GenerateRequest, Ledger, Output, Usage
@@ -104,10 +105,12 @@ class WholeResponse(Response):
         requests: Sequence[GenerateRequest],
         shape: Shape,
         envelope: Envelope,
+        prompts: ScoredPrompts | None = None,
     ) -> None:
+        """`prompts`: of requests that ask for the log-probabilities of their prompts."""
         super().__init__()
         self._pipeline, self._live_requests, self._requests = pipeline, live_requests, requests
-        self._shape, self._envelope = shape, envelope
+        self._shape, self._envelope, self._prompts = shape, envelope, prompts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._live_requests.whole_answer() as answer:
@@ -118,12 +121,20 @@ class WholeResponse(Response):
         usage, ledgers = Usage(0, 0), list[Ledger]()
         async with opened(self._pipeline, self._requests) as outputs:
             async for output in outputs:
-                answer.add(output.deltas)
+                answer.add(output.deltas, output.prompt)
+                if self._prompts is not None and output.prompt is not None:
+                    self._prompts.add(output.deltas[0].choice, output.prompt)
                 if output.summary is not None:
                     usage = _plus(usage, output)
                     ledgers.append(output.summary.ledger)
+        if self._prompts is None:
+            return self._body(answer, usage, ledgers)
+        return await asyncio.to_thread(self._body, answer, usage, ledgers)  # it may have a hundred thousand values
+
+    def _body(self, answer: WholeAnswer, usage: Usage, ledgers: Sequence[Ledger]) -> bytes:
         choices = [self._shape.whole(deltas) for deltas in answer.choices()]
-        return json_bytes(self._envelope.answer(choices, usage, ledgers))
+        beside = self._prompts.in_body() if self._prompts is not None else {}
+        return json_bytes(self._envelope.answer(choices, usage, ledgers) | beside)
 
     async def _send_body(self, body: bytes, answer: WholeAnswer, send: Send) -> None:
         answer.begin_sending()
@@ -154,7 +165,12 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, pipeline: Generates, requests: Sequence[GenerateRequest], shape: Shape, envelope: Envelope
+        self,
+        pipeline: Generates,
+        requests: Sequence[GenerateRequest],
+        shape: Shape,
+        envelope: Envelope,
+        prompts: ScoredPrompts | None = None,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
@@ -162,6 +178,7 @@ class EventStream(Response):
         self._requests = [replace(request, keepalive_interval_s=KEEPALIVE_INTERVAL_S) for request in requests]
         self._shape = shape
         self._envelope = envelope
+        self._prompts = prompts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await while_connected(receive, self._send_all(scope, send))
@@ -195,7 +212,7 @@ class EventStream(Response):
         return _error_event(error, self._requests[0].label)
 
     def _new_events(self) -> DeltaEvents:
-        return _Events(self._shape, self._envelope)
+        return _Events(self._shape, self._envelope, self._prompts)
 
     async def _events(self, outputs: AsyncIterator[Output], events_of: DeltaEvents) -> AsyncIterator[bytes]:
         """Yield the bytes to send; never an empty portion. Deltas that went to the reader are not among them."""
@@ -203,7 +220,11 @@ class EventStream(Response):
         async for output in outputs:
             if output.accepted is not None:
                 events_of.begin(output.accepted)
-            events = events_of.of(output.deltas)
+            if self._prompts is not None and output.prompt is not None:
+                self._prompts.add(output.deltas[0].choice, output.prompt)
+                events = await asyncio.to_thread(events_of.of, output.deltas)
+            else:
+                events = events_of.of(output.deltas)
             if output.summary is not None:
                 usage = _plus(usage, output)
                 ledgers.append(output.summary.ledger)
@@ -238,8 +259,8 @@ class _Events:
     of a choice, so it is encoded once.
     """
 
-    def __init__(self, shape: Shape, envelope: Envelope) -> None:
-        self._shape, self._envelope = shape, envelope
+    def __init__(self, shape: Shape, envelope: Envelope, prompts: ScoredPrompts | None = None) -> None:
+        self._shape, self._envelope, self._prompts = shape, envelope, prompts
         self._around: dict[int, tuple[bytes, bytes]] = {}  # a text, by choice
         self._so_far = UsageSoFar() if envelope.continuous_usage else None  # the usage that each event has
 
@@ -262,7 +283,10 @@ class _Events:
             if around is not None:
                 text = encode_basestring(delta.text).encode("utf-8", "backslashreplace")
                 return b"%b%b%b" % (around[0], text, around[1])
-        return b"".join([_event(self._envelope.chunk([choice], so_far)) for choice in self._shape.chunks(delta)])
+        chunks = [self._envelope.chunk([choice], so_far) for choice in self._shape.chunks(delta)]
+        if self._prompts is not None and chunks:
+            chunks[0] |= self._prompts.in_body()
+        return b"".join(map(_event, chunks))
 
     def _prepare(self, choice: int) -> tuple[bytes, bytes] | None:
         plain = self._shape.plain(choice, _HOLE)

@@ -235,7 +235,8 @@ class Attempt:
             self._note_outputs(decoding.worker)
 
     async def first_token_only(self, prefill_id: MemberId) -> None:
-        """Serve a request that lacks one token: prefill samples it, and nothing is decoded."""
+        """Serve a request that lacks one token, or whose prompt is to be scored by a worker that then decodes: prefill
+        samples the token, and nothing is decoded."""
         self._admitted.dispatched(prefill=prefill_id)
         with leg(PREFILL, prefill_id):
             job = self._admitted.prefill_job(self._choices, self._number, importer=None)

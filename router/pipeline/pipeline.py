@@ -123,7 +123,7 @@ class Pipeline:
         with self._live_requests.arrived(request, takes_over=self._takes_over(request)) as live:
             async with running(self._serve(live)) as serving:
                 live.outbox.on_failure(serving.cancel)
-                if request.reader is not None:
+                if request.reader is not None and request.prompt_logprobs is None:
                     live.outbox.connect(AccountedReader(request.reader, live.account, self._clock))
                 async for output in _until_accepted(live, serving):
                     yield output
@@ -132,7 +132,7 @@ class Pipeline:
                         yield Output(live.request_id)  # nothing to send for a while: a sign of life
                         continue
                     live.account.record_delivery(deltas, self._clock.now_s())
-                    yield Output(live.request_id, deltas)
+                    yield Output(live.request_id, deltas, prompt=live.outbox.take_prompt())
                 admitted = await serving
             yield Output(live.request_id, summary=Summary(admitted.usage, live.account.ledger(self._clock.now_s())))
 
@@ -321,7 +321,9 @@ class Pipeline:
         """Run one attempt at both legs. Raises AttemptFailed; the tokens that the client has by then are committed."""
         if placement.prefill is None or local_reason:
             self._worker_choice.record_local_prefill(admitted, choices, placement, local_reason)
-            await attempt.on_decode(placement.decode)
+            # Log-probabilities of the prompt come with the answer of a prefill; the next attempt continues from it.
+            run = attempt.first_token_only if admitted.lacks_prompt_logprobs else attempt.on_decode
+            await run(placement.decode)
         elif choices[0].num_missing == 1:
             await attempt.first_token_only(placement.prefill)
         else:

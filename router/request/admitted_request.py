@@ -34,7 +34,7 @@ from router.policies.hedging import Execution, Race, may_append
 from router.request.account import PhaseName, RequestAccount
 from router.request.outbox import Outbox
 from router.request.validation import ResolvedRequest
-from router.requests import ChoiceDelta, ResumedChoice, Usage
+from router.requests import ChoiceDelta, ResumedChoice, ScoredPrompt, Usage
 from router.text.text_stream import TextStream
 from router.text.tokenization import Tokenization
 
@@ -255,8 +255,7 @@ class AdmittedRequest:
         return admitted
 
     def deliver(self, choice: Choice, index: int, token: SampledToken) -> None:
-        """Give a token to the client exactly once. It is dropped if another execution owns the choice. Raises
-        OutOfOrder."""
+        """Give a token to the client once; drop it if another execution owns the choice. Raises OutOfOrder."""
         if may_append(choice, self.execution):
             self._outbox.put(choice.append(index, token))
             self.account.record_token(self._clock.now_s())
@@ -269,10 +268,10 @@ class AdmittedRequest:
         prefix_sources: tuple[PrefixSource, ...] = (),
         num_expected_cached: int = 0,
     ) -> PrefillJob:
-        """Return the job for a prefill worker. All `choices` have the same committed tokens. `num_expected_cached`:
-        tokens whose KV the worker should have."""
+        """Return a prefill worker's job. All `choices` have the same committed tokens. It has `num_expected_cached`."""
         committed = choices[0].committed
         assert all(choice.committed == committed for choice in choices)
+        num_scored = self.request.num_prompt_logprobs if self.lacks_prompt_logprobs else None  # nothing is from caches
         return PrefillJob(
             router=self._router,
             request_id=self.request_id,
@@ -285,16 +284,22 @@ class AdmittedRequest:
             importer=importer,
             timeout_s=self.time_left_s(),
             cache_salt=self.request.cache_salt,
-            prefix_sources=prefix_sources,
-            num_expected_cached=num_expected_cached,
+            prefix_sources=prefix_sources if num_scored is None else (),
+            num_expected_cached=num_expected_cached if num_scored is None else 0,
             priority=self.request.priority,
             is_batch=self.request.is_batch,
             age_s=self._clock.now_s() - self.account.began_s,
             is_unproven=self._is_unproven,
             grammar=self.request.grammar,
+            num_prompt_logprobs=num_scored,
             trace_parent=self.account.trace_parent,
             tenant=self._tenant,
         )
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether the client asks for those of the prompt and is not to have them yet: they come before tokens."""
+        return self.request.num_prompt_logprobs is not None and not (self._outbox.had_prompt or self._has_tokens)
 
     def decode_job(
         self,
@@ -339,6 +344,8 @@ class AdmittedRequest:
     def prefilled(self, first: FirstTokens, prefill: MemberId) -> None:
         """Record that the first tokens arrived. From now on the client waits for the transfer, unless other choices
         continue."""
+        if self.lacks_prompt_logprobs:
+            self._outbox.put_prompt(ScoredPrompt(self.request.prompt_token_ids, first.prompt_logprobs))
         self._found(first.num_cached)
         self.account.add_worker_time(
             str(prefill), self._clock.now_s(), queue_s=first.queue_s, compute_s=first.prefill_s, chunks=first.chunks

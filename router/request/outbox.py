@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from cluster.clock import Clock
 from cluster.errors import BuffersFull, SlowClient, TandemError
 from router.request.live_table import ClientBuffers
-from router.requests import ChoiceDelta, DirectReader
+from router.requests import ChoiceDelta, DirectReader, ScoredPrompt
 
 MAX_PORTION_TOKENS = 4096  # tokens: what a connection is given to write is bounded as what waits for it is
 _RETRY_S = 1.0
@@ -38,6 +38,8 @@ class Outbox:
         self._reader: DirectReader | None = None
         self._is_awaited = False  # `next_deltas` waits
         self._will_write = False  # to the reader, soon
+        self._prompt: ScoredPrompt | None = None
+        self.had_prompt = False  # the client gets it with its first deltas, or has it
         self.share = buffers.add(self._on_full)
 
     def connect(self, reader: DirectReader) -> None:
@@ -58,6 +60,22 @@ class Outbox:
             self._hand_out()
         add = self.share.add_readable if is_readable else self.share.add_unreadable
         add(weight(delta), self._clock.now_s())
+
+    def put_prompt(self, prompt: ScoredPrompt) -> None:
+        """Keep the prompt until the client takes its first deltas. Only the first one counts: another attempt may score
+        the prompt again."""
+        if self.had_prompt or self._failure is not None:
+            return
+        self._prompt, self.had_prompt = prompt, True
+        self.share.add_unreadable(prompt.num_values, self._clock.now_s())
+
+    def take_prompt(self) -> ScoredPrompt | None:
+        """Return the prompt, once."""
+        prompt, self._prompt = self._prompt, None
+        if prompt is not None:
+            can_read_more = bool(self._readable)
+            self.share.subtract_read(prompt.num_values, self._clock.now_s(), can_read_more=can_read_more)
+        return prompt
 
     def on_failure(self, stop: Callable[[], object]) -> None:
         """Register a function that is called when the outbox fails."""
@@ -82,6 +100,7 @@ class Outbox:
     def clear(self) -> None:
         self._waiting.clear()
         self._readable.clear()
+        self._prompt = None
         self.share.clear()
 
     async def next_deltas(self, within_s: float | None = None) -> tuple[ChoiceDelta, ...] | None:
@@ -206,7 +225,10 @@ class WholeAnswer:
         self.ended = asyncio.Event()
         self.share = buffers.add(self._on_full)
 
-    def add(self, deltas: Sequence[ChoiceDelta]) -> None:
+    def add(self, deltas: Sequence[ChoiceDelta], prompt: ScoredPrompt | None = None) -> None:
+        """Add deltas, and count a prompt that the caller keeps with them."""
+        if prompt is not None:
+            self.share.add_unreadable(prompt.num_values, self._clock.now_s())
         for delta in deltas:
             self.check_open()
             self._deltas.setdefault(delta.choice, []).append(delta)

@@ -173,7 +173,7 @@ def _parameters_digest(resolved: ResolvedRequest, model: ModelInfo) -> bytes:
         [resolved.seed, list(resolved.seeds)],
         [resolved.cache_salt, resolved.priority, resolved.is_batch],
         _rules_fields(sampling.rules or LogitRules()),
-        [resolved.grammar.digest.hex() if resolved.grammar is not None else ""],
+        [resolved.grammar.digest.hex() if resolved.grammar is not None else "", resolved.num_prompt_logprobs],
     )
     return hashlib.sha256(json.dumps(fields).encode()).digest()
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cluster.errors import InvalidRequest, NoTokenizer, PromptTooLong, RequestTooLarge, UnknownModel
-from cluster.messages import MAX_GRAMMAR_BYTES, Grammar, LogitRules, Sampling, TokenStops
+from cluster.messages import MAX_GRAMMAR_BYTES, MAX_PROMPT_LOGPROBS, Grammar, LogitRules, Sampling, TokenStops
 from router.request.logit_rules import check_logit_rules, resolved_logit_rules
 from router.requests import Accepted, ChatPrompt, GenerateRequest, ResumedChoice, SamplingParams, StopConditions
 from router.text.model_files import ModelInfo
@@ -45,6 +45,7 @@ class ResolvedRequest:
     priority: int
     is_batch: bool
     grammar: Grammar | None = None
+    num_prompt_logprobs: int | None = None  # of the most likely tokens at each position of the prompt
 
     def at_most(self, num_output: int) -> "ResolvedRequest":
         """Return the request with `max_tokens` reduced to what a worker can hold. Unchanged if that is less than 1 or
@@ -88,11 +89,9 @@ def check(request: GenerateRequest, model: ModelInfo) -> None:
         f"label must be at most {MAX_LABEL_CHARACTERS} printable characters",
     )
     _require(1 <= request.n <= MAX_CHOICES, "n", f"n must be from 1 to {MAX_CHOICES}, not {request.n}")
-    _require(
-        request.logprobs is None or 0 <= request.logprobs <= MAX_LOGPROBS,
-        "logprobs",
-        f"logprobs must be from 0 to {MAX_LOGPROBS}, not {request.logprobs}",
-    )
+    for name, number in (("logprobs", request.logprobs), ("prompt_logprobs", request.prompt_logprobs)):
+        in_range = number is None or 0 <= number <= MAX_LOGPROBS
+        _require(in_range, name, f"{name} must be from 0 to {MAX_LOGPROBS}, not {number}")
     _require(
         len(request.cache_salt) <= MAX_CACHE_SALT_CHARACTERS,
         "cache_salt",
@@ -165,6 +164,7 @@ def resolve(
     # First: a prompt may be too long to be looked through at all.
     max_tokens = _max_tokens(len(prompt_token_ids), request, model)
     check_token_ids(prompt_token_ids, model, prompt_field(request))
+    _check_prompt_logprobs(request, len(prompt_token_ids))
     _require(
         request.stop.min_tokens <= max_tokens,
         "min_tokens",
@@ -188,6 +188,17 @@ def resolve(
         priority=request.priority,
         is_batch=request.is_batch,
         grammar=request.grammar,
+        num_prompt_logprobs=request.prompt_logprobs,
+    )
+
+
+def _check_prompt_logprobs(request: GenerateRequest, num_prompt: int) -> None:
+    num_values = num_prompt * (1 + (request.prompt_logprobs or 0))
+    _require(
+        request.prompt_logprobs is None or num_values <= MAX_PROMPT_LOGPROBS,
+        "prompt_logprobs",
+        f"prompt_logprobs of {request.prompt_logprobs} for {num_prompt} tokens are {num_values} values, and an answer"
+        f" has at most {MAX_PROMPT_LOGPROBS}: ask for fewer, or shorten the prompt",
     )
 
 

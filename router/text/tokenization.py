@@ -144,6 +144,17 @@ class Tokenization:
         """Return the bytes that one token adds to a text. A special token gives its name. Empty without a tokenizer."""
         return self._vocabulary.token_bytes(token_id) if self._vocabulary is not None else b""
 
+    def token_name(self, token_id: int, *, as_id: bool = False) -> str:
+        """Return the token's text. Bytes that are no valid text alone give `bytes:\\xe2`. With `as_id`, and for models
+        without a tokenizer, return `token_id:7`."""
+        if as_id or not self.model_info.has_tokenizer:
+            return f"token_id:{token_id}"
+        as_bytes = self.token_bytes(token_id)
+        try:
+            return as_bytes.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in as_bytes)
+
     def text_stream(
         self,
         stop: tuple[str, ...],

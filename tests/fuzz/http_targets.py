@@ -56,7 +56,7 @@ _SAMPLING = {
     "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}, "request_id": "r",
 }  # fmt: skip
 _COMPLETIONS: list[Any] = [
-    {"prompt": ["ab", "cd"], "logprobs": 2, "echo": False, **_SAMPLING},
+    {"prompt": ["ab", "cd"], "logprobs": 2, "echo": True, "prompt_logprobs": 1, **_SAMPLING},
     {"prompt": [[5, 6], [7]], "max_tokens": 2, "allowed_token_ids": [5, 6], "return_token_ids": True},
     {"prompt": "x", "guided_json": {"type": "object"}, "max_tokens": 2, "truncate_prompt_tokens": 4},
 ]

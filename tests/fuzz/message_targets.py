@@ -40,14 +40,15 @@ from tests.fuzz.http_targets import ShortAnswers, live_requests, tokenization
 from tests.fuzz.mutations import any_message, changed_message
 from tests.fuzz.target import Refused, Target, refusals
 from tests.unit.member_messages import examples, kinds
-from tests.unit.scripted_router import TWO_CHOICES
+from tests.unit.scripted_router import SCORED_PROMPT, TWO_CHOICES
 from tests.unit.test_received_messages import CONVERSIONS, KEY
 
 _GENERATE = inference_pb2.GenerateRequest
 _SEEDS: dict[str, list[Message]] = {
     "Generate": [
         _GENERATE(text="hello", stop={"max_tokens": 3, "stop": ["x"]}, sampling={"temperature": 0.5, "top_k": 3}),
-        _GENERATE(token_ids={"ids": [5, 6]}, n=2, logprobs=1, stop={"max_tokens": 2}, request_id="r", cache_salt="s"),
+        _GENERATE(token_ids={"ids": [5, 6]}, n=2, logprobs=1, stop={"max_tokens": 2}, request_id="r", cache_salt="s",
+                  prompt_logprobs=1),
         _GENERATE(chat={"messages": [{"role": 2, "content": "a"}]}, stop={"max_tokens": 2}, stream_interval=2),
         _GENERATE(text="a", grammar={"kind": 1, "text": "{}"}, slo_ttft_s=1.0, truncate_prompt_tokens=3,
                   sampling={"logit_bias": {5: 1.0}, "bad_words": ["x"], "allowed_token_ids": [5]}, is_batch=True),
@@ -70,8 +71,9 @@ def targets() -> Iterator[Target]:
         seeds = [message.SerializeToString() for message in messages]
         yield Target(f"grpc {method}", seeds, partial(_call, method), partial(_made, kind, tuple(messages)))
     response = inference_pb2.GenerateResponse
-    answers = [answer.SerializeToString() for answer in TWO_CHOICES]
-    yield Target("client GenerateResponse", answers, _progress, partial(_made, response, tuple(TWO_CHOICES)))
+    known = (SCORED_PROMPT, *TWO_CHOICES)
+    answers = [answer.SerializeToString() for answer in known]
+    yield Target("client GenerateResponse", answers, _progress, partial(_made, response, known))
     yield from _inside_messages()
 
 

@@ -28,6 +28,7 @@ def question(
     stop: Sequence[str] = (),
     stop_token_ids: Sequence[int] = (),
     logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
     request_id: str = "",
     cache_salt: str = "",
 ) -> inference_pb2.GenerateRequest:
@@ -44,6 +45,7 @@ def question(
         ),
         n=n,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         cache_salt=cache_salt,
     )
 
@@ -57,6 +59,7 @@ class Answer:
         self.finish_reasons: dict[int, str] = {}
         self.stop_causes: dict[int, str] = {}
         self.logprobs: list[inference_pb2.PositionLogprobs] = []  # of choice 0
+        self.prompt: list[inference_pb2.PromptTokenLogprobs] = []  # all tokens but the first
         self.summary: inference_pb2.Summary | None = None
 
     @property
@@ -76,6 +79,10 @@ class Answer:
         return self.summary.usage
 
     def take(self, response: inference_pb2.GenerateResponse) -> None:
+        if response.HasField("prompt_logprobs"):
+            assert not self.choices, "the prompt's log-probabilities came after a token"
+            assert response.prompt_logprobs.first_position == 1 + len(self.prompt), "one was repeated or is missing"
+            self.prompt.extend(response.prompt_logprobs.tokens)
         for delta in response.deltas:
             tokens = self.choices.setdefault(delta.choice, [])
             assert delta.choice not in self.finish_reasons, "a choice went on after its end"

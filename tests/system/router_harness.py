@@ -28,7 +28,7 @@ from router.policies.slo_aware import policy
 from router.request.live_requests import LiveRequests
 from router.request.traces import Traces
 from router.request.validation import MessageLimits, resolve
-from router.requests import GenerateRequest, Output, SamplingParams, StopConditions, Summary, TokenPrompt
+from router.requests import GenerateRequest, Output, SamplingParams, ScoredPrompt, StopConditions, Summary, TokenPrompt
 from router.running import running
 from router.text.tokenization import Tokenization
 from tests.system.scripted_decode import ScriptedDecode
@@ -249,6 +249,7 @@ def ask(
     n: int = 1,
     timeout_s: float | None = None,
     logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
     stop: tuple[str, ...] = (),
     stop_token_ids: tuple[int, ...] = (),
 ) -> GenerateRequest:
@@ -260,6 +261,7 @@ def ask(
         n=n,
         timeout_s=timeout_s,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
 
 
@@ -272,9 +274,13 @@ class Answer:
         self.finish_reasons: dict[int, str] = {}
         self.stop_causes: dict[int, str | int | None] = {}
         self.outputs: list[Output] = []
+        self.prompts: list[ScoredPrompt] = []  # at most one
 
     def take(self, output: Output) -> None:
         self.outputs.append(output)
+        if output.prompt is not None:
+            assert not self.prompts and not self.token_ids, "the prompt was sent twice, or after a token"
+            self.prompts.append(output.prompt)
         for delta in output.deltas:
             tokens = self.token_ids.setdefault(delta.choice, [])
             assert delta.choice not in self.finish_reasons, "a choice goes on after its end"

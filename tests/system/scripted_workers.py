@@ -7,6 +7,7 @@ its calls break. The scripted decode worker is in scripted_decode.py.
 
 import asyncio
 import itertools
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
@@ -26,6 +27,7 @@ from cluster.messages import (
     LinkSpeed,
     MemberId,
     PrefillJob,
+    PromptLogprobs,
     Role,
     SampledToken,
     TokenLogprobs,
@@ -264,6 +266,7 @@ class ScriptedPrefill(ScriptedWorker):
         self.refusals: list[TandemError] = []  # raised one by one instead of accepting
         self.before_accepting = Gate()
         self.before_first_tokens = Gate()
+        self.after_scores = Gate()  # of a prompt
         self.voice = self.door
         self.cancelled = asyncio.Event()
         self.abandoned: asyncio.Queue[bytes] = asyncio.Queue()
@@ -288,6 +291,9 @@ class _Prefill(worker_pb2_grpc.PrefillWorkerServicer):
             finished = worker.store.finished[ticket] = asyncio.get_running_loop().create_future()
             yield worker_pb2.PrefillEvent(accepted=worker_pb2.PrefillAccepted(ticket=ticket))
             await worker.before_first_tokens.passed()
+            if job.num_prompt_logprobs is not None:
+                yield worker_pb2.PrefillEvent(prompt_logprobs=wire.prompt_logprobs_to_wire(scripted_scores(job)))
+                await worker.after_scores.passed()
             tokens = _first_tokens(job)
             finished.set_result(tokens)
             first_tokens = wire.first_tokens_to_wire(
@@ -301,6 +307,14 @@ class _Prefill(worker_pb2_grpc.PrefillWorkerServicer):
     async def Abandon(self, request: worker_pb2.AbandonRequest, context: Context) -> worker_pb2.AbandonResponse:
         self._worker.abandoned.put_nowait(request.ticket)
         return worker_pb2.AbandonResponse()
+
+
+def scripted_scores(job: PrefillJob) -> PromptLogprobs:
+    """Return the log-probabilities that every scripted worker has for a prompt: those of its tokens alone."""
+    num_tokens = len(job.token_ids) - job.num_committed - 1
+    values = [-float(place) for place in range(1, num_tokens + 1)]
+    ranks = wire.pack_ids(range(1, num_tokens + 1))
+    return PromptLogprobs(1, 0, struct.pack(f"<{num_tokens}f", *values), ranks, b"", b"")
 
 
 def _first_tokens(job: PrefillJob) -> tuple[SampledToken, ...]:

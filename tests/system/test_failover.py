@@ -323,3 +323,45 @@ async def test_attempts_are_bounded() -> None:
         with pytest.raises(WorkerLost, match="d0"):
             await answer_to(router, ask())
         assert len(decode.jobs) == 2
+
+
+@pytest.mark.parametrize("dies", ["before", "after"])
+async def test_log_probabilities_of_a_prompt_are_sent_once_whenever_its_prefill_dies(dies: str) -> None:
+    """Before or after its worker has sent them: without the first tokens nothing of an attempt counts."""
+    async with router_under_test(placement="round-robin") as router:
+        workers = [await router.add_prefill("p0"), await router.add_prefill("p1")]
+        await router.add_decode("d0")
+        await router.connected()
+        gates = [worker.before_first_tokens if dies == "before" else worker.after_scores for worker in workers]
+        for gate in gates:
+            gate.close()
+        task = asyncio.create_task(answer_to(router, request := ask(n=2, prompt_logprobs=0)))
+        pairs = zip(gates, workers, strict=True)
+        reached = {asyncio.create_task(gate.reached.wait()): worker for gate, worker in pairs}
+        done, _ = await asyncio.wait(reached, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+        await (victim := reached[done.pop()]).die()
+        for gate in gates:
+            gate.open()
+        answer = await task
+        assert [answer.token_ids[n] for n in range(2)] == [expected_tokens(router, request, n) for n in range(2)]
+        (prompt,) = answer.prompts
+        assert [(token.token_id, token.logprob, token.rank) for token in prompt.tokens()] == [
+            (token_id, -place, place) for place, token_id in enumerate(prompt.token_ids[1:], start=1)
+        ]
+        assert [job.num_prompt_logprobs for worker in workers for job in worker.jobs] == [0, 0]
+        assert victim.jobs, "the worker that died had the request"
+
+
+async def test_a_later_attempt_does_not_score_a_prompt_whose_client_has_tokens() -> None:
+    async with router_under_test() as router:
+        prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
+        await router.connected()
+        decode.pause_at = 3
+        task = await ask_and_hold(router, request := ask(prompt_logprobs=0), decode)
+        await router.add_decode("d1")
+        await router.connected()
+        await decode.die()
+        answer = await task
+        assert answer.token_ids[0] == expected_tokens(router, request)
+        assert len(answer.prompts) == 1
+        assert [job.num_prompt_logprobs for job in prefill.jobs] == [0, None]

@@ -59,6 +59,32 @@ async def test_logprobs_are_the_models_own(cluster: LocalCluster, temperature: f
         assert [top.logprob for top in told.top] == pytest.approx(values.tolist(), abs=1e-3)
 
 
+@pytest.mark.parametrize("n", [1, 3])
+async def test_log_probabilities_of_the_prompt_are_the_models_own_though_it_is_cached(
+    cluster: LocalCluster, n: int
+) -> None:
+    plain = await ask(cluster, question(_PROMPT, max_tokens=6, n=n, ignore_eos=True))
+    answer = await ask(cluster, question(_PROMPT, max_tokens=6, n=n, prompt_logprobs=3, ignore_eos=True))
+    assert answer.choices == plain.choices
+    assert answer.usage.cached_tokens == 0
+    assert [told.token.token_id for told in answer.prompt] == list(_PROMPT[1:])
+    for told, row in zip(answer.prompt, _prompt_logprobs(_PROMPT), strict=True):
+        own = row[told.token.token_id]
+        assert told.token.logprob == pytest.approx(own.item(), abs=1e-3)
+        assert told.rank == int((row > own).sum()) + 1
+        values, ids = row.topk(3)
+        assert [top.token_id for top in told.top] == ids.tolist()
+        assert [top.logprob for top in told.top] == pytest.approx(values.tolist(), abs=1e-3)
+
+
+@torch.inference_mode()
+def _prompt_logprobs(prompt: tuple[int, ...]) -> torch.Tensor:
+    """Return those of `transformers` at every position but the last. [tokens - 1, vocabulary]"""
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    logits: torch.Tensor = model(torch.tensor([prompt])).logits[0, :-1]
+    return logits.log_softmax(-1)
+
+
 @torch.inference_mode()
 def _logprobs(answer: Answer) -> torch.Tensor:
     """Return the log-probabilities `[tokens, vocabulary]` of transformers under teacher forcing."""

@@ -30,7 +30,7 @@ _INTEGERS = (0, 1, -1, -(1 << 31), (1 << 31) - 1, 1 << 31, (1 << 32) - 1, -(1 <<
 _REALS = (0.0, -1.0, 5e-324, 1e-9, 1e9, 1e300, -1e300, float("inf"), float("-inf"), float("nan"))
 _TEXTS = ("", "x", "@", "no-incarnation", "a@b", "\0", "\N{SNOWMAN}" * 3, "x" * 70_000, "-1", "nan")
 _BYTES = (*(b"x" * length for length in (0, 1, 3, 5, 8, 15, 16, 17, 32, 33, 70_001)), b"\xff" * 4)
-_EXAMPLES: dict[tuple[str, str], object] = {("LeasePrefixResponse", "num_blocks"): 1}
+_EXAMPLES: dict[tuple[str, str], object] = {("LeasePrefixResponse", "num_blocks"): 1, ("PromptLogprobs", "num_top"): 1}
 
 
 def kinds() -> list[type[Message]]:

@@ -5,6 +5,7 @@ The module also has a real HTTP server for an app.
 """
 
 import asyncio
+import struct
 import threading
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from cluster.errors import TandemError
-from cluster.messages import FinishReason, SampledToken, TokenLogprobs
+from cluster.messages import FinishReason, PromptLogprobs, SampledToken, TokenLogprobs
+from cluster.protocol.wire import pack_ids
 from router.request.admitted_request import Choice, text_stream_of
 from router.request.validation import ResolvedRequest, check, resolve, truncated
 from router.requests import (
@@ -23,6 +25,7 @@ from router.requests import (
     Ledger,
     Output,
     Phase,
+    ScoredPrompt,
     Summary,
     TextPrompt,
     Usage,
@@ -75,10 +78,22 @@ class ScriptedPipeline:
                 for choice in choices
                 if not choice.ended
             )
-            yield Output(request.request_id, deltas)
+            yield Output(request.request_id, deltas, prompt=None if index else self._scored(resolved))
             index += 1
         usage = Usage(len(resolved.prompt_token_ids), sum(choice.num_committed for choice in choices), cached_tokens=1)
         yield Output(request.request_id, (), Summary(usage, LEDGER))
+
+    def _scored(self, resolved: ResolvedRequest) -> ScoredPrompt | None:
+        """Place p has the log-probability -p and rank p; the likeliest tokens there are p, p + 1 and so on."""
+        width, num_tokens = resolved.num_prompt_logprobs, len(resolved.prompt_token_ids) - 1
+        if width is None:
+            return None
+        places = range(1, num_tokens + 1)
+        top = [(place + more, -more) for place in places for more in range(width)]
+        packed = [struct.pack(f"<{len(each)}f", *each) for each in ([-p for p in places], [value for _, value in top])]
+        ids = pack_ids([token_id for token_id, _ in top])
+        part = PromptLogprobs(1, width, packed[0], pack_ids(places), ids, packed[1])
+        return ScoredPrompt(resolved.prompt_token_ids, (part,))
 
     def _prompt(self, request: GenerateRequest) -> tuple[int, ...]:
         if isinstance(request.prompt, TextPrompt):

@@ -41,6 +41,8 @@ TWO_CHOICES = [
     Response(deltas=[Delta(choice=0, first_index=3, text="de", finish_reason=inference_pb2.FINISH_REASON_LENGTH)]),
     Response(summary=SUMMARY),
 ]
+_SCORED = inference_pb2.PromptTokenLogprobs(token={"token_id": 3, "logprob": -0.5}, rank=2, top=[{"token_id": 4}])
+SCORED_PROMPT = Response(prompt_logprobs=inference_pb2.PromptLogprobs(first_position=1, tokens=[_SCORED]))
 
 
 @dataclass

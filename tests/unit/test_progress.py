@@ -290,3 +290,27 @@ def test_router_addresses_may_be_separated_by_commas_or_in_a_list() -> None:
     for nothing in ("", ","):
         with pytest.raises(ValueError, match="host:port"):
             addresses(nothing)
+
+
+def _prompt(first_position: int, *token_ids: int) -> Response:
+    tokens = [inference_pb2.PromptTokenLogprobs(token={"token_id": token_id}, rank=1) for token_id in token_ids]
+    return Response(prompt_logprobs=inference_pb2.PromptLogprobs(first_position=first_position, tokens=tokens))
+
+
+def test_log_probabilities_of_the_prompt_that_another_router_sends_again_count_once() -> None:
+    generation = progress()
+    generation.add(Response(accepted=ACCEPTED))
+    generation.add(_prompt(1, 7, 8))
+    generation.on_lost(LOST, 0.0)
+    for part in (_prompt(1, 7), _prompt(2, 8, 9), _prompt(4, 10)):
+        generation.add(part)
+    generation.add(delta(0, 0, (5,), reason="length"))
+    generation.add(Response(summary=inference_pb2.Summary()))
+    assert [token.token.token_id for token in generation.result().prompt_logprobs] == [7, 8, 9, 10]
+
+
+def test_a_gap_in_the_log_probabilities_of_the_prompt_is_an_error() -> None:
+    generation = progress()
+    generation.add(_prompt(1, 7))
+    with pytest.raises(InternalError, match="continue at token 3, but 2 were received"):
+        generation.add(_prompt(3, 9))

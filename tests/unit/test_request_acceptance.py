@@ -167,6 +167,7 @@ def test_the_parameters_digest_covers_every_field_of_a_resolved_request() -> Non
         "priority": 4,
         "is_batch": True,
         "grammar": Grammar(GrammarKind.REGEX, "a"),
+        "num_prompt_logprobs": 0,
     }
     fields = {field.name for field in dataclasses.fields(ResolvedRequest)} - {"prompt_token_ids"}
     assert set(other) == fields, "a new field needs a place in the digest"

@@ -63,6 +63,7 @@ def test_sampling_out_of_range_is_refused_by_name_and_value(sampling: SamplingPa
     [
         (replace(REQUEST, n=129), "n must be from 1 to 128, not 129"),
         (replace(REQUEST, logprobs=21), "logprobs.*21"),
+        (replace(REQUEST, prompt_logprobs=21), "prompt_logprobs must be from 0 to 20, not 21"),
         (replace(REQUEST, request_id="a" * 129), "request_id"),
         (replace(REQUEST, request_id="a\nb"), "printable"),
         (replace(REQUEST, cache_salt="a" * 257), "cache_salt.*256"),
@@ -96,6 +97,16 @@ def test_lengths_and_counts_out_of_range_are_refused_by_name(request_: GenerateR
 def test_stop_strings_need_a_tokenizer() -> None:
     with pytest.raises(NoTokenizer, match="stop_token_ids"):
         check(replace(REQUEST, stop=StopConditions(stop=("x",))), replace(MODEL, has_tokenizer=False))
+
+
+def test_a_prompt_with_too_many_log_probabilities_is_refused_with_what_to_change() -> None:
+    model, request = replace(MODEL, max_model_len=1 << 20), replace(REQUEST, prompt_logprobs=1)
+    assert resolve(request, (1,) * (1 << 16), model).num_prompt_logprobs == 1
+    with pytest.raises(
+        InvalidRequest, match=r"65537 tokens are 131074 values.* at most 131072: ask for fewer"
+    ) as refused:
+        resolve(request, (1,) * ((1 << 16) + 1), model)
+    assert refused.value.param == "prompt_logprobs"
 
 
 def test_the_models_sampling_applies_unless_the_request_sets_its_own() -> None:

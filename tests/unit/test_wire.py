@@ -1,5 +1,7 @@
 """Wire messages and the values inside Tandem are equal after conversion."""
 
+import struct
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from cluster.messages import (
     MemberId,
     PrefillJob,
     PrefixSource,
+    PromptLogprobs,
     SampledToken,
     Sampling,
     SequenceStart,
@@ -21,6 +24,7 @@ from cluster.messages import (
     TokenStops,
 )
 from cluster.protocol import wire
+from cluster.protocol.received import checked
 from tandem.internal.v1 import worker_pb2
 
 U32 = st.integers(0, 2**32 - 1)
@@ -69,6 +73,7 @@ PREFILL_JOBS = st.builds(
     is_batch=st.booleans(),
     age_s=st.floats(0, 1e6),
     is_unproven=st.booleans(),
+    num_prompt_logprobs=st.none() | st.integers(0, 20),
 )
 SEQUENCES = st.lists(
     st.builds(SequenceStart, U32, U64, IDS), min_size=1, max_size=3, unique_by=lambda start: start.handle
@@ -117,6 +122,19 @@ def test_an_id_that_does_not_fit_is_named(value: int) -> None:
 def test_a_prefill_job_survives_the_wire(job: PrefillJob) -> None:
     message = wire.prefill_job_to_wire(job)
     assert wire.prefill_job_from_wire(type(message).FromString(message.SerializeToString())) == job
+
+
+@given(st.lists(st.tuples(st.floats(-100, 0, width=32), st.integers(1, 9), U32), min_size=1, max_size=5), st.booleans())
+def test_log_probabilities_of_a_prompt_survive_the_wire(rows: list[tuple[float, int, int]], has_top: bool) -> None:
+    own, ranks, ids = zip(*rows, strict=True)
+    packed = struct.pack(f"<{len(own)}f", *own)
+    top = (wire.pack_ids(ids), packed) if has_top else (b"", b"")
+    sent = PromptLogprobs(3, int(has_top), packed, wire.pack_ids(ranks), *top)
+    message = wire.prompt_logprobs_to_wire(sent)
+    received = wire.prompt_logprobs_from_wire(checked(type(message).FromString(message.SerializeToString())))
+    assert received == sent
+    tops = [((token_id, value),) if has_top else () for token_id, value in zip(ids, own, strict=True)]
+    assert list(received.values()) == list(zip(own, ranks, tops, strict=True))
 
 
 @given(DECODE_JOBS)

@@ -173,13 +173,18 @@ class Batch:
             s for s in self._queues.running if s.num_left > 1 or (s.group.export is not None and s.num_left)
         )
         parts: list[tuple[Sequence, int]] = []
+        passed_over: list[Sequence] = []
         if not running and not len(self._queues.waiting):
             return parts
         budget.limit_prompts(prompt_time(*self._oldest((*running, *self._queues.waiting), now_s)))
         while budget.has_room_for_prompts and (sequence := self._next_prompt(running, now_s)) is not None:
-            sequence.run(now_s)
-            parts.append((sequence, budget.take_for_prompt(sequence.num_left, sequence.num_computed)))
-        for sequence in running:
+            take = budget.take_for_scored_prompt if sequence.is_scored else budget.take_for_prompt
+            if num_tokens := take(sequence.num_left, sequence.num_computed):
+                sequence.run(now_s)
+                parts.append((sequence, num_tokens))
+            else:
+                passed_over.append(sequence)
+        for sequence in (*passed_over, *running):
             sequence.wait(now_s)
         if budget.has_room_for_prompts and len(self._queues.waiting):
             self._lacked_room_s = now_s

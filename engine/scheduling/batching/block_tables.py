@@ -304,6 +304,8 @@ class BlockTables:
         """Return the cached blocks of the longest known prefix of a waiting sequence. The last token is always
         computed, in a block that is not shared, because its logits are needed."""
         sequence.chain.extend(sequence.token_ids)
+        if sequence.is_scored:
+            return ()
         num_wanted = sealed_blocks(len(sequence.token_ids) - 1, self._block_size)
         return self._pool.find(sequence.chain.hashes[:num_wanted])
 

@@ -21,6 +21,7 @@ from cluster.messages import (
     FinishReason,
     MemberId,
     PrefillJob,
+    PromptLogprobs,
     SequenceStart,
 )
 from cluster.protocol.hashing import BlockChain
@@ -42,6 +43,9 @@ class Export:
     started_s: float = 0.0  # when its first step was planned
     chunks: list[tuple[int, float]] = field(default_factory=list)  # tokens of each step, and when it ended since then
     num_noted: int = 0  # tokens of the prompt up to the last chunk
+    num_prompt_logprobs: int | None = None  # as in PrefillJob
+    num_scored: int = 1  # leading tokens whose log-probabilities steps have, or will have, returned; the first has none
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -121,6 +125,11 @@ class Sequence:
     @property
     def num_output_left(self) -> int:
         return self.group.job.stops.max_tokens - self.num_output
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the log-probabilities of its prompt are wanted. Then it computes all positions, cached or not."""
+        return self.group.export is not None and self.group.export.num_prompt_logprobs is not None
 
     @property
     def is_last_token_next(self) -> bool:

@@ -57,10 +57,22 @@ Ledgers = Annotated[
 ]
 
 
+class PromptTokenBody(Body):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = Annotated[
+    list[dict[str, PromptTokenBody] | None] | None,
+    Field(description="with prompt_logprobs: by token id, of each position but the first; in a stream, once"),
+]
+
+
 class CompletionLogprobs(Body):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None] = Field(description="null of the first token of an echoed prompt")
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -71,6 +83,7 @@ class CompletionChoice(Body):
     finish_reason: FinishReason | None
     stop_reason: str | int | None = Field(description="the stop string or stop token of the request that ended it")
     token_ids: list[int] | None = Field(None, description="with return_token_ids")
+    prompt_logprobs: PromptLogprobs = None
 
 
 class Completion(Body):
@@ -144,6 +157,7 @@ class ChatCompletion(Body):
     model: str
     choices: list[ChatChoice]
     usage: UsageBody
+    prompt_logprobs: PromptLogprobs = None
     ledger: Ledgers = None
 
 
@@ -183,6 +197,7 @@ class ChatCompletionChunk(Body):
     model: str
     choices: list[ChatChunkChoice] = Field(description="none in the chunk of stream_options.include_usage")
     usage: UsageBody | None = Field(None, description="with stream_options.include_usage")
+    prompt_logprobs: PromptLogprobs = None
     ledger: Ledgers = None
 
 

@@ -15,7 +15,6 @@ from router.http.bodies.openapi import ANY_TOKEN_IDS, answers, refusals
 from router.http.bodies.openapi_bodies import Text, Tokens
 from router.http.bodies.strict_body import StrictBody
 from router.http.endpoints.operations import json_response
-from router.http.openai_responses import token_name
 from router.request.validation import check_model
 from router.requests import ChatOptions
 from router.text.tokenization import Tokenization, TokenizerThreads
@@ -83,7 +82,7 @@ def add_tokens(app: FastAPI, tokenization: Tokenization) -> None:
         else:
             encode_text = partial(tokenization.encode, add_special_tokens=body.add_special_tokens)
             token_ids = await threads.run(encode_text, body.prompt or "")
-        names = [token_name(tokenization, token_id) for token_id in token_ids] if body.return_token_strs else None
+        names = [tokenization.token_name(token_id) for token_id in token_ids] if body.return_token_strs else None
         count = {"count": len(token_ids), "max_model_len": model.max_model_len}
         return json_response(count | {"tokens": list(token_ids), "token_strs": names})
 

@@ -81,7 +81,7 @@ class TokenStops(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[bytes] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "token_ids", "sampling", "stops", "seeds", "num_committed", "importer", "timeout_s", "cache_salt", "prefix_sources", "priority", "is_batch", "age_s", "is_unproven", "router", "num_expected_cached", "grammar", "tenant", "weight")
+    __slots__ = ("request_id", "attempt", "token_ids", "sampling", "stops", "seeds", "num_committed", "importer", "timeout_s", "cache_salt", "prefix_sources", "priority", "is_batch", "age_s", "is_unproven", "router", "num_expected_cached", "grammar", "tenant", "weight", "prompt_logprobs_plus_one")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +102,7 @@ class PrefillRequest(_message.Message):
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_PLUS_ONE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     token_ids: bytes
@@ -122,7 +123,8 @@ class PrefillRequest(_message.Message):
     grammar: _inference_pb2.Grammar
     tenant: str
     weight: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[ResolvedSampling, _Mapping]] = ..., stops: _Optional[_Union[TokenStops, _Mapping]] = ..., seeds: _Optional[_Iterable[int]] = ..., num_committed: _Optional[int] = ..., importer: _Optional[str] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., prefix_sources: _Optional[_Iterable[_Union[PrefixSource, _Mapping]]] = ..., priority: _Optional[int] = ..., is_batch: bool = ..., age_s: _Optional[float] = ..., is_unproven: bool = ..., router: _Optional[str] = ..., num_expected_cached: _Optional[int] = ..., grammar: _Optional[_Union[_inference_pb2.Grammar, _Mapping]] = ..., tenant: _Optional[str] = ..., weight: _Optional[int] = ...) -> None: ...
+    prompt_logprobs_plus_one: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[ResolvedSampling, _Mapping]] = ..., stops: _Optional[_Union[TokenStops, _Mapping]] = ..., seeds: _Optional[_Iterable[int]] = ..., num_committed: _Optional[int] = ..., importer: _Optional[str] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., prefix_sources: _Optional[_Iterable[_Union[PrefixSource, _Mapping]]] = ..., priority: _Optional[int] = ..., is_batch: bool = ..., age_s: _Optional[float] = ..., is_unproven: bool = ..., router: _Optional[str] = ..., num_expected_cached: _Optional[int] = ..., grammar: _Optional[_Union[_inference_pb2.Grammar, _Mapping]] = ..., tenant: _Optional[str] = ..., weight: _Optional[int] = ..., prompt_logprobs_plus_one: _Optional[int] = ...) -> None: ...
 
 class PrefixSource(_message.Message):
     __slots__ = ("member", "address", "num_tokens")
@@ -135,18 +137,36 @@ class PrefixSource(_message.Message):
     def __init__(self, member: _Optional[str] = ..., address: _Optional[str] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
-    __slots__ = ("accepted", "first_tokens")
+    __slots__ = ("accepted", "first_tokens", "prompt_logprobs")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     accepted: PrefillAccepted
     first_tokens: FirstTokens
-    def __init__(self, accepted: _Optional[_Union[PrefillAccepted, _Mapping]] = ..., first_tokens: _Optional[_Union[FirstTokens, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: PromptLogprobs
+    def __init__(self, accepted: _Optional[_Union[PrefillAccepted, _Mapping]] = ..., first_tokens: _Optional[_Union[FirstTokens, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class PrefillAccepted(_message.Message):
     __slots__ = ("ticket",)
     TICKET_FIELD_NUMBER: _ClassVar[int]
     ticket: bytes
     def __init__(self, ticket: _Optional[bytes] = ...) -> None: ...
+
+class PromptLogprobs(_message.Message):
+    __slots__ = ("first_position", "num_top", "logprobs", "ranks", "top_token_ids", "top_logprobs")
+    FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOP_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    TOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    first_position: int
+    num_top: int
+    logprobs: bytes
+    ranks: bytes
+    top_token_ids: bytes
+    top_logprobs: bytes
+    def __init__(self, first_position: _Optional[int] = ..., num_top: _Optional[int] = ..., logprobs: _Optional[bytes] = ..., ranks: _Optional[bytes] = ..., top_token_ids: _Optional[bytes] = ..., top_logprobs: _Optional[bytes] = ...) -> None: ...
 
 class AbandonRequest(_message.Message):
     __slots__ = ("ticket",)

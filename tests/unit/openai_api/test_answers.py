@@ -366,3 +366,73 @@ def test_tokens_of_logprobs_may_be_named_by_their_ids(shared: Endpoint) -> None:
     assert answer.choices[0].logprobs is not None
     token_ids: list[int] = answer.choices[0].model_extra["token_ids"]  # type: ignore[index]
     assert answer.choices[0].logprobs.tokens == [f"token_id:{token_id}" for token_id in token_ids]
+
+
+_PROMPT_IDS = [7, 8, 9]
+
+
+def _expected_prompt(tokenization: Tokenization, num_top: int) -> list[Any]:
+    """As ScriptedPipeline scores it: place p has the log-probability -p, rank p, the likeliest tokens p, p + 1, ..."""
+
+    def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {"logprob": logprob, "rank": rank, "decoded_token": tokenization.token_name(token_id)}
+
+    return [
+        None,
+        *(
+            {str(place + more): entry(place + more, -more, more + 1) for more in range(num_top)}
+            | {str(token_id): entry(token_id, -place, place)}
+            for place, token_id in enumerate(_PROMPT_IDS[1:], start=1)
+        ),
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_top", [0, 2])
+def test_every_choice_of_a_completion_has_the_log_probabilities_of_its_prompt_once(
+    shared: Endpoint, num_top: int, stream: bool
+) -> None:
+    body = {"prompt": [_PROMPT_IDS, [7]], "prompt_logprobs": num_top, "n": 2, "stream": stream}
+    answer = shared.post("/v1/completions", body)
+    bodies = [answer.json()] if not stream else _events(answer.text)
+    expected = _expected_prompt(shared.pipeline.tokenization, num_top)
+    for number in range(4):
+        choices = [choice for body in bodies for choice in body["choices"] if choice["index"] == number]
+        assert choices[0].pop("prompt_logprobs") == (expected if number < 2 else [None])
+        assert not any("prompt_logprobs" in choice for choice in choices)
+        assert "".join(choice["text"] for choice in choices) == SCRIPT[:: -1 if number % 2 else 1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_has_the_log_probabilities_of_its_prompt_beside_the_choices_once(shared: Endpoint, stream: bool) -> None:
+    body = {"messages": USER, "prompt_logprobs": 1, "n": 2, "stream": stream}
+    answer = shared.post("/v1/chat/completions", body)
+    bodies = [answer.json()] if not stream else _events(answer.text)
+    first = bodies[0].pop("prompt_logprobs")
+    assert first[0] is None
+    assert [position["1"]["rank"] for position in first[1:2]] == [1]
+    assert not any("prompt_logprobs" in body for body in bodies)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_top", [0, 2])
+def test_echoed_tokens_are_the_first_of_the_log_probabilities(shared: Endpoint, num_top: int, stream: bool) -> None:
+    prompt = list(shared.pipeline.tokenization.encode("def f(x): return"))[:3]
+    body = {"prompt": prompt, "echo": True, "logprobs": num_top, "n": 2, "stream": stream}
+    plain = shared.post("/v1/completions", body | {"echo": False, "stream": False}).json()
+    answer = shared.post("/v1/completions", body)
+    bodies = [answer.json()] if not stream else _events(answer.text)
+    name = shared.pipeline.tokenization.token_name
+    for number in range(2):
+        choices = [choice for body in bodies for choice in body["choices"] if choice["index"] == number]
+        assert not any("prompt_logprobs" in choice for choice in choices)
+        parts = [choice["logprobs"] for choice in choices if choice["logprobs"] is not None]
+        found = {field: [value for part in parts for value in part[field]] for field in parts[0]}
+        generated = plain["choices"][number]["logprobs"]
+        assert found["tokens"] == [*map(name, prompt), *generated["tokens"]]
+        assert found["token_logprobs"] == [None, -1.0, -2.0, *generated["token_logprobs"]]
+        assert found["top_logprobs"][0] is None
+        assert found["top_logprobs"][1] == {name(1 + more): -more for more in range(num_top)} | {name(prompt[1]): -1.0}
+        assert found["top_logprobs"][3:] == generated["top_logprobs"]
+        assert found["text_offset"][:4] == [sum(map(len, map(name, prompt[:place]))) for place in range(4)]
+        assert "".join(choice["text"] for choice in choices).startswith("".join(map(name, prompt)))
