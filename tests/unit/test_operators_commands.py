@@ -1,6 +1,7 @@
 """The output of `tandem requests`, `tandem explain`, `tandem scale` and `tandem status`, from values."""
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from cli.verbs.observation.status import disaggregation_object, disaggregation_t
 from cluster.errors import ConfigError
 from tandem.enum_words import DISAGGREGATION_VERDICTS, EFFECT_BASES, MEMBER_ROLES, MEMBER_STATES
 from tandem.options import GenerateOptions
+from tandem.results import Choice, PromptTokenLogprobs, Result, TokenLogprob, Usage, ledger_from_wire
 from tandem.v1 import admin_pb2, inference_pb2
 
 
@@ -36,6 +38,18 @@ def test_tandem_generate_has_a_flag_for_each_option_of_the_client_library() -> N
     parser = argparse.ArgumentParser()
     generate.add_arguments(parser)
     assert GenerateOptions.__annotations__.keys() <= vars(parser.parse_args(["a prompt"])).keys()
+
+
+def test_tandem_generate_shows_the_log_probabilities_of_the_prompt_that_it_has() -> None:
+    choice = Choice(token_ids=(5,), text="a", logprobs=(), finish_reason="length", stop_cause="")
+    result = Result("r", (choice,), Usage(2, 1, 0), ledger_from_wire(inference_pb2.Ledger()))
+    scored = replace(
+        result, prompt_logprobs=(PromptTokenLogprobs(TokenLogprob(7, -0.5), 2, (TokenLogprob(8, -0.25),)),)
+    )
+    assert "prompt_logprobs" not in generate.result_object(result)
+    assert generate.result_object(scored)["prompt_logprobs"] == [
+        {"token": {"token_id": 7, "logprob": -0.5}, "rank": 2, "top": ({"token_id": 8, "logprob": -0.25},)}
+    ]
 
 
 def test_requests_are_shown_one_per_line_with_their_reasons() -> None:

@@ -98,6 +98,9 @@ def _add_text(sampling: "argparse._ArgumentGroup") -> None:
         "--logprobs", type=int, metavar="K", help="with --json: log-probabilities of each token and the K most likely"
     )
     sampling.add_argument(
+        "--prompt-logprobs", type=int, metavar="K", help="with --json: the same of the prompt's tokens but the first"
+    )
+    sampling.add_argument(
         "--stream-interval",
         type=int,
         metavar="N",
@@ -168,6 +171,7 @@ def result_object(result: Result) -> dict[str, object]:
         "request_id": result.request_id,
         **choices[0],
         **({"choices": choices} if len(choices) > 1 else {}),
+        **({"prompt_logprobs": prompt} if (prompt := [asdict(token) for token in result.prompt_logprobs]) else {}),
         "usage": asdict(result.usage),
         "ledger": {
             **asdict(result.ledger),
