@@ -1,4 +1,5 @@
-"""The order in which tenants are served, by weight. Pure: it has no clock, and never sees a request.
+"""The order in which tenants are served, by weight, and who enters a full queue. Pure: it has no clock, and never sees
+a request.
 
 Start-time fair queueing (Goyal, Vin and Cheng, 1996) over the virtual tokens of Sheng et al. (2024): a tenant's virtual
 time is the cost of what it was served, divided by its weight. Each piece of work begins where the pieces of its tenant
@@ -19,6 +20,20 @@ from cluster.messages import TenantShare
 MAX_IDLE_TENANTS = 1024  # whose virtual time is kept while they have no work here
 # How far ahead of the others a tenant begins that had no work: it overtakes pieces in progress, which began later.
 _HEAD_START = 1.0
+_KEPT_PART = 8  # beyond a full queue, one place for so many is kept for tenants below their share
+
+
+def has_place(newcomer: TenantShare, holders: Sequence[TenantShare], max_places: int) -> bool:
+    """Return whether one more piece of work of `newcomer` enters a queue of `max_places`. `holders`: the tenant of each
+    piece in it. Beyond a full queue an eighth more, at least one, is for tenants that have less than their share by
+    weight, so that no tenant keeps all others out. One tenant alone has `max_places`."""
+    if len(holders) < max_places:
+        return True
+    if len(holders) >= max_places + max(1, max_places // _KEPT_PART):
+        return False
+    weights = {holder.label: holder.weight for holder in holders} | {newcomer.label: newcomer.weight}
+    num_own = sum(holder.label == newcomer.label for holder in holders)
+    return num_own < max_places * newcomer.weight / sum(weights.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from cluster.errors import QueueFull
-from cluster.messages import MemberId
+from cluster.fair_queue import has_place
+from cluster.messages import MemberId, TenantShare
 from cluster.service_times import ServiceRate
 
 Key = tuple[MemberId, int]  # a router and its handle
@@ -46,14 +47,14 @@ class LiveHandles:
     def of(self, router: MemberId) -> frozenset[int]:
         return frozenset(self._live.get(router, ()))
 
-    def refusal(self) -> QueueFull | None:
-        """Return the error with which one more job is refused, or None."""
-        return self._waiting.refusal()
+    def refusal(self, tenant: TenantShare) -> QueueFull | None:
+        """Return the error with which one more job of this tenant is refused, or None."""
+        return self._waiting.refusal(tenant)
 
-    def add_job(self, router: MemberId, handles: Collection[int]) -> None:
+    def add_job(self, router: MemberId, handles: Collection[int], tenant: TenantShare) -> None:
         """Add the sequences of one Start call."""
         self._live.setdefault(router, set()).update(handles)
-        self._waiting.add(router, handles)
+        self._waiting.add(router, handles, tenant)
 
     def add_thawed(self, router: MemberId, handle: int) -> None:
         """Add the new handle of a thawed sequence."""
@@ -90,6 +91,7 @@ class WaitingJobs:
     def __init__(self, max_jobs: int) -> None:
         self._max_jobs = max_jobs
         self._jobs: dict[int, set[Key]] = {}
+        self._tenants: dict[int, TenantShare] = {}  # by job
         self._job_of: dict[Key, int] = {}
         self._next_number = 0
         self._rate = ServiceRate()
@@ -97,9 +99,9 @@ class WaitingJobs:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def refusal(self) -> QueueFull | None:
-        """Return the error with which one more job is refused, or None."""
-        if len(self._jobs) < self._max_jobs:
+    def refusal(self, tenant: TenantShare) -> QueueFull | None:
+        """Return the error with which one more job of this tenant is refused, or None."""
+        if has_place(tenant, [*self._tenants.values()], self._max_jobs):
             return None
         return QueueFull(
             f"{len(self._jobs)} jobs wait here for their KV or a place, the maximum for --max-queue and --max-num-seqs:"
@@ -107,10 +109,10 @@ class WaitingJobs:
             retry_after_s=self._rate.retry_after_s(),
         )
 
-    def add(self, router: MemberId, handles: Iterable[int]) -> None:
+    def add(self, router: MemberId, handles: Iterable[int], tenant: TenantShare) -> None:
         """Add the sequences of one job."""
         keys = {(router, handle) for handle in handles}
-        self._jobs[self._next_number] = keys
+        self._jobs[self._next_number], self._tenants[self._next_number] = keys, tenant
         self._job_of.update(dict.fromkeys(keys, self._next_number))
         self._next_number += 1
 
@@ -123,5 +125,5 @@ class WaitingJobs:
             job = self._jobs[number]
             job.discard((router, handle))
             if not job:
-                del self._jobs[number]
+                del self._jobs[number], self._tenants[number]
                 self._rate.note_end(now_s)

@@ -105,7 +105,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         job = wire.decode_job_from_wire(request)
         await self._grammars.prepare(job.grammar)
         job = self._checked(job)
-        self._handles.add_job(job.router, [s.handle for s in job.sequences])
+        self._handles.add_job(job.router, [s.handle for s in job.sequences], job.tenant)
         self.outstanding.add_sequences(job.router, _outlooks(job), _prompt_work(job), _now_s())
         self._telemetry.count("tandem_decode_starts_total", source="local" if job.signed_ticket is None else "handoff")
         if job.signed_ticket is None:
@@ -254,7 +254,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             raise InvalidRequest(f"token id {highest} is outside the vocabulary of {self._vocab_size}")
         if job.signed_ticket is not None and len({s.committed_token_ids for s in job.sequences}) > 1:
             raise InvalidRequest("the sequences of one ticket must have the same committed tokens")
-        refusal = self._limits.job_refusal(job) or self._handles.refusal()
+        refusal = self._limits.job_refusal(job) or self._handles.refusal(job.tenant)
         if refusal is not None:
             raise refusal  # before any KV is transferred
         return job

@@ -15,6 +15,7 @@ import grpc
 from cluster import holders
 from cluster.auth.keys import ClusterKeys
 from cluster.errors import Draining, HandOffReason, InvalidRequest, QueueFull, Unhealthy
+from cluster.fair_queue import has_place
 from cluster.messages import PrefillJob
 from cluster.observe.telemetry import Telemetry
 from cluster.outstanding_work import OutstandingWork, PromptWork
@@ -177,7 +178,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         self._refuse_if_unhealthy()
         if self._draining:
             raise Draining("this prefill worker is draining; try another")
-        if len(self._calls) >= self._max_calls:
+        if not has_place(job.tenant, [call.job.tenant for call in self._calls.values()], self._max_calls):
             self._telemetry.count("tandem_prefill_refused_total", reason=QueueFull.reason)
             raise QueueFull(
                 f"{len(self._calls)} prefills wait or run here, the maximum for --max-queue and --max-num-seqs: try"

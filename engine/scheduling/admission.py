@@ -3,7 +3,8 @@ scheduler.
 """
 
 from cluster.errors import DuplicateRequest, InternalError, QueueFull, TandemError
-from cluster.messages import DecodeJob
+from cluster.fair_queue import has_place
+from cluster.messages import NO_TENANT, DecodeJob
 from cluster.protocol.hashing import NATIVE, BlockChain, NewChain
 from engine.kv.block_pool import BlockPool
 from engine.scheduling.batching.batch import Batch
@@ -40,8 +41,10 @@ class SequenceAdmission:
 
     def reserve(self, command: Reserve, now_s: float) -> tuple[Event, ...]:
         refusal = self._limits.reservation_refusal(command.num_blocks)
-        if refusal is None and self._reservations.num_waiting >= self._limits.max_queue:
-            refusal = QueueFull(f"{self._limits.max_queue} hand-offs wait for blocks, which is --max-queue: try later")
+        tenant, waiting = NO_TENANT if command.job is None else command.job.tenant, self._reservations.waiting_tenants
+        if refusal is None and not has_place(tenant, waiting, self._limits.max_queue):
+            problem = f"{len(waiting)} hand-offs wait for blocks and --max-queue is {self._limits.max_queue}"
+            refusal = QueueFull(f"{problem}: try later")
         if refusal is not None:
             return (Unreservable(command.handoff_id, refusal),)
         request = block_request_of(command, self._live.next_arrival(), now_s, self._limits.block_size, self._lengths)
@@ -69,9 +72,9 @@ class SequenceAdmission:
         return (_refused(job, refusal),) if refusal is not None else ()
 
     def admit_local(self, job: DecodeJob, now_s: float) -> tuple[Event, ...]:
-        refusal, num_waiting = self._refusal(job), self._batch.num_waiting
-        if refusal is None and num_waiting >= self._limits.max_queue:
-            refusal = QueueFull(f"{num_waiting} sequences wait and --max-queue is {self._limits.max_queue}: try later")
+        refusal, waiting = self._refusal(job), self._batch.waiting_tenants
+        if refusal is None and not has_place(job.tenant, waiting, self._limits.max_queue):
+            refusal = QueueFull(f"{len(waiting)} sequences wait and --max-queue is {self._limits.max_queue}: try later")
         if refusal is not None:
             return (_refused(job, refusal),)
         group = self._live.new_group(self._live.next_arrival(), job, now_s)

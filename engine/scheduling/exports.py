@@ -21,6 +21,7 @@ from cluster.errors import (
     QueueFull,
     TandemError,
 )
+from cluster.fair_queue import has_place
 from cluster.messages import MAX_PREFILL_CHUNKS, PrefillJob, PromptLogprobs, SampledToken
 from cluster.protocol.hashing import NATIVE, NewChain
 from cluster.request_size import sealed_blocks, tail_length
@@ -255,10 +256,10 @@ class PromptExports:
     def _refusal(self, job: PrefillJob) -> TandemError | None:
         if self._is_draining:
             return Draining("this worker is draining; try another")
-        refusal, num_waiting = self._limits.export_refusal(job), self._batch.num_waiting
-        if refusal is None and num_waiting >= self._limits.max_queue:
+        refusal, waiting = self._limits.export_refusal(job), self._batch.waiting_tenants
+        if refusal is None and not has_place(job.tenant, waiting, self._limits.max_queue):
             refusal = QueueFull(
-                f"{num_waiting} sequences wait and --max-queue is {self._limits.max_queue}: try later",
+                f"{len(waiting)} sequences wait and --max-queue is {self._limits.max_queue}: try later",
                 retry_after_s=self._rate.retry_after_s(),
             )
         return refusal

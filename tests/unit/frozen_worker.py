@@ -76,8 +76,9 @@ class FrozenWorker:
 
     def decoding(self) -> int:
         """Start one more sequence that decodes here, and return its handle."""
-        (handle,) = self.bench.admit(self.bench.job(range(1, 7), max_tokens=20))
-        self.service._handles.add_job(ROUTER, [handle])
+        job = self.bench.job(range(1, 7), max_tokens=20)
+        (handle,) = self.bench.admit(job)
+        self.service._handles.add_job(ROUTER, [handle], job.tenant)
         self.bench.step()
         self.bench.step()
         return handle

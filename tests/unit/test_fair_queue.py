@@ -1,11 +1,12 @@
-"""Tests of the tenants' fair queue alone, under any arrivals."""
+"""Tests of the tenants' fair queue alone, under any arrivals, and of who enters a full one."""
 
+import random
 from collections import Counter
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.fair_queue import MAX_IDLE_TENANTS, Demand, FairQueue
+from cluster.fair_queue import MAX_IDLE_TENANTS, Demand, FairQueue, has_place
 from cluster.messages import TenantShare
 
 _COSTS = st.integers(1, 40)
@@ -115,3 +116,45 @@ def test_tenants_without_work_are_forgotten_beyond_a_bound() -> None:
         queue.charge(tenant, 5.0)
         queue.leave(tenant)
     assert queue.num_tenants <= MAX_IDLE_TENANTS + 1
+
+
+@given(st.integers(1, 300), st.integers(1, 9))
+def test_one_tenant_alone_fills_the_queue_and_no_more(max_places: int, weight: int) -> None:
+    alone = TenantShare("alone", weight)
+    assert has_place(alone, [alone] * (max_places - 1), max_places)
+    assert not has_place(alone, [alone] * max_places, max_places)
+
+
+@given(
+    max_places=st.integers(1, 40),
+    weights=st.lists(st.integers(1, 5), min_size=2, max_size=5),
+    arrivals=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), max_size=150),
+    draws=st.randoms(use_true_random=False),
+)
+def test_whatever_others_send_a_tenant_below_its_share_enters_up_to_an_eighth_beyond_the_queue(
+    max_places: int, weights: list[int], arrivals: list[tuple[int, int]], draws: random.Random
+) -> None:
+    """The first tenant sends as much as is accepted. Pieces end in any order."""
+    tenants = [TenantShare(str(number), weight) for number, weight in enumerate(weights)]
+    most, pieces = max_places + max(1, max_places // 8), list[TenantShare]()
+    for number, num_ended in arrivals:
+        while has_place(tenants[0], pieces, max_places):
+            pieces.append(tenants[0])
+        tenant = tenants[number % len(tenants)]
+        is_below = (pieces.count(tenant) + 1) * sum(weights) <= max_places * tenant.weight or tenant not in pieces
+        accepted = has_place(tenant, pieces, max_places)
+        assert accepted or not is_below or len(pieces) == most
+        if accepted:
+            pieces.append(tenant)
+        assert len(pieces) <= most and pieces.count(tenants[0]) <= max_places
+        for _ in range(min(num_ended, len(pieces))):
+            pieces.pop(draws.randrange(len(pieces)))
+
+
+def test_a_tenant_above_its_share_does_not_enter_a_full_queue() -> None:
+    flood, heavy, new = TenantShare("flood"), TenantShare("heavy", 3), TenantShare("new")
+    assert not has_place(flood, [*[flood] * 9, *[heavy] * 7], 16)
+    assert has_place(heavy, [*[flood] * 5, *[heavy] * 11], 16)
+    assert not has_place(heavy, [*[flood] * 4, *[heavy] * 12], 16)
+    assert has_place(new, [*[flood] * 4, *[heavy] * 13], 16)
+    assert not has_place(new, [*[flood] * 5, *[heavy] * 13], 16)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from cluster.errors import Cancelled, DeadlineExceeded, Draining, QueueFull, StepFailed
+from cluster.messages import TenantShare
 from cluster.settings.engine_settings import SCHEDULING_POLICIES
 from engine.scheduling.commands import CancelExport, DrainExports, Sealed
 from tests.unit.ahead_bench import AheadBench
@@ -280,6 +281,35 @@ def test_the_queue_is_bounded_for_both_destinations_together() -> None:
 
     assert [type(refused.error) for refused in bench.refused] == [QueueFull]
     assert [type(failure.error) for failure in bench.failures] == [QueueFull]
+
+
+def test_the_flood_of_one_tenant_fills_no_queue_for_another_one() -> None:
+    """Neither of prompts for either destination, nor of hand-offs that wait for blocks."""
+    flood, other, third = (TenantShare(name) for name in ("flood", "other", "third"))
+    for admit in (_admit_local, _admit_export, _admit_handoff):
+        bench = SchedulerBench(limits(max_num_seqs=1, max_queue=4, num_blocks=4))
+        bench.admit(bench.job(range(1, 14), tenant=flood))
+        bench.step()  # it has all blocks and the slot
+        for tenant, is_admitted in [*[(flood, True)] * 4, (flood, False), (other, True), (third, False)]:
+            assert admit(bench, tenant) is is_admitted, f"{admit.__name__}: {tenant.label}"
+
+
+def _admit_local(bench: SchedulerBench, tenant: TenantShare) -> bool:
+    num_failed = len(bench.failures)
+    bench.admit(bench.job(range(1, 4), tenant=tenant))
+    return len(bench.failures) == num_failed
+
+
+def _admit_export(bench: SchedulerBench, tenant: TenantShare) -> bool:
+    num_refused = len(bench.refused)
+    bench.admit_export(export_job([1, 2], tenant=tenant))
+    return len(bench.refused) == num_refused
+
+
+def _admit_handoff(bench: SchedulerBench, tenant: TenantShare) -> bool:
+    num_refused = len(bench.refused_handoffs)
+    bench.reserve(bench.job(range(1, 4), tenant=tenant))
+    return len(bench.refused_handoffs) == num_refused
 
 
 def test_choices_of_an_export_use_one_slot_and_one_tail() -> None:

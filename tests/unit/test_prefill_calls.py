@@ -3,12 +3,14 @@ thread.
 """
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from cluster.auth.keys import ClusterKeys
 from cluster.errors import QueueFull
+from cluster.messages import TenantShare
 from cluster.observe.telemetry import Telemetry
 from cluster.outstanding_work import OutstandingWork
 from cluster.protocol import wire
@@ -48,8 +50,9 @@ def _service(steps: _Steps, telemetry: Telemetry) -> PrefillService:
     )
 
 
-def _call(service: PrefillService) -> Any:
-    return service.Prefill(wire.prefill_job_to_wire(_JOB), None)  # type: ignore[arg-type]
+def _call(service: PrefillService, tenant: str = "") -> Any:
+    job = replace(_JOB, tenant=TenantShare(tenant))
+    return service.Prefill(wire.prefill_job_to_wire(job), None)  # type: ignore[arg-type]
 
 
 async def test_a_prefill_call_beyond_the_limit_is_refused_before_the_step_thread() -> None:
@@ -65,6 +68,10 @@ async def test_a_prefill_call_beyond_the_limit_is_refused_before_the_step_thread
     assert refusal.value.retry_after_s is not None
     assert len(steps.posted) == num_posted
     assert telemetry.value("tandem_prefill_refused_total", reason="queue_full") == 1
+    waiting.append(asyncio.create_task(anext(_call(service, "below its share"))))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert service.num_calls == 3
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)

@@ -38,6 +38,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from cluster.fair_queue import FairQueue
+from cluster.messages import TenantShare
 from engine.kv.block_pool import BlockPool
 from engine.scheduling.batching.block_tables import BlockTables, SwapSpace
 from engine.scheduling.batching.preemption import Preemption, Watermark
@@ -84,6 +85,12 @@ class Batch:
     @property
     def num_waiting(self) -> int:
         return self._queues.waiting.num_slots + self._queues.ready.num_slots
+
+    @property
+    def waiting_tenants(self) -> list[TenantShare]:
+        """The tenant of each waiting sequence, once for each slot that it needs."""
+        waiting = (*self._queues.waiting, *self._queues.ready)
+        return [sequence.group.job.tenant for sequence in waiting for _ in range(sequence.num_slots)]
 
     @property
     def num_spare_blocks(self) -> int:

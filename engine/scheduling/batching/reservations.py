@@ -68,6 +68,11 @@ class Reservations:
         return len(self._requests)
 
     @property
+    def waiting_tenants(self) -> list[TenantShare]:
+        """The tenant of each waiting request."""
+        return [request.tenant for request in self._requests.values()]
+
+    @property
     def handoff_ids(self) -> Iterator[int]:
         """The hand-offs and pulls that wait for blocks or hold blocks."""
         return chain(self._requests, self._grants, self._pulls)
