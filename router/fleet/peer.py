@@ -17,7 +17,7 @@ import grpc
 
 from cluster.errors import DeadlineExceeded
 from cluster.member import Member
-from cluster.messages import DecodeJob, MemberId, PrefillJob, PromptLogprobs, SampledToken
+from cluster.messages import DecodeJob, MemberId, PrefillJob, PromptLogprobs, SampledToken, TenantShare
 from cluster.observe.trace_context import trace_metadata
 from cluster.outstanding_work import OthersWork, PromptWork
 from cluster.protocol import wire
@@ -154,7 +154,8 @@ class Peer(WorkerHealth):
         calls = self._decode_calls
         try:
             request, metadata = wire.decode_job_to_wire(job), trace_metadata(job.trace_parent)
-            await self._unless_lost(calls.Start(request, timeout=min(job.timeout_s, limit_s), metadata=metadata))
+            starting = calls.Start(request, timeout=min(job.timeout_s, limit_s), metadata=metadata)
+            await self._unless_lost(starting, job.tenant)
         except DeadlineExceeded as error:
             if job.timeout_s <= limit_s:
                 raise
@@ -210,9 +211,9 @@ class Peer(WorkerHealth):
                 "a ticket stays until its deadline", extra={"worker": str(self.member.id), "error": error.details()}
             )
 
-    async def read(self, call: "_RpcCall") -> worker_pb2.PrefillEvent | None:
-        """Return the next event of a prefill call, None at its end. Raises TandemError."""
-        event = await self._unless_lost(call.read())
+    async def read(self, call: "_RpcCall", tenant: TenantShare) -> worker_pb2.PrefillEvent | None:
+        """Return the next event of a prefill call of this tenant, None at its end. Raises TandemError."""
+        event = await self._unless_lost(call.read(), tenant)
         return checked(event) if isinstance(event, worker_pb2.PrefillEvent) else None
 
 
@@ -277,9 +278,9 @@ class PrefillCall:
         return tuple(parts)
 
     async def _next(self, expected: str) -> worker_pb2.PrefillEvent:
-        event = await self._peer.read(self._call)
+        event = await self._peer.read(self._call, self._job.tenant)
         while event is not None and event.WhichOneof("event") is None:  # of a kind that only newer versions send
-            event = await self._peer.read(self._call)
+            event = await self._peer.read(self._call, self._job.tenant)
         if event is None or event.WhichOneof("event") != expected:
             raise self._peer.loss(f"ended a call without {expected}")
         return event

@@ -25,6 +25,7 @@ from cluster.errors import (
     WorkerLost,
 )
 from cluster.member import Member
+from cluster.messages import NO_TENANT, TenantShare
 from cluster.serving.rpc_errors import error_from_rpc
 from router.fleet.supervision import check_health, refuses_connections
 from router.fleet.worker_stream import RouterSide
@@ -224,9 +225,9 @@ class WorkerHealth(ABC):
         self._silence.count(self._another_sent_s())
         self._on_change()
 
-    async def _unless_lost(self, answer: Awaitable[Answer]) -> Answer:
-        """Await an answer of the worker. Raises the error of `loss` when the worker is lost first, and the error
-        of a failed call."""
+    async def _unless_lost(self, answer: Awaitable[Answer], tenant: TenantShare = NO_TENANT) -> Answer:
+        """Await an answer of the worker. `tenant`: whose work the call brings. Raises the error of `loss` when the
+        worker is lost first, and the error of a failed call."""
         if self._is_lost:
             asyncio.ensure_future(answer).cancel()  # before it starts
             raise self._gone()
@@ -240,7 +241,7 @@ class WorkerHealth(ABC):
             self._answered_s = asyncio.get_running_loop().time()
             return result
         except grpc.aio.AioRpcError as rpc_error:
-            raise self._judged(error_from_rpc(rpc_error)) from rpc_error
+            raise self._judged(error_from_rpc(rpc_error), tenant) from rpc_error
         except (TimeoutError, asyncio.CancelledError) as ended:
             if self._is_lost and task.cancelling() == num_cancels:  # or the channel closed first, with the peer
                 raise self._gone() from ended
@@ -251,12 +252,12 @@ class WorkerHealth(ABC):
     def _gone(self) -> TandemError:
         return self.loss(f"is lost: {self._lost_detail}")
 
-    def _judged(self, error: TandemError) -> TandemError:
+    def _judged(self, error: TandemError, tenant: TenantShare) -> TandemError:
         """Return the error of a failed call. A network failure, or a call that the worker cut off, makes the worker
-        suspect; a refusal does not. The retry delay of a full queue is stored for later requests.
+        suspect; a refusal does not. The retry delay of a full queue is stored for later requests of the tenant.
         """
         if isinstance(error, QueueFull):
-            self.backlog.record_full_queue(error.retry_after_s, asyncio.get_running_loop().time())
+            self.backlog.record_full_queue(tenant.label, error.retry_after_s, asyncio.get_running_loop().time())
         if isinstance(error, Unhealthy):
             self.suspect()
         if isinstance(error, Cancelled) or type(error) is Unavailable:

@@ -60,7 +60,7 @@ class WorkerLoad:
     links: tuple[LinkSpeed, ...] = ()  # of a decode worker: how fast it reads each exporter; each one's first counts
     kv_bytes_per_token: float = 0.0
     capacity: Capacity | None = None  # None: not known, and taken as large enough
-    full_for_s: float = 0.0  # its queue is full for this long, as it reported; 0: it accepts more
+    full_for_s: Mapping[str, float] = field(default_factory=dict)  # how long its queue is full, by label of the tenant
     work: WorkAhead | None = None  # for predictions; None: the worker has not reported its speed
     unmodelled: Unmodelled = NOTHING_UNMODELLED
     grammar_engine: str = ""  # empty: it applies no grammars
@@ -89,6 +89,7 @@ class RequestFacts:
     expected_output: float = 1.0  # tokens of `max_tokens` that it is expected to generate, the first one included
     targets: SloTargets = NO_TARGETS  # of this request
     grammar_engine: str = ""  # that a worker must have; empty: the request has no grammar
+    tenant: str = ""  # its label
 
     @property
     def size(self) -> RequestSize:

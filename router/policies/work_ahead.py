@@ -76,7 +76,7 @@ class PromptBacklog:
         self._since_s = 0.0  # when the worker began with the first one
         self.others = OthersWork()
         self._reported_s = 0.0  # when this router received `others`
-        self._full_until_s = float("-inf")
+        self._full_until_s: dict[str, float] = {}  # by label of the tenant that was refused
 
     def add_prompt(self, work: PromptWork, now_s: float) -> int:
         """Record that a prompt was sent to the worker. Returns its number."""
@@ -91,7 +91,7 @@ class PromptBacklog:
         """Record that the worker has computed the prompt, so that its queue has room again."""
         self.remove_prompt(number)
         self._since_s = now_s
-        self._full_until_s = float("-inf")
+        self._full_until_s.clear()
 
     def remove_prompt(self, number: int) -> None:
         """Remove a prompt that will not be computed. It has no effect on one that was."""
@@ -104,14 +104,17 @@ class PromptBacklog:
         if report.number > self.others.number:
             self.others, self._reported_s = report, now_s
 
-    def record_full_queue(self, retry_after_s: float | None, now_s: float) -> None:
-        """Record that the worker refused a prompt because its queue is full. Without a retry time it has no effect."""
+    def record_full_queue(self, tenant: str, retry_after_s: float | None, now_s: float) -> None:
+        """Record that the worker refused work of this tenant because its queue is full; it may accept other tenants.
+        `tenant`: its label. Without a retry time it has no effect."""
         if retry_after_s is not None:
-            self._full_until_s = now_s + retry_after_s
+            self._full_until_s = {label: s for label, s in self._full_until_s.items() if s > now_s}
+            self._full_until_s[tenant] = now_s + retry_after_s
 
-    def full_for_s(self, now_s: float) -> float:
-        """Return the seconds for which the queue stays full, as the worker reported; 0 if it has room."""
-        return max(0.0, self._full_until_s - now_s)
+    def full_for_s(self, now_s: float) -> dict[str, float]:
+        """Return the seconds for which the queue stays full, as the worker reported, by label of the tenant. It has
+        room for the tenants that are not returned."""
+        return {label: until_s - now_s for label, until_s in self._full_until_s.items() if until_s > now_s}
 
     def queue(self, now_s: float) -> PromptQueue:
         """Return the prompts ahead of a new one."""

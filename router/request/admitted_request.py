@@ -182,7 +182,7 @@ class AdmittedRequest:
             choice.execution = self.execution
         self.grammar_engine = grammar_engine
         self._targets = targets
-        self._tenant = tenant
+        self.tenant = tenant
         self._deadline_s = deadline_s
         self._outbox = outbox
         self._clock = clock
@@ -293,7 +293,7 @@ class AdmittedRequest:
             grammar=self.request.grammar,
             num_prompt_logprobs=num_scored,
             trace_parent=self.account.trace_parent,
-            tenant=self._tenant,
+            tenant=self.tenant,
         )
 
     @property
@@ -331,7 +331,7 @@ class AdmittedRequest:
             is_unproven=self._is_unproven,
             grammar=self.request.grammar,
             trace_parent=self.account.trace_parent,
-            tenant=self._tenant,
+            tenant=self.tenant,
         )
 
     def dispatched(self, *, prefill: MemberId | None = None, decode: MemberId | None = None) -> None:

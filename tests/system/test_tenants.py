@@ -9,7 +9,7 @@ import pytest
 from cluster.accounts.keys import Caller, Limits
 from cluster.accounts.usage import KeyUsage, Usage
 from cluster.clock import MonotonicClock
-from cluster.errors import LimitReached
+from cluster.errors import LimitReached, QueueFull
 from cluster.registry.registry import Registry
 from router.accounts import SharedUse, stored_usage
 from tests.system.router_harness import answer_to, ask, router_under_test
@@ -40,6 +40,24 @@ async def test_workers_learn_the_weight_of_a_tenant_and_a_label_without_its_name
         first, same_tenant, other, none = [tenant.label for tenant in tenants]
         assert first == same_tenant != other and none == "" and "acme" not in first
         assert [job.tenant for job in decode.jobs] == tenants
+
+
+async def test_a_worker_that_refuses_one_tenant_for_its_full_queue_is_asked_for_another_one() -> None:
+    async with router_under_test() as router:
+        prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
+        await router.connected()
+        flood, other = (replace(ask(), caller=Caller(name, name)) for name in ("flood", "other"))
+        prefill.refusals = [QueueFull("the queue is full", retry_after_s=20.0) for _ in range(3)]
+        with pytest.raises(QueueFull):
+            await answer_to(router, flood)
+        num_jobs = len(prefill.jobs)
+        with pytest.raises(QueueFull, match="queues of all 1 prefill workers"):
+            await answer_to(router, flood)
+        assert len(prefill.jobs) == num_jobs
+        prefill.refusals, decode.refusals = [], [QueueFull("jobs wait here", retry_after_s=20.0)]
+        await answer_to(router, other)  # its next attempt was taken
+        with pytest.raises(QueueFull, match="queues of all 1 decode workers"):
+            await answer_to(router, other)
 
 
 async def test_a_limit_reached_is_refused_by_name_and_no_other_tenant_is() -> None:

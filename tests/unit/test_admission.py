@@ -43,7 +43,7 @@ REQUEST = RequestFacts(num_prompt_tokens=100, max_tokens=2, num_choices=1)
 def _load(name: str, num_ahead: int = 0, *, full_for_s: float = 0.0, knows_speed: bool = True) -> WorkerLoad:
     ahead = PromptWork(num_ahead, 0.0)
     work = WorkAhead(TIMES, PromptQueue(ahead, ahead)) if knows_speed else None
-    return WorkerLoad(MemberId(name, "1"), "a", 0, full_for_s=full_for_s, work=work)
+    return WorkerLoad(MemberId(name, "1"), "a", 0, full_for_s={"": full_for_s} if full_for_s else {}, work=work)
 
 
 def _refusal(
@@ -91,6 +91,10 @@ def test_a_request_that_would_be_served_after_its_deadline_is_refused_with_both_
     assert isinstance(refusal, Overloaded) and not isinstance(refusal, QueueFull)
     assert "9 s" in refusal.message and "5 s" in refusal.message
     assert refusal.retry_after_s == pytest.approx(4.0)
+
+
+def test_a_queue_that_is_full_for_one_tenant_refuses_no_request_of_another_one() -> None:
+    assert _refusal([FULL], [DECODE], 60.0, replace(REQUEST, tenant="below its share")) is None
 
 
 def test_a_full_queue_of_a_worker_that_is_too_small_does_not_count() -> None:

@@ -51,13 +51,14 @@ def test_prompts_of_other_routers_count_until_the_next_report() -> None:
 
 def test_a_full_queue_counts_until_its_retry_time_or_until_a_prompt_is_computed() -> None:
     backlog = PromptBacklog()
-    backlog.record_full_queue(None, 0.0)
-    assert backlog.full_for_s(0.0) == 0.0
-    backlog.record_full_queue(4.0, 0.0)
-    assert backlog.full_for_s(1.0) == pytest.approx(3.0)
-    assert backlog.full_for_s(4.0) == 0.0
+    backlog.record_full_queue("a", None, 0.0)
+    assert backlog.full_for_s(0.0) == {}
+    backlog.record_full_queue("a", 4.0, 0.0)
+    backlog.record_full_queue("b", 6.0, 0.0)
+    assert backlog.full_for_s(1.0) == pytest.approx({"a": 3.0, "b": 5.0})
+    assert backlog.full_for_s(4.0) == pytest.approx({"b": 2.0})
     backlog.record_computed(backlog.add_prompt(PromptWork.of(100, 0), 0.0), 1.0)
-    assert backlog.full_for_s(1.0) == 0.0
+    assert backlog.full_for_s(1.0) == {}
 
 
 def test_the_last_token_of_a_cached_prompt_is_computed() -> None:
