@@ -107,8 +107,8 @@ async def test_a_ticket_without_an_importer_is_dropped() -> None:
 
 
 async def test_a_ticket_whose_router_died_is_dropped_within_a_lease() -> None:
-    settings = TransferSettings(lease_s=0.05)
-    async with handoff_rig("tcp", settings=settings) as rig:
+    settings = TransferSettings(lease_s=0.05)  # of the exporter; the importer waits for its answer as long as usual
+    async with handoff_rig("tcp", settings=settings, importer_settings=TransferSettings()) as rig:
         prefill = rig.prefill(BLOCK_SIZE + 1)
         prefill.compute()
         rig.exporter.expect_soon(prefill.ticket_id)
