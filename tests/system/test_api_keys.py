@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,18 +88,29 @@ async def test_a_recorded_key_opens_what_it_allows_at_every_router_until_it_is_r
 
 
 _EXPLAIN = "/admin/explain?name=x"
+_ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
+_ADMIN_METHODS = [f"/{_ADMIN.full_name}/{method.name}" for method in _ADMIN.methods]
+
+
+async def _refusal(channel: grpc.aio.Channel, method: str, metadata: Sequence[tuple[str, str]]) -> grpc.StatusCode:
+    """Return the status with which an empty request is refused."""
+    calling: Any = channel.unary_stream(method)
+    call = calling(b"", metadata=metadata, timeout=20)
+    with pytest.raises(grpc.aio.AioRpcError):
+        await call.read()
+    code: grpc.StatusCode = await call.code()
+    return code
 
 
 async def _other_surfaces_are_closed(cluster: LocalCluster, key: str) -> None:
     channel = cluster.channel()
-    admin, drain = admin_pb2_grpc.AdminStub(channel), admin_pb2.DrainRequest(member_id="router1")
     for metadata, code in (
         ((), grpc.StatusCode.UNAUTHENTICATED),
         ((("authorization", f"Bearer {key}"),), grpc.StatusCode.PERMISSION_DENIED),
     ):
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await admin.Drain(drain, metadata=metadata, timeout=20)
-        assert refused.value.code() is code
+        assert {method: await _refusal(channel, method, metadata) for method in _ADMIN_METHODS} == dict.fromkeys(
+            _ADMIN_METHODS, code
+        )
     await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
     # Without a question: gRPC reports INTERNAL if a refusal arrives while it writes one.
     reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
