@@ -73,7 +73,8 @@ class Acceptance:
         if not hmac.compare_digest(self.parameters_digest, _parameters_digest(resolved, model)):
             raise RequestChanged(
                 "this router resolves other parameters than those that were accepted: send every field as the first"
-                " time and those of AcceptedRequest, or ask a router with the same model files"
+                " time and those of AcceptedRequest, or ask a router with the same model files and the same"
+                " --tool-call-parser and --reasoning-parser"
             )
         return resolved
 
