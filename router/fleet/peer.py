@@ -268,13 +268,16 @@ class PrefillCall:
     async def _prompt_logprobs(self) -> tuple[PromptLogprobs, ...]:
         """Wait for the log-probabilities of the prompt, if the job wants them. Raises TandemError."""
         job, parts, position = self._job, list[PromptLogprobs](), 1
-        while job.num_prompt_logprobs is not None and position < len(job.token_ids) - job.num_committed:
+        end = len(job.token_ids) - job.num_committed
+        while job.num_prompt_logprobs is not None and position < end:
             message = (await self._next("prompt_logprobs")).prompt_logprobs
             part = wire.prompt_logprobs_from_wire(message)
             if part.first_position != position or part.num_top > job.num_prompt_logprobs:
                 raise malformed(message, f"it must go on at token {position}, with at most {job.num_prompt_logprobs}")
-            parts.append(part)
             position += part.num_tokens
+            if position > end:
+                raise malformed(message, f"it must end with the prompt, before token {end}")
+            parts.append(part)
         return tuple(parts)
 
     async def _next(self, expected: str) -> worker_pb2.PrefillEvent:

@@ -272,6 +272,7 @@ class ScriptedPrefill(ScriptedWorker):
         self.abandoned: asyncio.Queue[bytes] = asyncio.Queue()
         self.prefill_s = 0.0
         self.num_cached = 0
+        self.num_wrong_scores = 0  # of tokens that the next prompt does not have
         worker_pb2_grpc.add_PrefillWorkerServicer_to_server(_Prefill(self), self.server.grpc)
         worker_pb2_grpc.add_DecodeWorkerServicer_to_server(StreamService(self), self.server.grpc)
 
@@ -292,7 +293,8 @@ class _Prefill(worker_pb2_grpc.PrefillWorkerServicer):
             yield worker_pb2.PrefillEvent(accepted=worker_pb2.PrefillAccepted(ticket=ticket))
             await worker.before_first_tokens.passed()
             if job.num_prompt_logprobs is not None:
-                yield worker_pb2.PrefillEvent(prompt_logprobs=wire.prompt_logprobs_to_wire(scripted_scores(job)))
+                scores, worker.num_wrong_scores = scripted_scores(job, worker.num_wrong_scores), 0
+                yield worker_pb2.PrefillEvent(prompt_logprobs=wire.prompt_logprobs_to_wire(scores))
                 await worker.after_scores.passed()
             tokens = _first_tokens(job)
             finished.set_result(tokens)
@@ -309,9 +311,10 @@ class _Prefill(worker_pb2_grpc.PrefillWorkerServicer):
         return worker_pb2.AbandonResponse()
 
 
-def scripted_scores(job: PrefillJob) -> PromptLogprobs:
-    """Return the log-probabilities that every scripted worker has for a prompt: those of its tokens alone."""
-    num_tokens = len(job.token_ids) - job.num_committed - 1
+def scripted_scores(job: PrefillJob, num_wrong: int = 0) -> PromptLogprobs:
+    """Return the log-probabilities that every scripted worker has for a prompt: those of its tokens alone, and of
+    `num_wrong` that it does not have."""
+    num_tokens = len(job.token_ids) - job.num_committed - 1 + num_wrong
     values = [-float(place) for place in range(1, num_tokens + 1)]
     ranks = wire.pack_ids(range(1, num_tokens + 1))
     return PromptLogprobs(1, 0, struct.pack(f"<{num_tokens}f", *values), ranks, b"", b"")

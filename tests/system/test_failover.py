@@ -352,6 +352,19 @@ async def test_log_probabilities_of_a_prompt_are_sent_once_whenever_its_prefill_
         assert victim.jobs, "the worker that died had the request"
 
 
+async def test_log_probabilities_beyond_the_prompt_are_the_workers_fault_and_another_attempt_serves() -> None:
+    async with router_under_test() as router:
+        prefill = await router.add_prefill("p0")
+        await router.add_decode("d0")
+        await router.connected()
+        prefill.num_wrong_scores = 1
+        answer = await answer_to(router, request := ask(prompt_logprobs=0))
+        assert answer.token_ids[0] == expected_tokens(router, request)
+        (prompt,) = answer.prompts
+        assert [token.token_id for token in prompt.tokens()] == list(prompt.token_ids[1:])
+        assert len(prefill.jobs) == 2
+
+
 async def test_a_later_attempt_does_not_score_a_prompt_whose_client_has_tokens() -> None:
     async with router_under_test() as router:
         prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
