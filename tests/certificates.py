@@ -35,11 +35,11 @@ class Certificates:
         return tls_flags(self.member, self.authority)
 
     def worker_flags(self) -> tuple[str, ...]:
-        """Of a worker whose address its certificate does not name."""
+        """Return the flags of a worker whose certificate does not name its address."""
         return (*tls_flags(self.shared, self.authority), "--tls-server-name", SERVER_NAME)
 
     def router_flags(self) -> tuple[str, ...]:
-        """Of a router of such workers."""
+        """Return the flags of a router of such workers."""
         return (*tls_flags(self.router, self.authority), "--tls-server-name", SERVER_NAME)
 
     def stranger_flags(self) -> tuple[str, ...]:

@@ -245,8 +245,8 @@ class _Request(LogitFields, StructuredOutputFields):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Of how many of the most likely tokens the response needs the log-probabilities at each position of a prompt;
-        None: of none, and it needs none of the prompt."""
+        """Return how many of the most likely tokens the response needs with their log-probabilities at each position of
+        a prompt; None: it needs no log-probabilities of the prompt."""
         return self.prompt_logprobs
 
     def request(self, prompt: Prompt, label: str, *, max_tokens: int | None, logprobs: int | None) -> GenerateRequest:

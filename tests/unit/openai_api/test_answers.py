@@ -372,7 +372,7 @@ _PROMPT_IDS = [7, 8, 9]
 
 
 def _expected_prompt(tokenization: Tokenization, num_top: int) -> list[Any]:
-    """As ScriptedPipeline scores it: place p has the log-probability -p, rank p, the likeliest tokens p, p + 1, ..."""
+    """Return the scripted scores: place p has log-probability -p, rank p and the likeliest tokens p, p + 1, ..."""
 
     def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
         return {"logprob": logprob, "rank": rank, "decoded_token": tokenization.token_name(token_id)}
