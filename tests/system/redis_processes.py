@@ -28,7 +28,7 @@ class RedisProcess:
         self.port = port
         self._log = log
 
-    def client(self, **credentials: str) -> Redis:
+    def client(self, **credentials: str | None) -> Redis:
         return Redis(host=HOST, port=self.port, decode_responses=True, **credentials)  # type: ignore[arg-type]
 
     async def until(self, condition: Callable[[], Awaitable[bool]]) -> None:
@@ -61,16 +61,18 @@ def _free_port() -> int:
 
 
 @asynccontextmanager
-async def redis_process(folder: Path, *options: str, password: str = "") -> AsyncIterator[RedisProcess]:
-    """Run Redis. It answers when the `with` block begins. `options`: an optional configuration file, then flags."""
-    server = await _started(folder, options, password)
+async def redis_process(folder: Path, *options: str, password: str = "", user: str = "") -> AsyncIterator[RedisProcess]:
+    """Run Redis. It answers when the `with` block begins. `options`: an optional configuration file, then flags.
+    `user`: one of the ACL file that the options name, who has this password; empty: the default user gets it.
+    """
+    server = await _started(folder, options, password, user)
     try:
         yield server
     finally:
         await _end(server.process)
 
 
-async def _started(folder: Path, options: Sequence[str], password: str) -> RedisProcess:
+async def _started(folder: Path, options: Sequence[str], password: str, user: str) -> RedisProcess:
     """Start Redis on a free port and wait until it answers. If another process has taken the port, try the next one."""
     for _ in range(_ATTEMPTS):
         port = _free_port()
@@ -78,12 +80,12 @@ async def _started(folder: Path, options: Sequence[str], password: str) -> Redis
         own.mkdir()
         process = await asyncio.create_subprocess_exec(
             *(redis_program(), *options, "--bind", HOST, "--port", str(port), "--dir", str(own)),
-            *("--logfile", "redis.log", "--save", "", *(("--requirepass", password) if password else ())),
+            *("--logfile", "redis.log", "--save", "", *(("--requirepass", password) if password and not user else ())),
             preexec_fn=die_with_parent,
         )
         server = RedisProcess(process, port, own / "redis.log")
         try:
-            async with server.client(password=password) as client:
+            async with server.client(password=password, username=user or None) as client:
                 await server.until(partial(_answers, client))
             return server
         except AssertionError:

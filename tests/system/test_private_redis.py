@@ -1,11 +1,13 @@
-"""The Redis of `tandem up` serves the members of its cluster alone, and they need no more than their rights."""
+"""The Redis of `tandem up` and that of compose serve the members of their cluster alone, who need no more rights."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
 
 import pytest
+import yaml
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, NoPermissionError
 
@@ -21,31 +23,49 @@ from cluster.registry.registry import Registry
 from cluster.registry.scale_registry import Following, ScaleTargets
 from cluster.registry.scale_target import ScaleTarget
 from router.accounts import SharedUse, stored_usage
+from tests.system.redis_processes import HOST, redis_process
 from tests.system.registry_rig import DEADLINE_S, member, until
 
 _KEYS = ClusterKeys(bytes(32))
+_ROOT = Path(__file__).parents[2]
+_COMPOSE = _ROOT / "deploy" / "compose"
 
 
-@pytest.fixture
-async def server() -> AsyncIterator[RedisServer]:
-    server = await RedisServer.start(cluster_name="own")
-    yield server
-    await server.stop()
+@pytest.fixture(params=["tandem up", "compose"])
+async def url(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[str]:
+    """The URL that members of the cluster `tandem` have."""
+    if request.param == "tandem up":
+        server = await RedisServer.start(cluster_name="tandem")
+        yield server.url
+        await server.stop()
+        return
+    secrets, data = tmp_path / "secrets", tmp_path / "data"
+    for folder in (secrets, data):
+        folder.mkdir()
+    made = await asyncio.create_subprocess_exec(sys.executable, _COMPOSE / "make_secrets.py", tmp_path, secrets)
+    assert await made.wait() == 0
+    service = yaml.safe_load((_COMPOSE / "compose.yaml").read_text())["services"]["redis"]
+    options = [word.replace("/secrets", str(secrets)).replace("/data", str(data)) for word in service["command"][1:]]
+    password = (secrets / "password").read_text()
+    async with redis_process(data, *options, password=password, user="tandem") as process:
+        settings = yaml.safe_load((tmp_path / "tandem.yaml").read_text())
+        yield settings["redis"].replace("@redis:6379/", f"@{HOST}:{process.port}/")
 
 
-async def test_the_redis_of_tandem_up_serves_no_client_without_its_password(server: RedisServer) -> None:
-    for url in (f"redis://127.0.0.1:{server.port}/0", f"redis://tandem:wrong@127.0.0.1:{server.port}/0"):
-        async with Redis.from_url(url) as stranger:
+async def test_the_redis_of_a_cluster_serves_no_client_without_its_password(url: str) -> None:
+    server = url.partition("@")[2]
+    for stranger_url in (f"redis://{server}", f"redis://:wrong@{server}", f"redis://tandem:wrong@{server}"):
+        async with Redis.from_url(stranger_url) as stranger:
             with pytest.raises(AuthenticationError):
-                await stranger.get("{own}:members")
-    async with Redis.from_url(server.url) as insider:
+                await stranger.get("{tandem}:members")
+    async with Redis.from_url(url) as insider:
         for command in ("FLUSHALL", "CONFIG GET *", "ACL LIST", "KEYS *", "GET {other}:members", "SHUTDOWN"):
             with pytest.raises(NoPermissionError):
                 await insider.execute_command(*command.split())  # type: ignore[no-untyped-call]
 
 
-async def test_everything_that_members_keep_in_redis_works_with_the_rights_of_members(server: RedisServer) -> None:
-    registry = Registry(url=server.url, cluster_name="own", ttl_s=5.0, keys=_KEYS)
+async def test_everything_that_members_keep_in_redis_works_with_the_rights_of_members(url: str) -> None:
+    registry = Registry(url=url, cluster_name="tandem", ttl_s=5.0, keys=_KEYS)
     async with asyncio.timeout(DEADLINE_S):
         async with aclosing(registry.watch()) as watch:
             assert await anext(watch) == ()
@@ -78,5 +98,5 @@ async def test_everything_that_members_keep_in_redis_works_with_the_rights_of_me
 
 
 def test_the_documented_rights_are_those_of_members() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "membership.md").read_text()
+    page = (_ROOT / "docs" / "membership.md").read_text()
     assert " ".join(RIGHTS) in " ".join(page.split())
