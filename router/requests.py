@@ -114,6 +114,7 @@ class GenerateRequest:
     request_id: str = ""
     label: str = ""  # the client's name for it in logs and listings; need not be unique
     caller: Caller = ANY_CLIENT  # the tenant and the limits of the API key that it came with
+    address: str = ""  # of the host that it came from; empty: unknown
     trace: RequestTrace | None = None  # None: this router makes no spans
     client: bytes = b""  # identifies the API key that it came with; empty: this router asks for none
     num_bytes: int = 0  # of its message from the client, without `resume_from`; 0: it cannot be resumed

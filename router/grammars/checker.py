@@ -1,7 +1,7 @@
 """Checks the grammars of requests: compiled once per grammar, in a process of its own, within bounds.
 
-Owns the process, which is started with the first grammar, and the bounded cache of results. No client's grammar is
-compiled in the router itself.
+Owns the process, which is started with the first grammar, the bounded cache of results, and the turns of those whose
+grammars wait (compile_turns.py). No client's grammar is compiled in the router itself.
 """
 
 import asyncio
@@ -13,21 +13,21 @@ import sys
 from collections import OrderedDict
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from cluster.errors import InvalidGrammar, Overloaded, Unavailable, UnsupportedField
+from cluster.errors import InvalidGrammar, Unavailable, UnsupportedField
 from cluster.grammar.engine import grammar_engine_id
 from cluster.grammar.tokenizer_files import locate
 from cluster.messages import MAX_GRAMMAR_BYTES, Grammar
+from router.grammars.compile_turns import CompileTurns, source_of
+from router.grammars.process import CPU_S
 from router.requests import GenerateRequest
 
 _LOG = logging.getLogger("tandem.router.grammars")
 _AT_ONCE = 2  # grammars that are compiled at the same time
-_MAX_WAITING = 256
 _MAX_REMEMBERED = 4096
 _START_TIMEOUT_S = 60.0
 _ANSWER_TIMEOUT_S = 10.0  # far beyond the process's own bounds
-_RETRY_AFTER_S = 1.0
 _LINE_BYTES = 1 << 16  # of an answer
 
 
@@ -41,8 +41,10 @@ class GrammarCheck(Protocol):
         """
         ...
 
-    async def check(self, grammar: Grammar) -> None:
-        """Check a grammar. Raises InvalidGrammar, UnsupportedField, Overloaded, Unavailable."""
+    async def check(self, grammar: Grammar, source: str) -> None:
+        """Check a grammar, whose compile time `source` has to pay (`source_of`). Raises InvalidGrammar,
+        UnsupportedField, LimitReached, Overloaded, Unavailable.
+        """
         ...
 
 
@@ -52,7 +54,7 @@ async def check_grammar_of(request: GenerateRequest, grammars: GrammarCheck) -> 
     if request.grammar is None:
         return
     try:
-        await grammars.check(request.grammar)
+        await grammars.check(request.grammar, source_of(request.caller, request.address))
     except InvalidGrammar as error:
         field = request.grammar_field
         raise InvalidGrammar(f"{field}: {error.message}", param=field) from error
@@ -72,12 +74,12 @@ class GrammarChecker:
         self.engine_id = engine_id
         self._arguments = [str(folder), *([str(memory_bytes)] if memory_bytes is not None else [])]
         self._checked: OrderedDict[bytes, str] = OrderedDict()  # why it is refused, by digest; empty: it is not
-        self._checking: dict[bytes, asyncio.Task[None]] = {}
-        self._slots = asyncio.Semaphore(_AT_ONCE)
+        self._checking: dict[tuple[str, bytes], asyncio.Task[None]] = {}  # by source and digest
+        self._turns = CompileTurns[asyncio.Future[None]](_AT_ONCE)
         self._starting = asyncio.Lock()
         self._process: _Compiling | None = None
 
-    async def check(self, grammar: Grammar) -> None:
+    async def check(self, grammar: Grammar, source: str) -> None:
         if not self.engine_id:
             raise UnsupportedField(
                 "this router applies no grammars: llguidance is not installed here, or the model has no tokenizer or no"
@@ -88,7 +90,7 @@ class GrammarChecker:
             raise InvalidGrammar(f"it has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES} are read")
         digest = grammar.digest
         if digest not in self._checked:
-            await self._compiled(digest, grammar)
+            await self._compiled(digest, grammar, source)
         self._checked.move_to_end(digest)
         if refusal := self._checked[digest]:
             raise InvalidGrammar(refusal)
@@ -100,29 +102,48 @@ class GrammarChecker:
         if self._process is not None:
             await self._process.end()
 
-    async def _compiled(self, digest: bytes, grammar: Grammar) -> None:
-        """Compile a grammar, once for all concurrent callers."""
-        if digest not in self._checking:
-            if len(self._checking) >= _MAX_WAITING:
-                raise Overloaded("too many grammars wait to be compiled; try again", retry_after_s=_RETRY_AFTER_S)
-            task = asyncio.create_task(self._compile(digest, grammar), name="compile a grammar")
-            self._checking[digest] = task
-            task.add_done_callback(partial(self._on_compiled, digest))
-        await asyncio.shield(self._checking[digest])
+    async def _compiled(self, digest: bytes, grammar: Grammar, source: str) -> None:
+        """Compile a grammar, once for all concurrent callers of one source: none is refused for another source."""
+        if (source, digest) not in self._checking:
+            turn = asyncio.get_running_loop().create_future()
+            self._turns.ask(source, turn, _now_s())
+            task = asyncio.create_task(self._compile(digest, grammar, source, turn), name="compile a grammar")
+            self._checking[source, digest] = task
+            task.add_done_callback(partial(self._on_compiled, source, digest))
+            self._begin_turns()
+        await asyncio.shield(self._checking[source, digest])
 
-    def _on_compiled(self, digest: bytes, task: "asyncio.Task[None]") -> None:
-        del self._checking[digest]
+    def _on_compiled(self, source: str, digest: bytes, task: "asyncio.Task[None]") -> None:
+        del self._checking[source, digest]
         if not task.cancelled():
             task.exception()  # retrieved: those who wait receive it, if any do
 
-    async def _compile(self, digest: bytes, grammar: Grammar) -> None:
-        async with self._slots:
-            refusal, is_final = await (await self._running()).compile(grammar)
+    async def _compile(self, digest: bytes, grammar: Grammar, source: str, turn: "asyncio.Future[None]") -> None:
+        await turn
+        cpu_s = 0.0
+        try:
+            if digest in self._checked:  # compiled for another source in the meantime
+                return
+            process = await self._running()
+            cpu_s = CPU_S  # if there is no answer
+            refusal, is_final, cpu_s = await process.compile(grammar)
+        finally:
+            self._end_turn(source, cpu_s)
         if not is_final:  # another try may fit the bounds
             raise InvalidGrammar(refusal)
         self._checked[digest] = refusal
         while len(self._checked) > _MAX_REMEMBERED:
             self._checked.popitem(last=False)
+
+    def _begin_turns(self) -> None:
+        while (turn := self._turns.start(_now_s())) is not None:
+            turn.set_result(None)
+
+    def _end_turn(self, source: str, cpu_s: float) -> None:
+        now_s = _now_s()
+        for turn in self._turns.end(source, cpu_s, now_s):
+            turn.set_exception(self._turns.refusal(source, now_s))
+        self._begin_turns()
 
     async def _running(self) -> "_Compiling":
         async with self._starting:
@@ -131,13 +152,25 @@ class GrammarChecker:
             return self._process
 
 
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class _Compiled(NamedTuple):
+    """The answer to one grammar."""
+
+    refusal: str  # why it cannot be applied; empty: it can
+    is_final: bool  # every later check would have the same answer
+    cpu_s: float
+
+
 class _Compiling:
     """The running process and the requests that it has not answered."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[tuple[str, bool]]] = {}
+        self._waiting: dict[int, asyncio.Future[_Compiled]] = {}
         self._reader = asyncio.create_task(self._read(), name="read from the compile process")
 
     @staticmethod
@@ -166,12 +199,11 @@ class _Compiling:
     def has_ended(self) -> bool:
         return self._reader.done()
 
-    async def compile(self, grammar: Grammar) -> tuple[str, bool]:
-        """Return the reason of a refusal, empty if there is none, and whether every later check would be refused too.
-        Raises Unavailable.
-        """
+    async def compile(self, grammar: Grammar) -> _Compiled:
+        """Compile a grammar. Raises Unavailable."""
         assert self._process.stdin is not None
-        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+        number = next(self._numbers)
+        answer: asyncio.Future[_Compiled] = asyncio.get_running_loop().create_future()
         request = {"number": number, "kind": grammar.kind, "text": grammar.text}
         self._waiting[number] = answer
         try:
@@ -180,13 +212,12 @@ class _Compiling:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             async with asyncio.timeout(_ANSWER_TIMEOUT_S):
                 await self._process.stdin.drain()
-                refusal, is_final = await answer
+                return await answer
         except (TimeoutError, ConnectionError) as error:
             await self.end()
             raise Unavailable("the process that compiles grammars does not answer; try again") from error
         finally:
             del self._waiting[number]
-        return refusal, is_final
 
     async def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -201,7 +232,7 @@ class _Compiling:
             while line := await self._process.stdout.readline():
                 answer = json.loads(line)
                 if (waiting := self._waiting.get(answer["number"])) is not None and not waiting.done():
-                    waiting.set_result((answer["error"], answer["is_final"]))
+                    waiting.set_result(_Compiled(answer["error"], answer["is_final"], answer["cpu_s"]))
         finally:
             for waiting in self._waiting.values():
                 if not waiting.done():

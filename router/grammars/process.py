@@ -31,6 +31,7 @@ class _Child:
     number: int  # of the request
     pid: int
     deadline_s: float
+    fork_cpu_s: float  # what the fork cost the process
     answer: bytes = b""
 
 
@@ -61,11 +62,13 @@ class CompileProcess:
 
     def _fork(self, request: dict[str, object]) -> None:
         receiving, sending = os.pipe()
+        began_s = time.process_time()
         pid = os.fork()
         if pid == 0:
             _run_child(self.engine, request, sending, self.memory_bytes)
         os.close(sending)
-        self._children[receiving] = _Child(int(str(request["number"])), pid, time.monotonic() + WALL_S)
+        deadline_s, fork_cpu_s = time.monotonic() + WALL_S, time.process_time() - began_s
+        self._children[receiving] = _Child(int(str(request["number"])), pid, deadline_s, fork_cpu_s)
         self._selector.register(receiving, selectors.EVENT_READ)
 
     def _wait_s(self) -> float | None:
@@ -89,8 +92,9 @@ class CompileProcess:
         child = self._children.pop(receiving)
         self._selector.unregister(receiving)
         os.close(receiving)
-        _, status = os.waitpid(child.pid, 0)
-        answer: dict[str, object] = {"number": child.number, "is_final": status == 0}
+        _, status, used = os.wait4(child.pid, 0)
+        cpu_s = child.fork_cpu_s + used.ru_utime + used.ru_stime
+        answer: dict[str, object] = {"number": child.number, "is_final": status == 0, "cpu_s": cpu_s}
         if status == 0:
             answer["error"] = child.answer.decode("utf-8", "replace")
         elif os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:

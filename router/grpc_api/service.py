@@ -8,6 +8,7 @@ from contextlib import aclosing, closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 
@@ -146,7 +147,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         shown = _authorization(context)
         client = client_of(shown) if self._gate.asks_for_keys else b""
         asked = generate_request_from_wire(request, timeout_s, keepalive_interval_s, client)
-        asked = replace(asked, caller=self._gate.caller(shown), trace=trace)
+        asked = replace(asked, caller=self._gate.caller(shown), address=address_of(context.peer()), trace=trace)
         divide = partial(AnswerParts.asked_for, request.chat, chats=self._chats, tokenization=self._tokenization)
         # The text that the client of a resumed request has is divided again, which takes time.
         asked, parts = await self._threads.run(divide, asked) if asked.resume_from else divide(asked)
@@ -353,6 +354,12 @@ def _shown_key(context: _Context) -> tuple[tuple[str, str], ...]:
     """Return the caller's API key as metadata, to forward a call on the caller's behalf."""
     shown = context.invocation_metadata() or ()
     return tuple((key, str(value)) for key, value in shown if key == _AUTHORIZATION)
+
+
+def address_of(peer: str) -> str:
+    """Return the address of a peer's host, given gRPC's name for the peer; empty for a Unix socket's."""
+    family, _, address = peer.partition(":")  # ipv4:10.0.0.1:50051, or ipv6:%5B::1%5D:50051
+    return unquote(address.rpartition(":")[0]).strip("[]") if family in ("ipv4", "ipv6") else ""
 
 
 def _authorization(context: _Context) -> str:

@@ -143,7 +143,7 @@ def _add_generation(
             prompts,
         )
         names = "cmpl", "text_completion", "text_completion"
-        requests = headers.apply(body.requests(_label(body, request)), request.state.caller, request.state.trace)
+        requests = headers.apply(body.requests(_label(body, request)), request)
         return answers.answer(body, requests, headers, shape, names, prompts)
 
     @app.post(
@@ -156,7 +156,7 @@ def _add_generation(
         label, use = _label(body, request), body.tool_use
         shape = chat_shape(chats, body, use, tokenization, f"chatcmpl-{label}")
         asked = [chats.constrained(each, use, tokenization) for each in body.requests(label)]
-        requests = headers.apply(asked, request.state.caller, request.state.trace)
+        requests = headers.apply(asked, request)
         return answers.answer(body, requests, headers, shape, names, body.scored_prompts(tokenization, is_chat=True))
 
     routes = {route.path: route for route in app.routes if isinstance(route, Route)}

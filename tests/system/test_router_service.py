@@ -18,8 +18,9 @@ from cluster.registry.scale_registry import ScaleTargets
 from cluster.serving.rpc_errors import REASON, RETRY_AFTER_S
 from cluster.serving.serving import GrpcServer, open_channel
 from router.drain.operator_commands import MemberCommands, ScaleTargetView
+from router.grammars import compile_turns
 from router.grpc_api.gatekeeper import KeyInterceptor
-from router.grpc_api.service import AdminService, InferenceService, WriteTimeout
+from router.grpc_api.service import AdminService, InferenceService, WriteTimeout, address_of
 from tandem.enum_words import MEMBER_ROLES
 from tandem.keepalive import KEEPALIVE_KEY
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -155,6 +156,33 @@ async def test_only_clients_that_ask_with_a_number_get_keep_alive_messages() -> 
             responses = [response async for response in call]
             assert responses.pop(0).HasField("accepted")
             assert all(response.deltas or response.HasField("summary") for response in responses)
+
+
+async def test_grammars_of_one_address_have_a_budget_of_compile_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_turns, "_MOST_CPU_S", 1e-6)
+    async with served() as (_, channel):
+        reasons = []
+        for regex in ("(a", "(b", "(a"):
+            grammar = inference_pb2.Grammar(kind=inference_pb2.GRAMMAR_KIND_REGEX, text=regex)
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await collect(channel, generate_request(grammar=grammar))
+            reasons.append((error.value.code(), reason_of(error.value)))
+            if regex == "(b":
+                assert float(dict(error.value.trailing_metadata() or ())[RETRY_AFTER_S]) > 0
+                assert compile_turns.COMPILE_LIMIT in str(error.value.details())
+        known, limited = (
+            (grpc.StatusCode.INVALID_ARGUMENT, "invalid_grammar"),
+            (grpc.StatusCode.RESOURCE_EXHAUSTED, "limit_reached"),
+        )
+        assert reasons == [known, limited, known], "a grammar that was compiled before costs nothing"
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [("ipv4:10.0.0.1:50051", "10.0.0.1"), ("ipv6:%5B2001:db8::1%5D:50051", "2001:db8::1"), ("unix:", "")],
+)
+def test_the_address_of_a_caller_is_that_of_its_host(peer: str, address: str) -> None:
+    assert address_of(peer) == address
 
 
 @pytest.mark.parametrize(

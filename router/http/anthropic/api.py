@@ -38,7 +38,7 @@ def add_messages(
         use = body.tool_use
         division = chats.division(body.chat, use, tokenization, answer_id)
         asked = chats.constrained(body.request(label), use, tokenization)
-        requests = headers.apply([asked], request.state.caller, request.state.trace)
+        requests = headers.apply([asked], request)
         shape = MessageShape(division)
         envelope = MessageEnvelope(answer_id, model.name, int(time.time()), "message", "message", False)
         if body.stream:

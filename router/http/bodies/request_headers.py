@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
+from starlette.requests import Request
 
 from cluster.accounts.keys import Caller
 from cluster.accounts.limits import check_request
@@ -37,11 +38,11 @@ class RequestHeaders(BaseModel):
     def wants_ledger(self) -> bool:
         return self.x_tandem_ledger == "1"
 
-    def apply(
-        self, requests: Sequence[GenerateRequest], caller: Caller, trace: RequestTrace | None
-    ) -> list[GenerateRequest]:
-        """Add the wishes, the caller and the place in traces to the requests of one body. Raises LimitReached where
-        they have more sequences than the caller's key allows."""
+    def apply(self, requests: Sequence[GenerateRequest], arrived: Request) -> list[GenerateRequest]:
+        """Add the wishes, the caller, its host's address and the place in traces to the requests of one body. Raises
+        LimitReached where they have more sequences than the caller's key allows."""
+        caller: Caller = arrived.state.caller
+        trace: RequestTrace | None = arrived.state.trace
         check_request(caller, sum(request.n for request in requests), caller.max_priority)
         ttft_s, tpot_s, timeout_s = (
             None if ms is None else ms / 1000
@@ -51,6 +52,7 @@ class RequestHeaders(BaseModel):
             replace(
                 request,
                 caller=caller,
+                address=arrived.client.host if arrived.client is not None else "",
                 slo_ttft_s=ttft_s,
                 slo_tpot_s=tpot_s,
                 timeout_s=timeout_s,

@@ -77,6 +77,13 @@ def test_a_request_sets_its_deadline_in_a_header(shared: Endpoint) -> None:
     refused(answer, 400, "invalid_request", "x-request-timeout-ms")
 
 
+def test_requests_of_every_endpoint_have_the_address_of_their_host(shared: Endpoint) -> None:
+    shared.client.completions.create(model="", prompt="a")
+    shared.client.chat.completions.create(model="", messages=USER)
+    shared.post("/v1/messages", {"model": "", "max_tokens": 8, "messages": USER})
+    assert [request.address for request in shared.pipeline.seen[-3:]] == ["127.0.0.1"] * 3
+
+
 _LEDGER = {
     "phases": [{"name": "prefill", "duration_s": 0.25}, {"name": "decode", "duration_s": 0.5}],
     "wall_s": LEDGER.wall_s,
