@@ -10,6 +10,7 @@ import grpc
 from cli.local.last_cluster import find_address, find_admin_key, find_tls_ca
 from cluster.accounts.key_store import configured_key
 from cluster.errors import ConfigError
+from cluster.settings.config_sources import setting_outside_flags
 from tandem import channel
 from tandem.client import AsyncClient, Client
 from tandem.errors import TandemError, error_from_rpc
@@ -147,7 +148,7 @@ def tls_ca(arguments: argparse.Namespace, address: str) -> str | None:
 
 def tls_server_name(arguments: argparse.Namespace) -> str | None:
     """Return the name to verify in the certificates of routers and workers; None: the host of each address."""
-    return arguments.tls_server_name or os.environ.get("TANDEM_TLS_SERVER_NAME") or None
+    return arguments.tls_server_name or setting_outside_flags("tls_server_name") or None
 
 
 def client_key(arguments: argparse.Namespace, address: str) -> str:

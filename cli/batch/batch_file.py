@@ -138,12 +138,27 @@ class Server:
     address: str  # host:port
     api_key: str = ""
     tls: ssl.SSLContext | None = None
+    tls_server_name: str = ""  # that the router's certificate must have; empty: the host of the address
     timeout_s: float = 600.0  # of one attempt
 
     def connect(self) -> http.client.HTTPConnection:
         if self.tls is not None:
-            return http.client.HTTPSConnection(self.address, timeout=self.timeout_s, context=self.tls)
+            return _NamedConnection(self.address, self.tls, self.tls_server_name, timeout_s=self.timeout_s)
         return http.client.HTTPConnection(self.address, timeout=self.timeout_s)
+
+
+class _NamedConnection(http.client.HTTPConnection):
+    """A connection over HTTPS to a router whose certificate has a name of its own."""
+
+    default_port = http.client.HTTPS_PORT
+
+    def __init__(self, address: str, tls: ssl.SSLContext, name: str, *, timeout_s: float) -> None:
+        super().__init__(address, timeout=timeout_s)
+        self._tls, self._name = tls, name or self.host
+
+    def connect(self) -> None:
+        super().connect()
+        self.sock = self._tls.wrap_socket(self.sock, server_hostname=self._name)
 
 
 class BatchSender:

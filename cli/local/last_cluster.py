@@ -10,6 +10,7 @@ from pathlib import Path
 from cluster.auth.key_file import key_path
 from cluster.errors import ConfigError
 from cluster.settings.config import ClusterSettings
+from cluster.settings.config_sources import setting_outside_flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +77,11 @@ def find_http_address(told: str | None, environment: Mapping[str, str] | None = 
 
 
 def find_tls_ca(told: str | None, address: str, environment: Mapping[str, str] | None = None) -> str | None:
-    """Return the PEM file that verifies the router at `address`, gRPC or HTTP; None means plaintext."""
+    """Return the PEM file that verifies the router at `address`, gRPC or HTTP; None means plaintext. Raises ConfigError
+    if the file of TANDEM_CONFIG cannot be read."""
     environment = os.environ if environment is None else environment
-    if told or environment.get("TANDEM_TLS_CA"):
-        return told or environment["TANDEM_TLS_CA"]
+    if named := told or setting_outside_flags("tls_ca", environment):
+        return named
     return next(
         (found.tls_ca or None for found in running(environment) if address in (found.address, found.http)), None
     )

@@ -91,6 +91,17 @@ def parse_arguments(config_type: type[Config], prog: str, arguments: Sequence[st
     return load_config(config_type, vars(parsed))
 
 
+def setting_outside_flags(name: str, environment: Mapping[str, str] | None = None) -> str:
+    """Return what the variable of a setting, or else the file of TANDEM_CONFIG, says; empty: neither does. Commands use
+    it, so that in a member's container they find the member's files. Raises ConfigError for a file without settings.
+    """
+    environment = os.environ if environment is None else environment
+    if value := environment.get(_ENVIRONMENT_PREFIX + name.upper()):
+        return value
+    config_file = environment.get(_ENVIRONMENT_PREFIX + "CONFIG")
+    return str(_read_file(Path(config_file)).get(name, "")) if config_file else ""
+
+
 def config_path(arguments: Sequence[str]) -> str:
     """Return the file of settings of a process with these arguments; empty: there is none."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

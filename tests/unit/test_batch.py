@@ -1,14 +1,18 @@
 """`tandem batch`: its files, and requests over real sockets to a scripted server."""
 
 import json
+import ssl
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Event, Thread
 
 import pytest
 
+from cli.__main__ import main
 from cli.batch.batch_file import BatchAnswer, BatchRequest, BatchSender, Server, kept_lines, read_requests
 from cluster.errors import ConfigError
+from tests.certificates import SERVER_NAME, make_certificates
 
 
 def line(custom_id: str = "1", **fields: object) -> str:
@@ -140,3 +144,44 @@ def test_a_reader_that_leaves_ends_the_requests_that_are_on_their_way(server: Se
     assert next(answers).custom_id == "first"
     answers.close()
     sender.join()  # ends, although the server has not answered
+
+
+def test_a_router_whose_certificate_has_a_name_of_its_own_is_asked_under_that_name(
+    tmp_path: Path, handler: type[_Handler], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The flag, and the files of a member: in its container `tandem batch` needs no flag."""
+    certificates = make_certificates(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificates.shared.cert, certificates.shared.key)
+    http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    http.socket = context.wrap_socket(http.socket, server_side=True)
+    http.daemon_threads, http.block_on_close = True, False
+    Thread(target=http.serve_forever, daemon=True).start()
+    address, ca = f"127.0.0.1:{http.server_address[1]}", f"{certificates.authority.cert}"
+    (tmp_path / "in").write_text(line(body={"name": "a", "statuses": [200]}))
+    (tmp_path / "member.yaml").write_text(f"tls_ca: {ca}\ntls_server_name: {SERVER_NAME}\n")
+    command = ["batch", str(tmp_path / "in"), str(tmp_path / "out"), "--http-address", address, "--max-attempts", "1"]
+    try:
+        assert main([*command, "--tls-ca", ca]) == 1
+        assert "IP address mismatch" in capsys.readouterr().err
+        assert main([*command, "--tls-ca", ca, "--tls-server-name", SERVER_NAME]) == 0
+        (tmp_path / "out").unlink()
+        monkeypatch.setenv("TANDEM_CONFIG", str(tmp_path / "member.yaml"))
+        assert main(command) == 0
+        assert "1 ok" in capsys.readouterr().out
+    finally:
+        http.shutdown()
+        http.server_close()
+
+
+def test_the_address_of_the_page_has_the_name_that_the_browser_verifies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ca.crt").touch()
+    command = ["ui", "--http-address", "10.0.0.7:8000", "--api-key", "k", "--tls-ca", str(tmp_path / "ca.crt")]
+    assert main(command) == 0
+    assert capsys.readouterr() == ("https://10.0.0.7:8000/ui#key=k\n", "")
+    assert main([*command, "--tls-server-name", SERVER_NAME]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"https://{SERVER_NAME}:8000/ui#key=k\n"
+    assert printed.err == f"the browser's machine must resolve {SERVER_NAME} to 10.0.0.7\n"

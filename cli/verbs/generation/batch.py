@@ -10,7 +10,7 @@ from typing import TextIO
 
 from cli import connection
 from cli.batch.batch_file import BatchAnswer, BatchRequest, BatchSender, Server, kept_lines, read_requests
-from cli.local.last_cluster import find_http_address, find_tls_ca
+from cli.local.last_cluster import find_http_address
 from cluster.errors import ConfigError
 from cluster.process import ExitStatus
 
@@ -108,10 +108,15 @@ def _appending(path: Path, kept: Iterable[str]) -> Iterator[TextIO]:
 
 def _server(arguments: argparse.Namespace) -> Server:
     address = find_http_address(arguments.http_address)
-    authorities = find_tls_ca(arguments.tls_ca, address)
+    authorities = connection.tls_ca(arguments, address)
     try:
         tls = ssl.create_default_context(cafile=authorities) if authorities else None
     except OSError as error:
-        raise ConfigError(f"cannot read --tls-ca {authorities}: {error.strerror}") from error
-    key = connection.client_key(arguments, address)
-    return Server(address=address, api_key=key, tls=tls, timeout_s=arguments.timeout_s)
+        raise ConfigError(f"--tls-ca {authorities} holds no certificate") from error
+    return Server(
+        address=address,
+        api_key=connection.client_key(arguments, address),
+        tls=tls,
+        tls_server_name=connection.tls_server_name(arguments) or "",
+        timeout_s=arguments.timeout_s,
+    )

@@ -1,9 +1,10 @@
 """`tandem ui`: the address of the page at /ui, with the admin key for it."""
 
 import argparse
+import sys
 
 from cli import connection
-from cli.local.last_cluster import find_http_address, find_tls_ca
+from cli.local.last_cluster import find_http_address
 
 HELP = "print the address of the cluster's page, with the admin key that it asks for"
 
@@ -19,10 +20,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the address, with the key after `#`: browsers do not send that part to a server; the page reads and removes
-    it. Raises ConfigError.
+    it. With `--tls-server-name` that name is the host, because a browser verifies no other one. Raises ConfigError.
     """
     address = find_http_address(arguments.http_address)
-    scheme = "https" if find_tls_ca(arguments.tls_ca, address) else "http"
     key = connection.operator_key(arguments, address)
-    print(f"{scheme}://{address}/ui" + (f"#key={key}" if key else ""))
+    scheme, shown = "http", address
+    if connection.tls_ca(arguments, address):
+        scheme = "https"
+        if name := arguments.tls_server_name:
+            host, _, port = address.rpartition(":")
+            shown = f"{name}:{port}"
+            sys.stderr.write(f"the browser's machine must resolve {name} to {host}\n")
+    print(f"{scheme}://{shown}/ui" + (f"#key={key}" if key else ""))
     return 0

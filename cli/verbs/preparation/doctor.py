@@ -20,6 +20,7 @@ from cluster.auth.keys import ClusterKeys
 from cluster.auth.member_channel import MemberChannel
 from cluster.errors import ConfigError, MalformedMessage
 from cluster.protocol.received import checked
+from cluster.settings.config_sources import setting_outside_flags
 from kvtransfer.importer.links import DOES_NOT_REACH
 from tandem.errors import TandemError, error_from_rpc
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
@@ -201,8 +202,8 @@ def _worker_channel(address: str, arguments: argparse.Namespace) -> grpc.aio.Cha
     options: list[tuple[str, object]] = [("grpc.enable_http_proxy", 0)]
     if tls_ca is None:
         return grpc.aio.insecure_channel(address, options=options)
-    cert = arguments.tls_cert or os.environ.get("TANDEM_TLS_CERT")
-    key = arguments.tls_key or os.environ.get("TANDEM_TLS_KEY")
+    cert = arguments.tls_cert or setting_outside_flags("tls_cert")
+    key = arguments.tls_key or setting_outside_flags("tls_key")
     if not (cert and key):
         raise ConfigError(
             "the workers of this cluster require a certificate: give --tls-cert and --tls-key of a member"
