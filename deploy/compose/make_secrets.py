@@ -1,29 +1,54 @@
-"""Creates the secrets of a compose cluster in two folders; keeps those that exist. `make_secrets.py MEMBERS REDIS`.
+"""Creates the secrets of a compose cluster in two folders; keeps those that exist.
 
-MEMBERS: `cluster.key`, `api.key`, `admin.key`, `metrics.key`, and `tandem.yaml` with the address of Redis. REDIS:
-`users.acl` and `password`, the password of Grafana's user admin, and the key with which Prometheus reads metrics. Only
-the containers' user can read the files.
+    make_secrets.py MEMBERS REDIS PROFILES
+
+MEMBERS: `cluster.key`, `api.key`, `admin.key`, `metrics.key`, and `tandem.yaml` with the address of Redis; with `mtls`
+in PROFILES also `tls/`, which `tandem.yaml` names. REDIS: `users.acl` and `password`, the password of Grafana's user
+admin, and the key with which Prometheus reads metrics. Only the containers' user can read the files.
 """
 
 import os
 import secrets
+import shutil
 import sys
 from pathlib import Path
 
+from cli.verbs.access.certs import make_authority, make_certificate
 from cluster.registry.redis_server import USER, users_file
 from cluster.settings.config import RouterConfig
 
+# No certificate can name a container's address. Clients dial the others.
+_SERVER_NAME = "members.tandem"
+_HOSTS = (_SERVER_NAME, "router", "localhost", "127.0.0.1")
+_DAYS = 3650
 
-def make(members: Path, redis: Path) -> None:
+
+def make(members: Path, redis: Path, profiles: str) -> None:
     password = _kept(redis / "password", secrets.token_urlsafe(32))
+    tls = _made_certificates(members / "tls") if "mtls" in profiles.split(",") else ""
     # What follows from the password is written each time, because an upgrade may change the rights of members.
     _write(redis / "users.acl", users_file(RouterConfig.cluster_name, password))
-    _write(members / "tandem.yaml", f"redis: redis://{USER}:{password}@redis:6379/0\n")
+    _write(members / "tandem.yaml", f"redis: redis://{USER}:{password}@redis:6379/0\n{tls}")
     _kept(redis / "grafana", secrets.token_urlsafe(16))
     _kept(members / "metrics.key", _kept(redis / "metrics", secrets.token_urlsafe(32)))
     _kept(members / "cluster.key", secrets.token_hex(32))
     for name in ("api.key", "admin.key"):
         _kept(members / name, secrets.token_urlsafe(32))
+
+
+def _made_certificates(folder: Path) -> str:
+    """Create a certificate that all members share, and the authority that clients verify, unless they exist. Return the
+    settings of members that use them. The authority's key is deleted: it signs nothing else."""
+    if not folder.exists():
+        draft = folder.with_suffix(".new")
+        shutil.rmtree(draft, ignore_errors=True)
+        authority = make_authority(draft, days=_DAYS)
+        make_certificate(draft, authority, "member", _HOSTS, days=_DAYS)
+        authority.key.unlink()
+        draft.rename(folder)
+    files = {"cert": "member.crt", "key": "member.key", "ca": "ca.crt"}
+    named = "".join(f"tls_{setting}: {folder / name}\n" for setting, name in files.items())
+    return f"{named}tls_server_name: {_SERVER_NAME}\n"
 
 
 def _kept(path: Path, text: str) -> str:
@@ -43,7 +68,7 @@ def _write(path: Path, text: str) -> None:
 if __name__ == "__main__":
     os.umask(0o077)
     try:
-        make(Path(sys.argv[1]), Path(sys.argv[2]))
+        make(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
     except OSError as error:
         sys.exit(
             f"secrets: cannot write {error.filename}: {error.strerror}; the volumes must belong to user {os.getuid()}"

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tandem import Client
-from tandem.errors import TandemError
+from tandem.errors import TandemError, Unavailable
 from tests.package.engine import REDIS_IMAGE, Engine, NoEngine, compose_command, docker_program, engine, torch_index
 from tests.package.installed import ROOT
 
@@ -70,8 +70,12 @@ class Stack:
         self._transcript.add("$ docker compose exec router tandem " + " ".join(arguments))
         return self._run("exec", "-T", "router", "tandem", *arguments).strip()
 
-    def key(self) -> str:
-        return self._run("exec", "-T", "router", "cat", "/keys/api.key").strip()
+    def turn_on_tls(self) -> None:
+        self._docker.environment["COMPOSE_PROFILES"] = "cpu,mtls"
+        self.compose("up", "-d", "--no-build", "--force-recreate")
+
+    def file(self, path: str) -> str:
+        return self._run("exec", "-T", "router", "cat", path).strip()
 
     def ready(self) -> dict[str, str]:
         """Return the roles of ready workers by their member id, which has the incarnation."""
@@ -127,8 +131,8 @@ class Stack:
 class Load:
     """Clients that send requests without pause and compare each answer with the undisturbed one."""
 
-    def __init__(self, address: str, key: str) -> None:
-        self._client = Client(address, key, discover=False)
+    def __init__(self, address: str, key: str, tls_ca: str | None = None) -> None:
+        self._client = Client(address, key, tls_ca=tls_ca, discover=False)
         self.expected = [self._answer(prompt) for prompt in PROMPTS]
         self.answers, self.wrong = 0, list[str]()
         self._changed, self._stopped = threading.Condition(), False
@@ -182,7 +186,7 @@ def play(docker: Engine, folder: Path, transcript: Transcript) -> None:
         cleanup.callback(stack.remove)
         stack.compose("up", "-d", "--no-build")
         stack.until(["prefill", "decode"])
-        load = Load(f"127.0.0.1:{stack.grpc}", stack.key())
+        load = Load(f"127.0.0.1:{stack.grpc}", stack.file("/keys/api.key"))
         cleanup.callback(load.stop)
         transcript.add(f"{len(PROMPTS)} undisturbed answers of {TOKENS} tokens are kept")
         load.start()
@@ -192,6 +196,7 @@ def play(docker: Engine, folder: Path, transcript: Transcript) -> None:
         transcript.add(
             f"{load.answers} answers while all this happened: 0 failed, 0 different from the undisturbed ones"
         )
+        _check_tls(stack, load, folder / "ca.crt", transcript)
         mistakes(docker, transcript)
         stack.compose("stop", "-t", "60")
         transcript.add("stopped, with statuses: " + ", ".join(sorted(stack.statuses())))
@@ -225,6 +230,24 @@ def _disturb(stack: Stack, load: Load, transcript: Transcript) -> None:
         lambda: stack.compose("up", "-d", "--no-build", "--no-recreate", "--scale", "prefill=1", "--scale", "decode=1")
     )
     stack.until(["prefill", "decode"])
+
+
+def _check_tls(stack: Stack, load: Load, ca: Path, transcript: Transcript) -> None:
+    """Recreate the members with the profile mtls, and compare answers over TLS."""
+    stack.turn_on_tls()
+    stack.until(["prefill", "decode"])
+    ca.write_text(stack.file("/keys/tls/ca.crt"))
+    address, key = f"localhost:{stack.grpc}", stack.file("/keys/api.key")
+    secured = Load(address, key, str(ca))
+    secured.stop()
+    assert secured.expected == load.expected, "answers over TLS differ"
+    with Client(address, key, discover=False) as plaintext:
+        try:
+            plaintext.models()
+        except Unavailable as error:
+            transcript.add(f"{len(PROMPTS)} answers over TLS, all equal; without it: {error.message}")
+        else:
+            raise AssertionError("a port of the router serves plaintext")
 
 
 # What an operator may get wrong -> words of the one line that the member ends with.

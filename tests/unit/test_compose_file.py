@@ -1,26 +1,22 @@
 """The compose file and what it mounts name what the code has; `make compose-test` runs it."""
 
-import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
+from cluster.serving.tls import load_tls
 from cluster.settings.config import RouterConfig, WorkerConfig
+from cluster.settings.config_sources import load_config
+from tests.package.composed import FOLDER, ComposedMembers, services
 
-_FOLDER = Path(__file__).parents[2] / "deploy" / "compose"
-_OF_COMMANDS = {"TANDEM_ADDRESS", "TANDEM_CONFIG"}
-
-
-def _services() -> dict[str, dict[str, Any]]:
-    return dict(yaml.safe_load((_FOLDER / "compose.yaml").read_text())["services"])
+_MEMBERS = ("router", "prefill", "decode", "prefill-gpu", "decode-gpu")
 
 
 def _with_profile(profile: str) -> set[str]:
-    return {name for name, service in _services().items() if profile in service.get("profiles", [profile])}
+    return {name for name, service in services(profile).items() if profile in service.get("profiles", [profile])}
 
 
 def test_each_profile_has_a_router_and_both_pools_or_the_dashboards() -> None:
@@ -30,31 +26,45 @@ def test_each_profile_has_a_router_and_both_pools_or_the_dashboards() -> None:
     assert _with_profile("observability") == {*shared, "prometheus", "grafana"}
 
 
-def test_every_variable_of_a_member_is_a_setting_and_every_mounted_file_exists() -> None:
-    for name, service in _services().items():
-        config_type = RouterConfig if name == "router" else WorkerConfig
-        known = {f"TANDEM_{field.upper()}" for field in config_type.__dataclass_fields__} | _OF_COMMANDS
-        given = {variable for variable in service.get("environment", {}) if variable.startswith("TANDEM_")}
-        assert given <= known, name
+def test_every_mounted_file_exists() -> None:
+    for service in services("cpu").values():
         for volume in service.get("volumes", ()):
-            source = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", volume).partition(":")[0]
-            assert not source.startswith(".") or (_FOLDER / source).exists(), volume
+            source = volume.partition(":")[0]
+            assert not source.startswith(".") or (FOLDER / source).exists(), volume
+
+
+@pytest.mark.parametrize("profiles", ["cpu", "gpu", "cpu,observability,mtls"])
+def test_the_settings_of_every_member_are_read_with_the_files_that_the_secrets_container_makes(
+    profiles: str, tmp_path: Path
+) -> None:
+    members = ComposedMembers(tmp_path, profiles)
+    members.make_secrets()
+    kept = {path: path.read_bytes() for path in members.keys.rglob("*.*") if path.name != "tandem.yaml"}
+    for name in _MEMBERS:
+        config = load_config(RouterConfig if name == "router" else WorkerConfig, {}, members.environment(name))
+        assert f"@{members.host('redis')}:6379" in config.redis and config.model.endswith("demo_model")
+        tls = load_tls(config, "10.0.0.7")  # raises if the certificate does not work at an address without a name
+        assert (tls is not None) == ("mtls" in profiles)
+    members.make_secrets()
+    assert all(path.read_bytes() == content for path, content in kept.items())
+    assert not list(members.keys.rglob("ca.key"))
 
 
 def test_prometheus_scrapes_every_member_at_its_port_of_metrics() -> None:
-    (job,) = yaml.safe_load((_FOLDER / "prometheus.yml").read_text())["scrape_configs"]
+    (job,) = yaml.safe_load((FOLDER / "prometheus.yml").read_text())["scrape_configs"]
     (found,) = job["dns_sd_configs"]
-    members = {name for name, each in _services().items() if "TANDEM_METRICS_PORT" in each.get("environment", {})}
-    assert set(found["names"]) == members
-    assert {_services()[name]["environment"]["TANDEM_METRICS_PORT"] for name in members} == {str(found["port"])}
+    assert sorted(found["names"]) == sorted(_MEMBERS)
+    present = services("cpu")
+    assert {name for name, each in present.items() if "TANDEM_CONFIG" in each.get("environment", {})} == {*_MEMBERS}
+    assert {present[name]["environment"]["TANDEM_METRICS_PORT"] for name in _MEMBERS} == {str(found["port"])}
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 def test_prometheus_accepts_its_configuration_with_the_files_that_compose_mounts(tmp_path: Path) -> None:
-    for volume in _services()["prometheus"]["volumes"]:
+    for volume in services("observability")["prometheus"]["volumes"]:
         source, target, _ = volume.split(":")
         if source.startswith("."):
-            text = (_FOLDER / source).read_text().replace("/keys/metrics", str(tmp_path / "key"))
+            text = (FOLDER / source).read_text().replace("/keys/metrics", str(tmp_path / "key"))
             (tmp_path / Path(target).name).write_text(text)
     (tmp_path / "key").write_text("k")
     command = ["promtool", "check", "config", str(tmp_path / "prometheus.yml")]
