@@ -288,7 +288,7 @@ class PrefillJob:
     timeout_s: float
     cache_salt: str = ""  # prefixes are shared among jobs of one salt only
     prefix_sources: tuple[PrefixSource, ...] = ()  # the longest prefix first
-    priority: int = 0  # a lower value goes first, under --scheduling-policy priority
+    priority: int = 0  # a lower value is served first, under --scheduling-policy priority
     is_batch: bool = False  # uses only capacity that no other request needs
     age_s: float = 0.0  # time since the request arrived at its router, earlier attempts included
     is_unproven: bool = False  # the client states the committed tokens without proof that this cluster generated them

@@ -245,7 +245,7 @@ class Exports:
             raise NotFound(f"sequence {order.handle} is frozen already")
         if len(self._tickets) >= self._max_frozen:
             raise TooManyFrozen(
-                f"{len(self._tickets)} sequences are frozen here, the most at a time: try again", retry_after_s=_TURN_S
+                f"{len(self._tickets)} sequences are frozen here, the maximum; try again", retry_after_s=_TURN_S
             )
         ticket_id = self._tickets[key] = secrets.token_bytes(tickets.TICKET_ID_BYTES)
         answer: asyncio.Future[FrozenSequence] = asyncio.get_running_loop().create_future()

@@ -122,7 +122,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self._refuse_if_unhealthy()
         importer = wire.member_from_wire(request.importer)
         if importer == self._member:
-            raise InvalidRequest("a sequence cannot move to where it is")
+            raise InvalidRequest("the sequence already runs on the target; name another worker")
         order = FreezeOrder(wire.member_from_wire(request.router), request.handle, request.attempt, importer)
         frozen = await self.exports.freeze(order)
         return worker_pb2.FreezeResponse(ticket=frozen.signed_ticket, num_output=frozen.num_output)
@@ -214,7 +214,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         except TimeoutError:
             raise DrainIncomplete(
                 f"{len(self._handles)} sequence(s) were left after {grace_s:g} s, which their routers start again"
-                " elsewhere; give it more --drain-grace-s, or the pool another worker"
+                " elsewhere; raise --drain-grace-s, or add a worker to the pool"
             ) from None
 
     def owners(self) -> Iterator[str]:

@@ -77,7 +77,10 @@ class LinkCheckAccess:
         """
         importer = self._checked(checked(request))
         if self._importer not in (None, importer):
-            raise Overloaded(f"{self._importer} is measuring its link to {self._member}", retry_after_s=self._left_s())
+            raise Overloaded(
+                f"{self._importer} is measuring its link to {self._member} already; try again",
+                retry_after_s=self._left_s(),
+            )
         self.close()
         if not request.transports:
             return kv_pb2.OpenLinkCheckResponse()
@@ -207,7 +210,7 @@ class LinkCheck:
         if exporter == self._context.member:
             raise InvalidRequest("a worker has no link to itself")
         if self._is_running:
-            raise Overloaded(f"{self._context.member} is measuring another link", retry_after_s=1.0)
+            raise Overloaded(f"{self._context.member} is measuring another link; try again", retry_after_s=1.0)
         self._is_running = True
         try:
             wanted = request.max_blocks or max(1, MAX_BYTES // self._context.block_bytes)

@@ -155,7 +155,7 @@ class Router:
             if num_left:
                 raise DrainIncomplete(
                     f"{num_left} request(s) were left after {self._drain_grace_s:g} s; clients that know another"
-                    " router resume them there; give it more --drain-grace-s"
+                    " router resume them there; raise --drain-grace-s"
                 )
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
@@ -231,7 +231,7 @@ class Router:
                 await self._pipeline.drain()
         except TimeoutError:
             num_left = len(self._live_requests)
-            _LOG.warning("drain ended with requests left", extra={"live_requests": num_left})
+            _LOG.warning("the drain ended with requests left", extra={"live_requests": num_left})
             self._drained.set_result(DrainOutcome.INCOMPLETE)
             self._pipeline.end_all()
             return num_left

@@ -33,14 +33,14 @@ class EnumWords(Generic[EnumT]):
         """Return the number of a word, 0 for "". Raises ValueError for an unknown word and names the known words."""
         number = self._numbers.get(word)
         if number is None:
-            raise ValueError(f"{word!r} is no {self.name}: use one of {', '.join(self.words)}")
+            raise ValueError(f"{word!r} is not a valid {self.name}: use one of {', '.join(self.words)}")
         return number
 
     def word(self, number: int) -> str:
         """Return the word of a number, "" for 0. Raises ValueError for an unknown number and names the known words."""
         word = self._words.get(number)
         if word is None:
-            raise ValueError(f"{number} is no {self.name}: known are {', '.join(self.words)}")
+            raise ValueError(f"{number} is not a valid {self.name}: the known ones are {', '.join(self.words)}")
         return word
 
     def label(self, number: int) -> str:

@@ -54,7 +54,7 @@ class GenerateOptions(TypedDict, total=False):
     seed: int
     presence_penalty: float  # against tokens that the output has
     frequency_penalty: float  # the same, for each time that it has them
-    repetition_penalty: float  # above 1: against tokens of the prompt and the output
+    repetition_penalty: float  # above 1: makes tokens of the prompt and the output less likely
     logit_bias: Mapping[int, float]  # by token id
     allowed_token_ids: Sequence[int]  # no other token is drawn
     bad_words: Sequence[str]  # texts not to generate
@@ -86,7 +86,7 @@ class ChatOptions(TypedDict, total=False):
     tools: Sequence[Mapping[str, Any]]
     tool_choice: str | Sequence[str]  # "auto", "none", "required", or the names of the tools of which one is called
     single_tool_call: bool  # the answer has one call at most
-    template_arguments: Mapping[str, Any]  # more values for the chat template
+    template_arguments: Mapping[str, Any]  # further values for the chat template
     divides_answer: bool  # deltas have `parts` also without tools, and choices reasoning
 
 
@@ -184,7 +184,7 @@ def token_ids_message(token_ids: Sequence[int], name: str = "token_ids") -> infe
 
 def _biases(logit_bias: Mapping[int, float]) -> Mapping[int, float]:
     """Return the biases. Raises TypeError for a value that is not a mapping from token ids to numbers, and ValueError
-    for a key that is no token id."""
+    for a key that is not a token id."""
     if not isinstance(logit_bias, Mapping) or not all(
         isinstance(token_id, Integral) and isinstance(bias, Real) for token_id, bias in logit_bias.items()
     ):

@@ -329,6 +329,6 @@ class Canaries:
 
 
 _PROBLEMS = {
-    CanaryOutcome.DIFFERS: "gave other tokens than the first one",
+    CanaryOutcome.DIFFERS: "generated other tokens than the first canary",
     CanaryOutcome.LATE: "did not end in time",
 }

@@ -179,7 +179,7 @@ class WorkerLife:
         if self._stop.is_set():
             raise Draining("this worker is draining and will not do the work of another role")
         former = await self._registration.set_role(role)
-        _LOG.info("another role", extra={"former_role": former, "role": role})
+        _LOG.info("the role has changed", extra={"former_role": former, "role": role})
         return former
 
     async def unless_stopped(self, work: Callable[[], Result]) -> Result | None:
@@ -253,7 +253,7 @@ class WorkerLife:
             await _until(draining, (publishing, *breaks))
             outcome = DrainOutcome.DRAINED
         except DrainIncomplete as error:
-            _LOG.warning("drain ended with work left: %s", error.message, extra={"grace_s": grace_s})
+            _LOG.warning("the drain ended with work left: %s", error.message, extra={"grace_s": grace_s})
             raise
         finally:
             self._drained.set_result(outcome)

@@ -83,7 +83,7 @@ class PrefillPart:
         except TimeoutError:
             raise DrainIncomplete(
                 f"{self.service.num_calls} prefill(s) and {self._exporter.num_live_tickets} ticket(s) were left after"
-                f" {grace_s:g} s, which their routers start again elsewhere; give it more --drain-grace-s"
+                f" {grace_s:g} s, which their routers start again elsewhere; raise --drain-grace-s"
             ) from None
         finally:
             self.cache_events.close()

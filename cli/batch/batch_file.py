@@ -73,7 +73,9 @@ def read_requests(lines: Iterable[str], name: str) -> list[BatchRequest]:
         except ValueError as error:
             raise ConfigError(f"{name}, line {number}: {error}") from None
         if request.custom_id in found:
-            raise ConfigError(f"{name}, line {number}: custom_id {request.custom_id!r} is given twice")
+            raise ConfigError(
+                f"{name}, line {number}: custom_id {request.custom_id!r} is used twice; give every request its own"
+            )
         found[request.custom_id] = request
     return list(found.values())
 
@@ -92,7 +94,9 @@ def kept_lines(lines: Sequence[str], name: str, asked: Collection[str]) -> dict[
             custom_id, response = answer["custom_id"], answer["response"]
             status_code = response["status_code"] if response else 0
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise ConfigError(f"{name}, line {number}: not an answer of a batch; write the answers elsewhere") from None
+            raise ConfigError(
+                f"{name}, line {number} is not an answer of a batch; choose another file for the answers"
+            ) from None
         if is_final(status_code) or custom_id not in asked:
             kept[custom_id] = line
     return kept
@@ -115,10 +119,10 @@ def _request(line: str) -> BatchRequest:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(request, dict):
-        raise ValueError("a request is an object")
+        raise ValueError("a request must be an object")
     custom_id, url, body = request.get("custom_id"), request.get("url"), request.get("body")
     if not isinstance(custom_id, str) or not custom_id:
-        raise ValueError("custom_id must be a text that names the request")
+        raise ValueError("custom_id must be a string that identifies the request")
     if request.get("method", "POST") != "POST" or url not in URLS:
         raise ValueError(f"method must be POST and url one of {', '.join(URLS)}")
     if not isinstance(body, dict):

@@ -125,14 +125,14 @@ class RecordedKeys:
         try:
             document = await self._store.read()
             if not self._gate.replace(self._parsed(document)):
-                _LOG.warning("the store of API keys had lost changes; they are written back")
+                _LOG.warning("the store of API keys had lost changes; this router writes them again")
                 await self._restore(document)
             elif document and not is_signed_now(document, self._keys):  # the cluster's secret is being replaced
                 await self._restore(document)
         except RegistryUnavailable:
             return  # counted and logged where the registry is followed
         except TandemError as error:
-            _LOG.error("the API keys stay as they were: %s", error.message)
+            _LOG.error("the present API keys stay in use: %s", error.message)
 
     async def change(self, changed: Callable[[KeySet], KeySet]) -> None:
         """Store what `changed` makes of the present records, and use it. Raises what `changed` raises, ConfigError for
@@ -146,7 +146,7 @@ class RecordedKeys:
             if await self._store.replace(before, after.signed(self._keys)):
                 self._gate.replace(after)
                 return
-        raise Unavailable("other changes of the API keys came in between; try again")
+        raise Unavailable("other operators changed the API keys at the same time; try again")
 
     async def _restore(self, document: str) -> None:
         """Replace the document in the store by the present records."""

@@ -134,10 +134,10 @@ def check_request(caller: Caller, num_sequences: int, priority: int) -> None:
     if most and num_sequences > most:
         raise LimitReached(
             "max_sequences",
-            f"the request asks for {num_sequences} sequences (prompts x n), its API key allows {most}",
+            f"the request asks for {num_sequences} sequences (prompts x n); its API key allows {most}",
         )
     if priority < caller.max_priority:
-        raise PermissionDenied(f"priority is {priority}, the API key allows {caller.max_priority} and higher numbers")
+        raise PermissionDenied(f"priority is {priority}; the API key allows {caller.max_priority} and higher numbers")
 
 
 class TenantLimits:
@@ -181,7 +181,7 @@ class TenantLimits:
         if num_bytes > 0 and most and held > self._allowed(most, now_s):
             raise LimitReached(
                 "max_buffered_bytes",
-                f"the routers hold {held} bytes of this tenant's requests, its API key allows {most}",
+                f"the routers hold {held} bytes of this tenant's requests; its API key allows {most}",
                 retry_after_s=_CONCURRENCY_RETRY_S if num_bytes <= most else None,
             )
         use.num_bytes += num_bytes
@@ -194,7 +194,7 @@ class TenantLimits:
         if num_tokens > most:
             raise LimitReached(
                 "tokens_per_minute",
-                f"the request may use {num_tokens} tokens, its API key allows {most} in a minute: reduce max_tokens",
+                f"the request may use {num_tokens} tokens; its API key allows {most} in a minute: reduce max_tokens",
             )
         used, allowed = self.use(caller.tenant, now_s).tokens, self._allowed(most, now_s)
         if used + num_tokens > allowed:
@@ -247,14 +247,14 @@ class TenantLimits:
         if limits.max_concurrency and use.live >= self._allowed(limits.max_concurrency, now_s):
             raise LimitReached(
                 "max_concurrency",
-                f"{use.live} requests of this tenant are live, its API key allows {limits.max_concurrency}",
+                f"{use.live} requests of this tenant are live; its API key allows {limits.max_concurrency}",
                 retry_after_s=_CONCURRENCY_RETRY_S,
             )
         allowed = self._allowed(limits.requests_per_minute, now_s)
         if limits.requests_per_minute and use.requests >= allowed:
             raise LimitReached(
                 "requests_per_minute",
-                f"the tenant made {use.requests} requests in the last minute, its API key allows"
+                f"the tenant made {use.requests} requests in the last minute; its API key allows"
                 f" {limits.requests_per_minute}",
                 retry_after_s=self._retry_s(caller, "requests", use.requests + 1 - allowed, now_s),
             )

@@ -73,7 +73,7 @@ class AcceptingConnection:
         self.importer = name[:length].decode(errors="replace")
         secret = self._keys.secret_of(key_id)
         if secret is None:
-            raise refused(Refusal.UNKNOWN_KEY, "the peer has not the key of this cluster")
+            raise refused(Refusal.UNKNOWN_KEY, "the peer does not have the key of this cluster")
         nonce = secrets.token_bytes(NONCE_BYTES)
         transcript = _transcript(self._transport, hello, self._exporter, nonce)
         self._expected = _mac(secret, b"importer", transcript)

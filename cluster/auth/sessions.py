@@ -130,7 +130,7 @@ class SessionTable:
         key_id = request.signature[:KEY_ID_BYTES]
         secret = self._keys.secret_of(key_id)
         if secret is None:
-            raise refused(Refusal.UNKNOWN_KEY, f"{request.caller} has not the key of this cluster")
+            raise refused(Refusal.UNKNOWN_KEY, f"{request.caller} does not have the key of this cluster")
         if not self._keys.verify(Purpose.CALLS, _hello(request.caller, request.nonce), request.signature):
             raise refused(Refusal.WRONG_PROOF, f"the signature of {request.caller} is wrong")
         nonce, identifier = secrets.token_bytes(NONCE_BYTES), secrets.token_bytes(SESSION_ID_BYTES)

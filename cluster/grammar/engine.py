@@ -190,7 +190,7 @@ def _schema(text: str) -> str:
 def _choices(text: str) -> str:
     choices = json.loads(text)
     if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
-        raise ValueError("the choices must be a list of texts, at least one")
+        raise ValueError("the choices must be a list of at least one string")
     return text
 
 

@@ -57,17 +57,19 @@ EVERY_PROCESS: dict[str, Metric] = {
     "tandem_build_info": _gauge("1; the labels describe the process", "version", "python", "role", "member", "model"),
     "tandem_clock_skew_seconds": _gauge("this machine's wall clock minus that of Redis, at the last renewal"),
     "tandem_refused_members_total": _counter(
-        "callers and registrations that were refused because they did not prove to be members of this cluster", "reason"
+        "callers and registrations refused because they did not prove that they are members of this cluster", "reason"
     ),
     "tandem_insecure_ports": _gauge("1: --insecure lets other hosts reach ports of this process without a key"),
     "tandem_rpc_errors_total": _counter("gRPC calls that this process ended with an error", "reason"),
-    "tandem_event_loop_lag_seconds": _seconds("how late a timer of this process's event loop ran, about once a second"),
+    "tandem_event_loop_lag_seconds": _seconds(
+        "delay of a timer of this process's event loop, measured about once a second"
+    ),
 }
 
 ROUTER: dict[str, Metric] = {
     "tandem_requests_total": _counter("requests that ended, by outcome: ok, or an error's reason", "outcome"),
     "tandem_tenant_usage_total": _counter(
-        "what tenants used: requests, prompt_tokens, cached_tokens, output_tokens", "tenant", "kind"
+        "usage of tenants, by kind: requests, prompt_tokens, cached_tokens, output_tokens", "tenant", "kind"
     ),
     "tandem_limits_reached_total": _counter("requests refused by a limit of their API key", "tenant", "limit"),
     "tandem_requests_live": _gauge("requests in progress"),
@@ -101,7 +103,8 @@ ROUTER: dict[str, Metric] = {
         "difference between predicted and real time to first token, as a share of the real one"
     ),
     "tandem_itl_prediction_error_ratio": _error(
-        "the same for the mean time between a request's tokens, of requests with at least 8 tokens"
+        "difference between predicted and real mean time between the tokens of a request with at least 8, as a "
+        "share of the real one"
     ),
     "tandem_placement_decisions_total": _counter("choices of workers, by the criterion that decided", "reason"),
     "tandem_disaggregation_ttft_effect_seconds": _gauge(
@@ -110,7 +113,9 @@ ROUTER: dict[str, Metric] = {
         "basis",
         "bound",
     ),
-    "tandem_disaggregation_trials": _gauge("requests from which that effect is measured or predicted", "basis"),
+    "tandem_disaggregation_trials": _gauge(
+        "requests from which the effect of disaggregation on the time to first token is measured or predicted", "basis"
+    ),
     "tandem_local_prefills_total": _counter("prompts prefilled on a decode worker", "reason"),
     "tandem_pair_breaker_state": _gauge(
         "pairs of workers whose circuit breaker is open or half open, after failed hand-offs", "state"
@@ -145,15 +150,17 @@ ROUTER: dict[str, Metric] = {
 
 WORKER: dict[str, Metric] = {
     "tandem_service_time_relative_error": _gauge(
-        "median error of the predicted seconds of this worker's recent steps, in parts of the measured ones", "model"
+        "median error of the predicted seconds of this worker's recent steps, as a share of the measured ones", "model"
     ),
     "tandem_canaries_total": _counter(
         "test generations of idle workers; counted elsewhere only as steps and computed tokens", "outcome"
     ),
     "tandem_unhealthy_total": _counter("times that a worker became unhealthy, by the check that found it", "finder"),
     "tandem_kv_blocks": _gauge("blocks of the KV pool by state, about once a second", "state"),
-    "tandem_kv_cache_usage_ratio": _gauge("blocks of the KV pool in use; neither free nor cached"),
-    "tandem_queued_prompt_seconds": _gauge("predicted seconds to compute the prompts that routers have at this worker"),
+    "tandem_kv_cache_usage_ratio": _gauge("share of the KV pool's blocks that are neither free nor cached"),
+    "tandem_queued_prompt_seconds": _gauge(
+        "predicted seconds to compute the prompts that routers have sent to this worker"
+    ),
     "tandem_predicted_itl_seconds": _gauge("predicted seconds of a step that decodes all sequences of this worker"),
     "tandem_sequences": _gauge(
         "sequences of this worker: running, waiting for room, or frozen until their KV was handed over", "state"
@@ -165,9 +172,9 @@ WORKER: dict[str, Metric] = {
     "tandem_handoffs_waiting": _gauge("hand-offs that wait for room for their KV"),
     "tandem_swap_slots_used": _gauge("blocks of preempted sequences in the swap space of the host"),
     "tandem_computed_tokens_total": _counter("tokens computed in steps, those of prompts included"),
-    "tandem_preemptions_total": _counter("sequences that lost their place to others and continued later"),
+    "tandem_preemptions_total": _counter("sequences that were preempted by others and continued later"),
     "tandem_evicted_blocks_total": _counter("cached blocks that were given to other sequences"),
-    "tandem_swaps_total": _counter("preempted sequences by what became of their KV", "action"),
+    "tandem_swaps_total": _counter("preempted sequences by what happened to their KV", "action"),
     "tandem_draft_tokens_total": _counter("draft tokens of speculation by outcome: all, or accepted", "outcome"),
     "tandem_prefill_refused_total": _counter("prefills refused by the worker", "reason"),
     "tandem_prefill_failed_total": _counter("prefills that failed after they were accepted", "reason"),
@@ -201,7 +208,7 @@ WORKER: dict[str, Metric] = {
     "tandem_handoff_exposed_seconds": _seconds(
         "the part of a hand-off after the end of the prefill, for which the client waits", "transport"
     ),
-    "tandem_kv_verify_mode": _gauge("1 for the --kv-verify of this worker", "mode"),
+    "tandem_kv_verify_mode": _gauge("1 for the mode that --kv-verify sets on this worker", "mode"),
     "tandem_kv_blocks_verified_total": _counter("blocks read and compared with their digest"),
     "tandem_kv_blocks_unverified_total": _counter(
         "blocks read and not compared with their digest, because of --kv-verify"
@@ -211,7 +218,9 @@ WORKER: dict[str, Metric] = {
         "hand-offs that fell back from one transport to another", "broken", "taken", "reason"
     ),
     "tandem_refused_kv_connections_total": _counter(
-        "KV connections whose peer did not prove to be the right member of this cluster", "transport", "reason"
+        "KV connections refused because the peer did not prove that it is the expected member of this cluster",
+        "transport",
+        "reason",
     ),
     "tandem_lease_lapses_total": _counter("leases that expired before they were settled"),
     "tandem_quarantined_blocks": _gauge("blocks to which a timed-out read may still write"),

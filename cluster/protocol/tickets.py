@@ -53,7 +53,7 @@ def read(signed: bytes, keys: ClusterKeys) -> Ticket:
             raise HandOffFailed(HandOffReason.BAD_SIGNATURE, "the ticket was not signed with this cluster's key")
         return ticket_from_wire(checked(kv_pb2.Ticket.FromString(envelope.ticket)))
     except DecodeError as error:
-        raise HandOffFailed(HandOffReason.BAD_SIGNATURE, "not a ticket") from error
+        raise HandOffFailed(HandOffReason.BAD_SIGNATURE, "the bytes are not a ticket") from error
     except MalformedMessage as error:
         raise HandOffFailed(HandOffReason.MALFORMED_MESSAGE, error.message) from error
 

@@ -92,7 +92,7 @@ def read_redis_url(text: str) -> RedisUrl:
     credentials, _, hosts = authority.rpartition("@")
     if form is RedisForm.SOCKET:
         if hosts or not path:
-            raise ConfigError(f"--redis: a socket is named unix:///path/to/socket; {_HINT}")
+            raise ConfigError(f"--redis: a Unix socket is written as unix:///path/to/socket; {_HINT}")
         return RedisUrl(form=form, credentials=credentials, path=slash + path, options=options)
     service, database = _service_and_database(form, path)
     return RedisUrl(
@@ -226,7 +226,7 @@ def _hosts(text: str, form: RedisForm) -> tuple[tuple[str, int], ...]:
     default = _SENTINEL_PORT if form is RedisForm.SENTINEL else _PORT
     hosts = tuple(_host(item.strip(), default) for item in text.split(","))
     if form is RedisForm.SERVER and len(hosts) > 1:
-        raise ConfigError("--redis: several hosts belong to redis+sentinel:// or redis+cluster://")
+        raise ConfigError("--redis: several hosts need redis+sentinel:// or redis+cluster://")
     return hosts
 
 
@@ -246,7 +246,9 @@ def _service_and_database(form: RedisForm, path: str) -> tuple[str, int]:
     elif not separator:
         service, number = path or _SERVICE, ""
         if service.isdigit():
-            raise ConfigError("--redis: the service that the Sentinels watch stands before the database: /mymaster/0")
+            raise ConfigError(
+                "--redis: the name of the service that the Sentinels watch must precede the database, as in /mymaster/0"
+            )
     if "/" in service or (number and not (number.isascii() and number.isdigit())):
         raise ConfigError(f"--redis: the database must be a number; {_HINT}")
     database = int(number or 0)

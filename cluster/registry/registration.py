@@ -50,7 +50,9 @@ class Registration:
                 await self.join()
             except RegistryUnavailable as error:
                 if not is_waiting:
-                    _LOG.warning("the registry is unreachable; joining when it is back", extra={"error": str(error)})
+                    _LOG.warning(
+                        "the registry is unreachable; this process joins when it is back", extra={"error": str(error)}
+                    )
                 is_waiting = True
             else:
                 if is_waiting:
@@ -100,7 +102,7 @@ class Registration:
         try:
             await self._registry.deregister(self.member)
         except (RegistryUnavailable, Fenced) as error:
-            _LOG.info("left without deleting the registration", extra={"error": str(error)})
+            _LOG.info("this member left without deleting its registration", extra={"error": str(error)})
 
     async def _register_state(self) -> None:
         state = MemberState.UNHEALTHY if self._is_unhealthy else self._state
@@ -109,7 +111,7 @@ class Registration:
             await self._registry.renew(self.member)
         except RegistryUnavailable as error:
             fields = {"state": state, "role": self.member.role, "error": str(error)}
-            _LOG.warning("the new state is not registered yet", extra=fields)
+            _LOG.warning("the registry does not have this member's new state yet", extra=fields)
 
 
 def refuse_unequal(member: Member, others: tuple[Member, ...]) -> None:

@@ -281,7 +281,7 @@ class Registry:
             self._is_gone = True
             if "READONLY" in str(error):  # the master became a replica
                 await self._redis.drop_idle()
-            raise RegistryUnavailable(f"Redis at {self._redis.place} refuses: {words(error)}") from error
+            raise RegistryUnavailable(f"Redis at {self._redis.place} refuses the command: {words(error)}") from error
         except (*REDIS_ERRORS, TimeoutError) as error:
             self._is_gone = True
             raise RegistryUnavailable(problem(self._redis.place, error)) from error
@@ -310,7 +310,7 @@ class Registry:
 
     def _not_fenced(self, member: Member, current: str) -> None:
         if current:
-            raise Fenced(f"{member.id} is no longer {member.id.id}: incarnation {current} registered since")
+            raise Fenced(f"{member.id} was replaced: incarnation {current} has registered as {member.id.id} since")
 
 
 async def _heeding_cancel(answer: Awaitable[Answer]) -> Answer:

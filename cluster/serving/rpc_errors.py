@@ -180,9 +180,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         )
         fields = {"method": method, "reason": known.reason, "request_id": getattr(request, "request_id", None) or "-"}
         if known is error:
-            _LOG.info("call ended: %s", known.message, extra=fields)
+            _LOG.info("the call ended: %s", known.message, extra=fields)
         else:
-            _LOG.error("call crashed", extra=fields, exc_info=error)
+            _LOG.error("the call crashed", extra=fields, exc_info=error)
         self._telemetry.count("tandem_rpc_errors_total", reason=known.reason)
         await abort(context, known, method)
 

@@ -236,7 +236,7 @@ def _shake_hands(server_context: ssl.SSLContext, client_context: ssl.SSLContext,
         waiting = [side for side in waiting if not _is_done(side)]
         if not waiting:
             return
-    raise ssl.SSLError("the handshake did not end")
+    raise ssl.SSLError("the handshake did not end in time")
 
 
 def _is_done(side: ssl.SSLObject) -> bool:

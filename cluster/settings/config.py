@@ -41,7 +41,7 @@ class ClusterSettings:
     audit_file: str = setting(
         "", "file to which a line of JSON is added for each call of an operator and refused members; empty: the log"
     )
-    insecure: str = setting("off", "start also where other hosts reach a port without a key", choices=("on", "off"))
+    insecure: str = setting("off", "start even if other hosts reach a port without a key", choices=("on", "off"))
     loop_timeout_s: float = setting(30.0, "seconds until a process with a blocked event loop fails its health check")
     stuck_exit_s: float = setting(60.0, "seconds after that until a stuck process exits with status 6")
     tls_cert: str = setting(
@@ -115,7 +115,7 @@ class WorkerConfig(ClusterSettings, EngineSettings, TransferSettings):
             not self.metrics_port or self.is_insecure or not self.is_open,
             f"other hosts reach --metrics-port {self.metrics_port} of --host {self.host} without a key: give"
             " --metrics-key-file, or leave out --metrics-port, and a free port of 127.0.0.1 serves metrics"
-            " (--insecure starts it all the same)",
+            " (--insecure on starts it nevertheless)",
         )
         require(self.canary_interval_s >= 0, f"--canary-interval-s must not be negative, not {self.canary_interval_s}")
         require(self.stream_grace_s >= 0, f"--stream-grace-s must not be negative, not {self.stream_grace_s}")
@@ -132,7 +132,7 @@ class RouterConfig(ClusterSettings):
     """The settings of a router."""
 
     model: str = setting("", "local folder or hub name of the model; only its tokenizer and configuration are read")
-    revision: str = setting("", "commit, branch or tag of a hub name; pin a commit: what it names never changes")
+    revision: str = setting("", "commit, branch or tag of a hub name; pin a commit, because its files never change")
     served_model_name: str = setting("", "name that clients use; default: last part of --model")
     port: int = setting(8000, "HTTP port; 0: a free port")
     share_port: str = setting(
@@ -141,12 +141,12 @@ class RouterConfig(ClusterSettings):
         choices=("on", "off"),
     )
     grpc_port: int = setting(50051, "gRPC port; 0: a free port")
-    api_key: str = setting("", "bearer token that allows inference; better in the environment or in a file")
-    api_key_file: str = setting("", "file with that token")
+    api_key: str = setting("", "bearer token that allows inference; better given in the environment or in a file")
+    api_key_file: str = setting("", "file with the token of --api-key")
     admin_key: str = setting(
-        "", "bearer token that allows everything, such as the commands of operators; better in the environment"
+        "", "bearer token that allows everything, such as the commands of operators; better given in the environment"
     )
-    admin_key_file: str = setting("", "file with that token")
+    admin_key_file: str = setting("", "file with the token of --admin-key")
     keys: str = setting("", "where API keys of tenants are kept: redis, or a file; empty: there are none")
     allowed_origins: str = setting(
         "", "origins, separated by commas, whose pages may use the HTTP API from browsers (CORS); *: all"
@@ -158,7 +158,7 @@ class RouterConfig(ClusterSettings):
     )
     placement: str = setting(
         "prefix-aware",
-        "policy that chooses workers; auto: by predicted latencies",
+        "policy that chooses workers; auto chooses by predicted latencies",
         choices=("auto", "prefix-aware", "least-loaded", "round-robin"),
     )
     slo_ttft_ms: float = setting(
@@ -179,14 +179,15 @@ class RouterConfig(ClusterSettings):
         0.01, "share of ordinary requests whose spans are sent; failed, retried and slow ones always are"
     )
     trace_slow_s: float = setting(
-        10.0, "seconds to the first token from which a request is slow; so is a missed target"
+        10.0, "time to first token in seconds above which a request counts as slow, as one that misses a target does"
     )
     max_model_len: int = setting(0, "maximum tokens of prompt plus output; 0: the model's limit")
     max_input_length: int = setting(0, "maximum tokens of a prompt; 0: only --max-model-len applies")
     max_output_length: int = setting(0, "maximum output tokens; 0: only --max-model-len applies")
     max_live_requests: int = setting(1024, "maximum requests at once; further ones are refused")
     max_buffered_tokens: int = setting(
-        1_000_000, "maximum tokens buffered for clients; beyond it the slowest readers are ended"
+        1_000_000,
+        "maximum tokens buffered for clients; above it the router cancels the requests of the slowest readers",
     )
     client_stall_s: float = setting(
         CLIENT_STALL_S, "seconds until a client that reads nothing of its response is disconnected"
@@ -213,7 +214,7 @@ class RouterConfig(ClusterSettings):
         require(
             self.is_insecure or not self.is_open,
             f"clients of other hosts reach --host {self.host} without a key: give --api-key-file or --keys, or bind to"
-            f" {_LOOPBACK} (--insecure starts it all the same)",
+            f" {_LOOPBACK} (--insecure on starts it nevertheless)",
         )
         require_lengths(self.max_model_len, self.max_input_length, self.max_output_length)
         _require_no_negative(self, "slo_ttft_ms", "slo_tpot_ms", "max_connection_age_s", "trace_slow_s")

@@ -27,7 +27,7 @@ class EngineSettings:
     """The model, its memory and its steps."""
 
     model: str = setting("", "local folder or hub name of the model")
-    revision: str = setting("", "commit, branch or tag of a hub name; pin a commit: what it names never changes")
+    revision: str = setting("", "commit, branch or tag of a hub name; pin a commit, because its files never change")
     trust_remote_code: str = setting(
         "off",
         "run Python code that comes with the model; otherwise such a model is refused",
@@ -74,10 +74,12 @@ class EngineSettings:
         choices=("auto", "sdpa", "triton", "flashinfer", "varlen", "gather"),
     )
     pack_weights: str = setting(
-        "auto", "rearrange bfloat16 weights for this CPU's matrix units at load", choices=("auto", "off")
+        "auto", "at load, rearrange bfloat16 weights for this CPU's matrix units", choices=("auto", "off")
     )
     cpu_kernels: str = setting(
-        "auto", "compiled kernels for bfloat16 on CPUs; on: also where auto would not", choices=("auto", "on", "off")
+        "auto",
+        "compiled kernels for bfloat16 on CPUs; on: also where auto does not select them",
+        choices=("auto", "on", "off"),
     )
     cuda_graphs: str = setting(
         "auto", "replay decode steps from CUDA graphs if the model can be captured", choices=("auto", "off")
@@ -90,7 +92,7 @@ class EngineSettings:
         "off", "draft tokens: from the sequence itself, or from a draft model", choices=("off", "prompt", "draft")
     )
     draft_model: str = setting("", "local folder or hub name of the draft model, with --speculation draft")
-    num_draft_tokens: int = setting(4, "most draft tokens per sequence and step; fewer if few are accepted")
+    num_draft_tokens: int = setting(4, "maximum draft tokens per sequence and step; fewer if few are accepted")
     step_timeout_s: float = setting(
         60.0, "seconds after which a step makes its worker unhealthy; five times for the first"
     )

@@ -33,7 +33,7 @@ class TransferSettings:
         choices=("value", "lru"),
     )
     prefix_host_memory: str = setting(
-        "", "host memory in which a prefill worker keeps blocks that its pool evicts, as 4GiB; empty: none"
+        "", "host memory in which a prefill worker keeps blocks that its pool evicts, such as 4GiB; empty: none"
     )
     prefix_disk: str = setting("", "folder for blocks that --prefix-host-memory has no room for; empty: none")
     prefix_disk_space: str = setting("16GiB", "maximum size of the files in --prefix-disk")

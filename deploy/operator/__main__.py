@@ -26,9 +26,16 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m deploy.operator", description=__doc__, allow_abbrev=False)
     made.add_argument("--follow", choices=("on", "off"), default="off", help="scale the pools to the scale target")
     made.add_argument("--router", default="tandem-router:50051", help="gRPC address of the routers' Service")
-    made.add_argument("--namespace", default="", help="of the Deployments; default: that of this pod")
-    made.add_argument("--api-server", default="", metavar="URL", help="default: that of this pod's service account")
-    made.add_argument("--admin-key-file", default=os.environ.get("TANDEM_ADMIN_KEY_FILE", ""), help="of the routers")
+    made.add_argument("--namespace", default="", help="namespace of the Deployments (default: that of this pod)")
+    made.add_argument(
+        "--api-server",
+        default="",
+        metavar="URL",
+        help="URL of Kubernetes' API server (default: that of this pod's service account)",
+    )
+    made.add_argument(
+        "--admin-key-file", default=os.environ.get("TANDEM_ADMIN_KEY_FILE", ""), help="file with the routers' admin key"
+    )
     return made
 
 

@@ -57,7 +57,10 @@ class Access:
         """Return the access of a pod's service account. Raises ConfigError outside a pod."""
         host, port = environment.get("KUBERNETES_SERVICE_HOST"), environment.get("KUBERNETES_SERVICE_PORT", "443")
         if not host:
-            raise ConfigError("this is no pod of Kubernetes: give --api-server, for example that of `kubectl proxy`")
+            raise ConfigError(
+                "this process does not run in a pod of Kubernetes: give --api-server, for example that of "
+                "`kubectl proxy`"
+            )
         name = f"[{host}]" if ":" in host else host
         return Access(f"https://{name}:{port}", _ACCOUNT / "token", _ACCOUNT / "ca.crt")
 
@@ -67,7 +70,7 @@ class Access:
         try:
             return (_ACCOUNT / "namespace").read_text().strip()
         except OSError as error:
-            raise ConfigError("this is no pod of Kubernetes: give --namespace") from error
+            raise ConfigError("this process does not run in a pod of Kubernetes: give --namespace") from error
 
 
 class ApiServer:
@@ -123,7 +126,7 @@ class ApiServer:
         def ask() -> http.client.HTTPResponse:
             connection.connect()
             if is_over.is_set():  # before there was a socket to shut down
-                raise ConnectionAbortedError("the watch is over")
+                raise ConnectionAbortedError("the watch has ended")
             return self._ask(connection, "GET", f"{path}?{urlencode(query)}", None, "")
 
         try:

@@ -27,7 +27,7 @@ async def keep_costs(pools: Pools) -> None:
         try:
             await pools.set_costs()
         except Unavailable as error:
-            _LOG.warning("pod deletion costs stay as they are: %s", error.message)
+            _LOG.warning("the deletion costs of pods were not updated: %s", error.message)
         await asyncio.sleep(_COSTS_EVERY_S)
 
 
@@ -56,9 +56,7 @@ class DeploymentFollower:
         await self._refuse_other_owners()
         following = Following(self._registry, self._name, await self._pools.sizes())
         if other := await following.report(0):
-            raise ConfigError(
-                f"the scale target is followed by {other}, and a cluster has one follower: end that first"
-            )
+            raise ConfigError(f"{other} follows the scale target already, and only one process may: stop it first")
         self._announce()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -77,7 +75,7 @@ class DeploymentFollower:
             try:
                 await self._look(following)
             except (RegistryUnavailable, Unavailable) as error:
-                _LOG.warning("the pools stay as they are: %s", error.message)
+                _LOG.warning("the pools were not scaled: %s", error.message)
             with suppress(TimeoutError):  # not by wait_for: in Python 3.11 it may swallow a cancellation
                 async with asyncio.timeout(self._retry_s):
                     await self._wake.wait()
@@ -91,7 +89,7 @@ class DeploymentFollower:
             self._reached = following.target.version
         version = following.target.version
         if other := await following.report(self._reached, "; ".join(wrong)):
-            raise ConfigError(f"the scale target is followed by {other} now")
+            raise ConfigError(f"{other} follows the scale target now")
         if following.target.version != version:
             self._wake.set()
 

@@ -133,7 +133,7 @@ def _taken_apart(model: PreTrainedModel) -> Decoder:
 def _embedding(model: PreTrainedModel) -> nn.Module:
     embedding = model.get_input_embeddings()
     if not isinstance(embedding, nn.Embedding) or embedding.weight.dtype != torch.bfloat16:
-        raise NotCompiled(f"its embedding is a {type(embedding).__name__}, not one of bfloat16")
+        raise NotCompiled(f"its embedding is a {type(embedding).__name__}, not a bfloat16 one")
     return embedding
 
 
@@ -204,7 +204,9 @@ def _check_widths(decoder: Decoder) -> None:
     if heads.key_dim != heads.value_dim:
         raise NotCompiled(f"its keys have {heads.key_dim} features and its values {heads.value_dim}")
     if heads.key_dim % _HEAD_DIM_STEP or heads.key_dim > _MAX_HEAD_DIM:
-        raise NotCompiled(f"heads of {heads.key_dim}: the kernels support multiples of 16 up to {_MAX_HEAD_DIM}")
+        raise NotCompiled(
+            f"its heads have {heads.key_dim} features; the kernels support multiples of 16 up to {_MAX_HEAD_DIM}"
+        )
     if decoder.rotaries[0].dim % 2 or decoder.rotaries[0].dim > heads.key_dim:
         raise NotCompiled(f"it rotates {decoder.rotaries[0].dim} features of a head")
     query, both = heads.num_heads * heads.key_dim, decoder.intermediate * 2
@@ -212,7 +214,7 @@ def _check_widths(decoder: Decoder) -> None:
     if parts.widths != (*expected, (decoder.intermediate, hidden)):
         raise NotCompiled(f"the widths of its products do not match its heads: {parts.widths}")
     if any(width % 2 for widths in parts.widths for width in widths):
-        raise NotCompiled("its products are of odd widths")
+        raise NotCompiled("the widths of its products are odd")
     whole = parts.norms_whole_rows
     for norm, num_heads in ((parts.query_norm, heads.num_heads), (parts.key_norm, heads.num_kv_heads)):
         if norm is not None and len(norm.weight) != heads.key_dim * (num_heads if whole else 1):

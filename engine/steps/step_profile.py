@@ -95,7 +95,7 @@ class StepProfiler:
         profile is being taken. A caller that leaves does not end the profile.
         """
         if not 1 <= num_steps <= MAX_PROFILED_STEPS:
-            raise InvalidRequest(f"a profile is of 1 to {MAX_PROFILED_STEPS} steps, not {num_steps}", param="steps")
+            raise InvalidRequest(f"a profile has 1 to {MAX_PROFILED_STEPS} steps, not {num_steps}", param="steps")
         if not 0 < timeout_s <= MAX_PROFILE_S:
             raise InvalidRequest(f"a profile takes at most {MAX_PROFILE_S:g} s, not {timeout_s:g}", param="timeout_s")
         if self._is_busy:

@@ -125,7 +125,7 @@ class KvTransferServicer(kv_pb2_grpc.KvTransferServicer):
             self._exporter.end_call(call)
             await asyncio.wait([reader])
             if not reader.cancelled() and reader.exception() is not None:
-                _LOG.error("hand-off %d of %s", call.number, call.importer, exc_info=reader.exception())
+                _LOG.error("hand-off %d of %s failed", call.number, call.importer, exc_info=reader.exception())
 
     async def OpenLinkCheck(
         self,

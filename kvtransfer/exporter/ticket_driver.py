@@ -73,9 +73,11 @@ class AttachRules:
         ticket = tickets.verify(signed, self._keys, importer=importer)
         tickets.refuse_expired(ticket, wall_s)
         if ticket.exporter.id != self._member.id:
-            raise HandOffFailed(HandOffReason.UNKNOWN_TICKET, f"a ticket of {ticket.exporter}; this is {self._member}")
+            raise HandOffFailed(
+                HandOffReason.UNKNOWN_TICKET, f"the ticket is from {ticket.exporter}, and this is {self._member}"
+            )
         if ticket.exporter != self._member:
-            detail = f"a ticket of {ticket.exporter}; this is its successor {self._member}"
+            detail = f"the ticket is from {ticket.exporter}, and this is its successor {self._member}"
             raise HandOffFailed(HandOffReason.STALE_INCARNATION, detail)
         protocol = self._common_protocol(protocol_from_wire(attach))
         self._check_layout(fingerprint_from_wire(attach.layout))

@@ -242,9 +242,11 @@ class HandOffDriver:
         if isinstance(message, Accepted):
             version = accepted_protocol(wire.accepted)
             if version not in self._context.protocol:
-                raise ValueError(f"accepted in protocol {version}, where {self._context.protocol} was offered")
+                raise ValueError(
+                    f"the exporter accepted protocol {version}, where {self._context.protocol} was offered"
+                )
             if wire.accepted.digest not in self._definitions:
-                raise ValueError(f"accepted with digests of {wire.accepted.digest!r}, which was not offered")
+                raise ValueError(f"the exporter accepted digests of {wire.accepted.digest!r}, which was not offered")
         if isinstance(message, Finished):
             highest = max((first.token_id for first in message.first_tokens), default=-1)
             if highest >= self._plan.vocab_size:
@@ -408,7 +410,7 @@ class HandOffDriver:
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            _LOG.error("hand-off for request %s", self._ticket.request_id, exc_info=task.exception())
+            _LOG.error("the hand-off for request %s failed", self._ticket.request_id, exc_info=task.exception())
 
 
 def _message_of(error: Exception) -> str:

@@ -93,7 +93,14 @@ class TransportChoice:
         """Switch to the next accepted transport."""
         broken, _ = self._accepted.pop(0)
         self._counters.fallback(broken=broken, taken=self.transport, reason=reason)
-        _LOG.warning("KV of %s by %s after %s: %s %s", self._epoch.exporter, self.transport, broken, reason, detail)
+        _LOG.warning(
+            "KV of %s is read by %s, because %s failed: %s %s",
+            self._epoch.exporter,
+            self.transport,
+            broken,
+            reason,
+            detail,
+        )
 
 
 class PieceSize:

@@ -55,11 +55,11 @@ def renew_or_settle_from_wire(wire: kv_pb2.ImporterMessage, epoch: Epoch) -> Ren
         case "settle":
             outcome = _OUTCOMES_FROM_WIRE.get(wire.settle.outcome)
             if outcome is None:
-                raise ValueError("Settle without an outcome")
+                raise ValueError("the message Settle has no outcome")
             reason = reason_from_wire(wire.settle.reason) if wire.settle.reason else None
             return Settle(epoch_from_wire(wire.settle.epoch), outcome, reason)
         case other:
-            raise ValueError(f"{other} where only Renew or Settle may come")
+            raise ValueError(f"received {other}, where only Renew or Settle may follow")
 
 
 def protocol_from_wire(attach: kv_pb2.Attach) -> ProtocolRange:
@@ -111,7 +111,7 @@ def from_wire(wire: kv_pb2.ExporterMessage, epoch: Epoch) -> ExporterMessage:
         case "settled":
             return Settled(epoch_from_wire(wire.settled.epoch), wire.settled.valid)
         case _:
-            raise ValueError("a message without content, or of an unknown kind")
+            raise ValueError("the message has no content or an unknown kind")
 
 
 def reason_from_wire(name: str) -> HandOffReason:

@@ -45,7 +45,7 @@ class CacheEventPublisher:
                     yield message
                 since = events.next_number
                 await self._pause()
-            raise Draining("this worker is leaving")
+            raise Draining("this worker is draining")
         finally:
             self._num_subscribers -= 1
 
@@ -63,7 +63,7 @@ class CacheEventPublisher:
         try:
             await asyncio.wait([asking])
             if asking.cancelled():
-                raise Draining("this worker is leaving")
+                raise Draining("this worker is draining")
             return asking.result().events
         finally:
             self._asking.discard(asking)

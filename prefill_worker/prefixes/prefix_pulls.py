@@ -135,7 +135,7 @@ class PrefixPulls:
         assert len(hashes) == num_blocks, f"a pull of {len(hashes)} blocks reserves {num_blocks}"
         reserved = await self._steps.ask(cache_commands.ReservePull(handoff_id, hashes))
         if reserved.block_ids is None:
-            raise HandOffFailed(HandOffReason.NOT_ENOUGH_BLOCKS, "too few blocks for a pull")
+            raise HandOffFailed(HandOffReason.NOT_ENOUGH_BLOCKS, "the pool has too few blocks for the pull")
         return Reservation(reserved.block_ids, reserved.num_cached)
 
     def discard(self, handoff_id: int, quarantined: frozenset[int]) -> None:
@@ -183,7 +183,7 @@ class PrefixPulls:
             outcome = _outcome(error_from_rpc(error))
         except Exception:  # noqa: BLE001 - a pull is best-effort: its failure is logged, and the prompt is computed
             outcome = "failed"
-            _LOG.exception("request %s: a pull failed", job.request_id)
+            _LOG.exception("request %s: the pull of its prefix failed", job.request_id)
         if outcome not in ("ok", "gone", HandOffReason.NOT_ENOUGH_BLOCKS):
             self._avoided_until_s[pull.source.member] = self._resources.clock.now_s() + _AVOIDED_S
             _LOG.info("request %s: no prefix pulled from %s: %s", job.request_id, pull.source.member, outcome)

@@ -158,7 +158,7 @@ class PrefixTiers:
             if compute_s is not None:
                 await self._fetch(hashes[: num_cached + num_held], chain.parent_of(0), compute_s)
         except Exception:  # noqa: BLE001 - a tier is best-effort: its failure is logged, and the prompt is computed
-            _LOG.exception("request %s: blocks were not fetched", job.request_id)
+            _LOG.exception("request %s: blocks were not fetched from a tier", job.request_id)
             self._count("fetch", "failed", len(hashes))
 
     def store(self, chain: BlockChain) -> None:
@@ -299,7 +299,7 @@ class PrefixTiers:
             demoted = await asyncio.wrap_future(self._storer.submit(storage.demote, stores))
             stored = await self._copy_out(stores, hashes, first)
         except Exception:  # noqa: BLE001 - a tier is best-effort: its failure is logged and counted
-            _LOG.exception("blocks were not stored")
+            _LOG.exception("blocks were not stored in a tier")
         finally:
             for store, outcome in zip(stores, demoted, strict=True):
                 index.end_store(store, is_stored=store.block_hash in stored, is_demoted=outcome == OK)

@@ -44,7 +44,7 @@ class Evacuation:
 
     async def _attend(self, peer: Peer) -> None:
         began = {"worker": str(peer.member.id), "sequences": peer.stream.num_sequences}
-        _LOG.info("a worker leaves", extra=began)
+        _LOG.info("a worker drains; its work moves to others", extra=began)
         try:
             await _WorkerEvacuation(peer, self._fleet, self._migrations).run()
         finally:

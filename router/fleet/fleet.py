@@ -115,7 +115,7 @@ class Fleet:
                 while not self._is_settled():
                     await self.changed()
         except TimeoutError:
-            _LOG.warning("not every registered worker answers yet")
+            _LOG.warning("not every registered worker has answered yet")
 
     async def changed(self) -> None:
         """Wait until a worker joins, leaves, becomes suspect or answers again."""
@@ -252,7 +252,7 @@ class Fleet:
         reason = self._objection(member)
         if reason and member.id not in self._refused:
             self._refused.add(member.id)
-            _LOG.warning("worker refused", extra={"worker": str(member.id), "reason": reason})
+            _LOG.warning("the worker is refused", extra={"worker": str(member.id), "reason": reason})
         return not reason
 
     def _objection(self, member: Member) -> str:

@@ -160,7 +160,7 @@ class Peer(WorkerHealth):
             if job.timeout_s <= limit_s:
                 raise
             self.suspect()
-            raise self.loss(f"did not take a start within {limit_s:g} s") from error
+            raise self.loss(f"did not accept a start message within {limit_s:g} s") from error
 
     async def freeze(
         self, handle: int, *, router: MemberId, importer: MemberId, attempt: int

@@ -155,7 +155,9 @@ class Supervisors:
                 num_failures = 0
             except Exception:  # noqa: BLE001 -- whatever it was, the cluster keeps its worker
                 num_failures += 1
-                _LOG.exception("supervision failed", extra={"worker": str(member.id), "failures": num_failures})
+                _LOG.exception(
+                    "the supervision of a worker failed", extra={"worker": str(member.id), "failures": num_failures}
+                )
             await asyncio.sleep(min(self._pause_s * 2.0 ** min(num_failures, 30), _MAX_PAUSE_S))
 
     async def _serve_once(self, member: Member, serve: Serve, logged: str) -> str:
@@ -165,10 +167,10 @@ class Supervisors:
         try:
             reason = (await check_health(channel)).problem
             if reason and reason != logged:
-                _LOG.warning("worker does not answer", extra={"worker": str(member.id), "reason": reason})
+                _LOG.warning("the worker does not answer", extra={"worker": str(member.id), "reason": reason})
             if not reason:
                 detail = await serve(member, channel)
-                _LOG.warning("worker lost", extra={"worker": str(member.id), "detail": detail})
+                _LOG.warning("the worker is lost", extra={"worker": str(member.id), "detail": detail})
             return reason
         finally:
             await channel.close()

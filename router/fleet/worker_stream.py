@@ -205,7 +205,7 @@ class WorkerStream:
                 self.connected.clear()
                 self._on_change()
                 disconnected_at_s = loop.time()
-                _LOG.warning("stream broke", extra={"worker": str(self._worker), "problem": problem})
+                _LOG.warning("the stream from a worker broke", extra={"worker": str(self._worker), "problem": problem})
             if problem is _REPLACED:
                 return problem
             if await refuses_connections(self._address):
@@ -324,7 +324,7 @@ class WorkerStream:
         """
         kind = message.WhichOneof("message") or ""
         self._telemetry.count("tandem_malformed_messages_total", message=kind)
-        _LOG.warning("malformed message", extra={"worker": str(self._worker), "problem": error.message})
+        _LOG.warning("a worker sent a malformed message", extra={"worker": str(self._worker), "problem": error.message})
         if kind not in ("step", "started", "failed"):
             return
         handles = _handles(message)

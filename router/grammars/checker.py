@@ -87,7 +87,7 @@ class GrammarChecker:
             )
         num_bytes = len(grammar.text.encode("utf-8", "surrogatepass"))
         if num_bytes > MAX_GRAMMAR_BYTES:
-            raise InvalidGrammar(f"it has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES} are read")
+            raise InvalidGrammar(f"it has {num_bytes} bytes; the maximum is {MAX_GRAMMAR_BYTES}")
         digest = grammar.digest
         if digest not in self._checked:
             await self._compiled(digest, grammar, source)
@@ -192,7 +192,7 @@ class _Compiling:
             raise
         if not ready:
             raise Unavailable("the process that compiles grammars does not start; this router's log says why")
-        _LOG.info("compiles grammars", extra={"pid": process.pid})
+        _LOG.info("the process that compiles grammars has started", extra={"pid": process.pid})
         return _Compiling(process)
 
     @property

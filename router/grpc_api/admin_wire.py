@@ -136,7 +136,7 @@ def caller_from_wire(record: admin_pb2.KeyRecord) -> Caller:
     """Return the caller for a new key. Raises InvalidRequest."""
     known = {KEY_ACCESSES.number(access): access for access in Access}
     if not set(record.access) <= set(known):
-        raise InvalidRequest(f"a key allows some of {', '.join(Access)}")
+        raise InvalidRequest(f"access must name some of {', '.join(Access)}")
     limits = {item.name: getattr(record.limits, item.name) for item in record.limits.DESCRIPTOR.fields}
     return Caller(
         tenant=record.tenant,

@@ -287,10 +287,10 @@ class _Bodies:
         if num_bytes > self._max_bytes:
             raise HTTPException(413, f"the body is larger than {self._max_bytes} bytes, the most this router takes")
         if num_structure > _MAX_STRUCTURE:
-            raise InvalidRequest(f"the body has more than {_MAX_STRUCTURE} brackets and colons: it is too nested")
+            raise InvalidRequest(f"the body has more than {_MAX_STRUCTURE} brackets and colons, the maximum")
         if self._num_bytes_of_all > self._max_bytes_of_all:
             raise Overloaded(
-                f"{self._num_bytes_of_all} bytes of requests are coming in at once; try again",
+                f"{self._num_bytes_of_all} bytes of requests are being received already; try again",
                 retry_after_s=_BODIES_RETRY_S,
             )
 

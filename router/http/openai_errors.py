@@ -72,7 +72,7 @@ def status_response(status: int, message: str, headers: Mapping[str, str] | None
 
 def internal_error(error: Exception, request_id: str) -> InternalError:
     """Log an unhandled error. The client receives only the request id with which to find it in the log."""
-    _LOG.error("unhandled error", exc_info=error, extra={"request_id": request_id})
+    _LOG.error("a request failed with an unexpected error", exc_info=error, extra={"request_id": request_id})
     return InternalError(f"internal error; the router's log has it under request id {request_id}")
 
 

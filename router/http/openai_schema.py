@@ -140,9 +140,9 @@ _NO_EFFECT: Any = Field(None, description="accepted; changes nothing")
 class StreamOptions(StrictBody):
     asks_for_nothing: ClassVar[NeutralValues] = {"include_obfuscation": (False,)}
 
-    include_usage: bool = Field(default=False, description="a last chunk with the usage and no choices")
+    include_usage: bool = Field(default=False, description="true: a last chunk has the usage and no choices")
     continuous_usage_stats: bool = Field(
-        default=False, description="with include_usage: every chunk has the usage so far"
+        default=False, description="true, with include_usage: every chunk has the usage so far"
     )
 
 
@@ -151,14 +151,16 @@ class _Request(LogitFields, StructuredOutputFields):
 
     default_max_tokens: ClassVar[int | None] = None
 
-    model: str = Field("", description="the name that /v1/models lists; empty: that one")
+    model: str = Field("", description="name of the model, as /v1/models lists it; empty: the served model")
     n: int = Field(1, description="continuations of each prompt", json_schema_extra=_range(1, MAX_CHOICES))
     stream: bool = False
-    stream_options: StreamOptions = Field(StreamOptions(), description="without stream it changes nothing")
+    stream_options: StreamOptions = Field(StreamOptions(), description="has an effect only with stream")
     max_tokens: int | None = Field(None, json_schema_extra=_range(1))
-    temperature: float | None = Field(None, description="0 is greedy; up to 2", json_schema_extra=_range(0, 2))
+    temperature: float | None = Field(None, description="from 0, which is greedy, to 2", json_schema_extra=_range(0, 2))
     top_p: float | None = Field(
-        None, description="above 0, at most 1", json_schema_extra={"exclusiveMinimum": 0, "maximum": 1}
+        None,
+        description="total probability of the tokens kept",
+        json_schema_extra={"exclusiveMinimum": 0, "maximum": 1},
     )
     seed: int | None = Field(None, description="same seed, same prompt, same tokens; counts modulo 2**64")
     stop: Annotated[
@@ -167,23 +169,27 @@ class _Request(LogitFields, StructuredOutputFields):
         FailFast(),
         BeforeValidator(_one_or_more),
         WithJsonSchema(_STOP_SCHEMA),
-    ] = Field([], description="a string, or up to 16")
+    ] = Field([], description="a string or up to 16 strings; the text ends before the first that occurs")
     service_tier: Literal["auto", "default", "flex"] = Field(
         "auto", description="flex: uses only capacity that no other request needs"
     )
     # Fields that vLLM's clients send beyond OpenAI's.
-    top_k: int | None = Field(None, description="0 or -1 keeps all tokens", json_schema_extra=_range(-1, (1 << 32) - 1))
-    min_p: float | None = Field(
-        None, description="drops tokens less likely than this share of the likeliest", json_schema_extra=_range(0, 1)
+    top_k: int | None = Field(
+        None,
+        description="number of most likely tokens to draw from; 0, -1: all",
+        json_schema_extra=_range(-1, (1 << 32) - 1),
     )
-    min_tokens: int = Field(0, description="no end before this many tokens", json_schema_extra=_range(0))
-    ignore_eos: bool = Field(False, description="go on past the model's own end")
+    min_p: float | None = Field(
+        None, description="minimum probability, as a share of the highest", json_schema_extra=_range(0, 1)
+    )
+    min_tokens: int = Field(0, description="minimum output tokens", json_schema_extra=_range(0))
+    ignore_eos: bool = Field(False, description="true: generation continues after the end-of-sequence token")
     stop_token_ids: Annotated[
         list[int],
         Field(max_length=_MAX_LISTED),
         FailFast(),
         WithJsonSchema(_TOKEN_IDS | {"maxItems": MAX_STOP_TOKEN_IDS}),
-    ] = Field([], description="token ids that end the text like EOS")
+    ] = Field([], description="tokens that end the output, as the end-of-sequence token does")
     cache_salt: str = Field(
         "",
         description="prompts share KV with those of the same salt only",
@@ -191,7 +197,7 @@ class _Request(LogitFields, StructuredOutputFields):
     )
     priority: int = Field(
         0,
-        description="lower goes first, if the workers' scheduling policy uses priorities",
+        description="lower values are served first, if the workers' scheduling policy uses priorities",
         json_schema_extra=_range(-(1 << 31), (1 << 31) - 1),
     )
     stream_interval: int = Field(
@@ -199,11 +205,11 @@ class _Request(LogitFields, StructuredOutputFields):
         description="tokens that a stream sends together, except at the beginning and the end of a choice",
         json_schema_extra=_range(1, MAX_STREAM_INTERVAL),
     )
-    include_stop_str_in_output: bool = Field(False, description="the text ends behind the stop string or stop token")
+    include_stop_str_in_output: bool = Field(False, description="true: the text keeps its stop string or stop token")
     skip_special_tokens: bool = Field(True, description="false: the text has special tokens by their names")
     truncate_prompt_tokens: int | None = Field(
         None,
-        description="keeps so many last tokens of the prompt; -1: as many as the context leaves for max_tokens",
+        description="keeps this many last tokens of the prompt; -1: as many as fit the context beside max_tokens",
         json_schema_extra=_range(-1) | {"not": {"const": 0}},
     )
     prompt_logprobs: int | None = Field(
@@ -211,12 +217,12 @@ class _Request(LogitFields, StructuredOutputFields):
         description="log-probabilities of the prompt's tokens and of this many likeliest ones",
         json_schema_extra=_range(0, MAX_LOGPROBS),
     )
-    echo: bool = Field(False, description="the text begins with the prompt or, in a chat, the message it continues")
-    return_token_ids: bool = Field(False, description="adds token_ids to every choice")
-    return_tokens_as_token_ids: bool = Field(False, description="names tokens in logprobs token_id:7")
+    echo: bool = Field(False, description="true: the text begins with the prompt or the continued message")
+    return_token_ids: bool = Field(False, description="true: every choice has token_ids")
+    return_tokens_as_token_ids: bool = Field(False, description="true: logprobs name tokens by id: token_id:7")
     request_id: str = Field(
         "",
-        description="names the request in its answer's id and in logs, in place of the header x-request-id",
+        description="name of the request in the response's id and in logs; replaces the header x-request-id",
         json_schema_extra={"maxLength": MAX_REQUEST_ID_CHARACTERS, "pattern": "^[ -~]*$"},
     )
     # Fields that are accepted and change nothing.
@@ -335,21 +341,21 @@ class ChatCompletionRequest(_Request, ToolFields):
     )
     logprobs: bool = False
     top_logprobs: int | None = Field(
-        None, description="above 0 it needs logprobs; up to 20", json_schema_extra=_range(0, MAX_LOGPROBS)
+        None, description="from 0 to 20; above 0 it needs logprobs", json_schema_extra=_range(0, MAX_LOGPROBS)
     )
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
         None, description="given to the chat template; none also sets its enable_thinking to false"
     )
     include_reasoning: bool = Field(default=True, description="false: the reasoning is left out of the answer")
     documents: list[dict[str, str]] = Field([], description="given to the chat template", max_length=MAX_DOCUMENTS)
-    chat_template: str | None = Field(None, description="in place of the model's own, where the router trusts requests")
+    chat_template: str | None = Field(None, description="replaces the model's own, where routers permit it")
     chat_template_kwargs: dict[str, Any] = Field(
         {},
-        description="more values for the chat template",
+        description="further values for the chat template",
         json_schema_extra={"propertyNames": {"not": {"enum": [*_TEMPLATE_FIELDS]}}},
     )
-    add_generation_prompt: bool = Field(default=True, description="the prompt ends where the assistant's answer begins")
-    continue_final_message: bool = Field(default=False, description="the answer continues the last message")
+    add_generation_prompt: bool = Field(default=True, description="true: the prompt ends where an answer begins")
+    continue_final_message: bool = Field(default=False, description="true: the answer continues the last message")
 
     @field_validator("chat_template_kwargs")
     @classmethod

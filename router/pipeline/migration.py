@@ -166,7 +166,7 @@ class Migrations:
         move.settle(outcome)
         self._telemetry.count("tandem_migrations_total", outcome=outcome, reason=reason)
         fields = {"request_id": admitted.request_id, "source": str(source.worker), "reason": reason}
-        _LOG.info("move of a sequence: %s", outcome, extra=fields)
+        _LOG.info("the migration of a sequence ended: %s", outcome, extra=fields)
 
 
 def _has_room(load: WorkerLoad, num_tokens: int) -> bool:

@@ -164,7 +164,8 @@ class Pipeline:
             if admitted is not None and admitted.shortage is not None:
                 raise admitted.shortage from error
             raise DeadlineExceeded(
-                f"the request's {timeout_s:g} s passed in phase {live.account.phase}; allow more, or ask for less"
+                f"the request's {timeout_s:g} s passed in phase {live.account.phase}; allow more time, or ask for "
+                "fewer tokens"
             ) from error
         finally:
             live.account.end(self._clock.now_s())

@@ -105,7 +105,7 @@ class PairHealth:
         pause_s = self._breakers.failed(suspicion.trial, _now_s(), random.random())
         if pause_s is not None:
             fields = _names(suspicion.trial) | {"reason": suspicion.reason, "pause_s": round(pause_s, 1)}
-            _LOG.warning("hand-offs between two workers fail: they are not paired for a while", extra=fields)
+            _LOG.warning("hand-offs between two workers fail: their circuit breaker opens", extra=fields)
             self._telemetry.count("tandem_pair_breaker_openings_total", reason=suspicion.reason)
 
     def _publish(self) -> None:

@@ -52,7 +52,7 @@ class AdmissionControl:
         """
         most = self._max_live_requests * (2 if takes_over else 1)
         if num_live + min(num_new, most) > most:
-            raise self._refusal(f"{num_live} requests are being served, each choice counted, the most is {most}")
+            raise self._refusal(f"{num_live} requests are being served, each choice counted, and the maximum is {most}")
         if tenant is None or num_live + num_new <= most - most // _RESERVED_PART or not tenant.num_live:
             return
         share = most * tenant.weight / (tenant.weight + tenant.other_weights + _NEWCOMER_WEIGHT)

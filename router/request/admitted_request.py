@@ -113,7 +113,7 @@ class Choice:
         missed = "".join(text)[has.num_characters :]
         if sum(map(len, text)) < has.num_characters:
             raise InvalidRequest(
-                f"resume_from: choice {self.number} has {has.num_characters} characters, its tokens make"
+                f"resume_from: choice {self.number} has {has.num_characters} characters, and its tokens make"
                 f" {sum(map(len, text))}"
             )
         if has.finish_reason is not None:
@@ -203,7 +203,7 @@ class AdmittedRequest:
         """Return the time left for a remote call. Raises DeadlineExceeded."""
         left_s = self._deadline_s - self._clock.now_s()
         if left_s <= 0:
-            raise DeadlineExceeded("no time is left")
+            raise DeadlineExceeded("the deadline has passed")
         return left_s
 
     @property

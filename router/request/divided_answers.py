@@ -69,7 +69,7 @@ class ChatSettings:
         for calls."""
         if use is not None and self.answers.tools is None:
             raise InvalidRequest(
-                "tools: this router reads no calls from answers: send tool_choice none, or start the router with"
+                "tools: this router parses no tool calls: send tool_choice none, or start the router with"
                 " --tool-call-parser",
                 param="tools",
             )

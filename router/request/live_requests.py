@@ -175,7 +175,7 @@ class LiveRequests:
                     f" resumption {row.resume_number}; give each call a higher resume_from.resume_number"
                 )
             earlier = self._live[row.number]
-            earlier.outbox.fail(Cancelled("the client has come back for this request on another stream"))
+            earlier.outbox.fail(Cancelled("the client has resumed this request on another stream"))
             await earlier.served.wait()
 
     def end_streams(self, error: TandemError) -> None:

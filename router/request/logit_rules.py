@@ -40,7 +40,7 @@ def check_logit_rules(params: SamplingParams, model: ModelInfo) -> None:
     )
     if params.bad_words and not model.has_tokenizer:
         raise NoTokenizer(
-            f"the model {model.name} has no tokenizer: it takes logit_bias, no bad_words", param="bad_words"
+            f"the model {model.name} has no tokenizer: send logit_bias instead of bad_words", param="bad_words"
         )
 
 

@@ -33,7 +33,7 @@ class RequestLog:
         if self._num_left_out:
             fields["lines_left_out"] = self._num_left_out
             self._num_left_out = 0
-        _LOG.info("request ended", extra=fields)
+        _LOG.info("the request ended", extra=fields)
 
 
 def ended_fields(ended: Explanation) -> dict[str, object]:

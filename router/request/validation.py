@@ -238,7 +238,7 @@ def _check_stop(stop: StopConditions, model: ModelInfo) -> None:
     )
     if stop.stop and not model.has_tokenizer:
         raise NoTokenizer(
-            f"the model {model.name} has no tokenizer: it takes stop_token_ids, no stop strings", param="stop"
+            f"the model {model.name} has no tokenizer: send stop_token_ids instead of stop strings", param="stop"
         )
     check_token_ids(stop.stop_token_ids, model, "stop_token_ids")
 
@@ -247,7 +247,7 @@ def _check_grammar(request: GenerateRequest, model: ModelInfo) -> None:
     """Check that no other field contradicts the grammar, whose content router/grammars/ checks."""
     field = request.grammar_field
     if not model.has_tokenizer:
-        raise NoTokenizer(f"the model {model.name} has no tokenizer: it takes no {field}", param=field)
+        raise NoTokenizer(f"the model {model.name} has no tokenizer: leave out {field}", param=field)
     _require(
         bool(model.eos_token_ids),
         field,

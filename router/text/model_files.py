@@ -100,7 +100,7 @@ def _default_sampling(generation: Json) -> Sampling:
     values = {key: generation[key] for key in _SAMPLING_KEYS if generation.get(key) is not None}
     for key, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-            raise ConfigError(f"generation_config.json: {key} is {value!r}")
+            raise ConfigError(f"generation_config.json: {key} must not be {value!r}")
     return Sampling(
         temperature=float(values.get("temperature", 1.0)),  # type: ignore[arg-type]  # checked above
         top_k=int(values.get("top_k", 0)),  # type: ignore[call-overload]
@@ -118,7 +118,7 @@ def _default_rules(generation: Json) -> LogitRules | None:
     for key, value in penalties.items():
         least, most = PENALTY_RANGES[key]
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-            raise ConfigError(f"generation_config.json: {key} is {value!r}, not from {least:g} to {most:g}")
+            raise ConfigError(f"generation_config.json: {key} must be from {least:g} to {most:g}, not {value!r}")
     eos = _token_ids(generation.get("eos_token_id"))
     listed, suppressed = generation.get("bad_words_ids") or [], generation.get("suppress_tokens") or []
     if not isinstance(listed, list) or not isinstance(suppressed, list):
@@ -133,7 +133,9 @@ def _default_rules(generation: Json) -> LogitRules | None:
 
 def _word(value: object) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(isinstance(token_id, int) and token_id >= 0 for token_id in value):
-        raise ConfigError(f"generation_config.json: bad_words_ids and suppress_tokens hold {value!r}, no token ids")
+        raise ConfigError(
+            f"generation_config.json: bad_words_ids and suppress_tokens must hold token ids, not {value!r}"
+        )
     return tuple(value)
 
 

@@ -176,7 +176,7 @@ class Tokenization:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise InvalidRequest(f"the text holds half of a surrogate pair at character {error.start}") from error
+            raise InvalidRequest(f"the text has half of a surrogate pair at character {error.start}") from error
         (encoding,) = tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
 

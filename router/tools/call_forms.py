@@ -36,7 +36,7 @@ class CallableTool:
     def plain_name(self) -> str:
         """The name, where a format writes it without quotes. Raises InvalidGrammar."""
         if self.name.split() != [self.name] or set(self.name) & set("<>[]{}"):
-            raise InvalidGrammar(f"this model's calls cannot be written with the name {self.name!r}")
+            raise InvalidGrammar(f"this model's format of tool calls cannot express the name {self.name!r}")
         return self.name
 
 

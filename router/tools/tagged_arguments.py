@@ -58,7 +58,7 @@ def tagged_arguments(lark: Lark, schema: Mapping[str, Any], tags: TagValue, *, i
     parts = []
     for key, inner in properties.items():
         if set(str(key)) & set("<>\n") or str(key).strip() != key:
-            raise InvalidGrammar(f"this model's calls cannot be written with an argument {key!r}")
+            raise InvalidGrammar(f"this model's format of tool calls cannot express an argument {key!r}")
         value = _value(lark, inner if isinstance(inner, Mapping) else {}, schema, tags, is_strict=is_strict)
         part = f"{lark.literal(tags.before_key + key + tags.after_key)} {value} {lark.literal(tags.end)}"
         parts.append(part if key in required else f"({part})?")
@@ -75,7 +75,7 @@ def _value(lark: Lark, schema: Mapping[str, Any], root: Mapping[str, Any], tags:
     texts = [_text(lark, each, tags, pattern, is_strict=is_strict) for each in _texts(schema)]
     texts += ['"null"'] if "null" in types else []
     if not any(texts):
-        raise InvalidGrammar("an argument admits texts, but none that this model's calls can be written with")
+        raise InvalidGrammar("an argument admits strings, but none that this model's format of tool calls can express")
     return lark.rule(" | ".join(text for text in texts if text))
 
 
@@ -130,4 +130,4 @@ def _ends(word: str, tags: TagValue) -> bool:
 
 def _refuse_others(schema: Mapping[str, Any], allowed: set[str]) -> None:
     if others := sorted(set(schema) - allowed):
-        raise InvalidGrammar(f"{others[0]} of a strict tool cannot be enforced in this model's form of calls")
+        raise InvalidGrammar(f"{others[0]} of a strict tool cannot be enforced in this model's format of tool calls")

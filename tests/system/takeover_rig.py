@@ -130,7 +130,7 @@ class Live:
         return tokens(responses)
 
     async def is_ended(self) -> None:
-        with pytest.raises(grpc.aio.AioRpcError, match="come back") as ended:
+        with pytest.raises(grpc.aio.AioRpcError, match="resumed this request") as ended:
             async for _ in self._call:
                 pass
         assert ended.value.code() is grpc.StatusCode.CANCELLED

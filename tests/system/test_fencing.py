@@ -55,7 +55,7 @@ async def test_a_worker_whose_name_was_taken_exits_fenced_and_its_streams_contin
     assert await old.exit_code() == ExitStatus.FENCED
     assert old.reader is not None
     await old.reader
-    assert f"fenced: {old.name}@{old.incarnation} is no longer {old.name}" in "".join(old.output)
+    assert f"fenced: {old.name}@{old.incarnation} was replaced" in "".join(old.output)
     assert answer.token_ids == undisturbed
     assert set(answer.ledger.reasons) == {"decode_worker_lost"}
     await cluster.mend()

@@ -175,7 +175,7 @@ async def test_it_ends_when_an_autoscaler_takes_a_pool(fake: FakeApiServer, regi
 async def test_it_refuses_to_start_where_another_process_follows(fake: FakeApiServer, registry: Registry) -> None:
     other = Following(registry, "tandem up on a laptop", ScaleTarget(1, 1))
     assert await other.report(1) == ""
-    with pytest.raises(ConfigError, match="followed by tandem up on a laptop"):
+    with pytest.raises(ConfigError, match="tandem up on a laptop follows the scale target"):
         await follower(fake, registry).run()
     assert (fake.replicas("tandem-prefill"), fake.replicas("tandem-decode")) == (2, 2)
 

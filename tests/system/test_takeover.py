@@ -71,7 +71,7 @@ async def test_among_concurrent_resumptions_the_highest_number_is_served_in_any_
         ended, _ = await asyncio.wait(older, timeout=10)
         assert ended == set(older)
         for call in older:
-            with pytest.raises(grpc.aio.AioRpcError, match=r"come back|newer"):
+            with pytest.raises(grpc.aio.AioRpcError, match=r"resumed this request|newer"):
                 await call
         router.prefill.before_first_tokens.open()
         assert tokens(await newest) == expected[2:]

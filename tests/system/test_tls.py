@@ -186,7 +186,7 @@ async def test_a_worker_of_another_authority_gets_no_work(
     try:
         await registry.register(stranger)
         async with asyncio.timeout(DEADLINE_S):
-            while not (told := [line for line in router.output if "worker does not answer" in line]):
+            while not (told := [line for line in router.output if "the worker does not answer" in line]):
                 await tls_cluster.status()
         assert "decode1" in told[0] and "not signed by a trusted authority" in told[0]
         status = {member.member_id: member for member in (await tls_cluster.status()).members}

@@ -32,8 +32,8 @@ def test_requests_are_read_and_use_only_spare_capacity_by_default() -> None:
     ("lines", "said"),
     [
         (["{"], "in, line 1: not JSON"),
-        (["[]"], "line 1: a request is an object"),
-        ([line(), line()], "line 2: custom_id '1' is given twice"),
+        (["[]"], "line 1: a request must be an object"),
+        ([line(), line()], "line 2: custom_id '1' is used twice"),
         ([line(custom_id="")], "custom_id must be"),
         ([line(url="/v1/embeddings")], "url one of /v1/chat/completions"),
         ([line(method="GET")], "method must be POST"),
@@ -57,7 +57,7 @@ def test_answers_of_an_earlier_run_are_kept_unless_another_attempt_may_differ() 
 
 @pytest.mark.parametrize("foreign", ["notes\n", "notes", "{}\n", line() + "\n"])
 def test_a_file_that_holds_anything_else_is_not_written_over(foreign: str) -> None:
-    with pytest.raises(ConfigError, match="out, line 2: not an answer of a batch"):
+    with pytest.raises(ConfigError, match="out, line 2 is not an answer of a batch"):
         kept_lines([BatchAnswer("1", 200, "r", {}).to_line(), foreign], "out", {"1"})
 
 

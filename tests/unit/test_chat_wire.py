@@ -180,7 +180,7 @@ def test_text_that_is_no_json_and_unknown_enums_are_refused() -> None:
         ([{"role": "user"}], {}, "needs content"),
         ([{"role": "user", "content": "x", "colour": "red"}], {}, "a message must be"),
         (_QUESTION, {"tools": [{"name": "f"}]}, "a tool must be"),
-        (_QUESTION, {"tools": _TOOLS, "tool_choice": "always"}, "'always' is no ToolChoiceMode"),
+        (_QUESTION, {"tools": _TOOLS, "tool_choice": "always"}, "'always' is not a valid ToolChoiceMode"),
     ],
 )
 def test_what_no_message_can_hold_is_refused_by_the_client(messages: Any, options: Any, words: str) -> None:

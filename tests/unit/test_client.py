@@ -189,7 +189,7 @@ def test_an_unknown_role_of_a_message_is_refused_with_the_known_roles() -> None:
 def test_an_unknown_finish_reason_is_an_error_with_its_number() -> None:
     newer = Delta(token_ids=[7], finish_reason=9)  # type: ignore[arg-type]
     with router(responses=[Response(deltas=[newer])]) as (_, address), Client(address) as client:
-        with pytest.raises(InternalError, match="9 is no FinishReason: known are stop, length"):
+        with pytest.raises(InternalError, match="9 is not a valid FinishReason: the known ones are stop, length"):
             client.generate("x").result()
 
 

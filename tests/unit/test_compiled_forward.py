@@ -243,7 +243,7 @@ def test_a_changed_model_is_refused_with_the_change(change: Callable[[PreTrained
 @pytest.mark.parametrize(
     ("config_type", "others", "why"),
     [
-        (transformers.LlamaConfig, {"head_dim": 12}, "heads of 12"),
+        (transformers.LlamaConfig, {"head_dim": 12}, "its heads have 12 features"),
         (transformers.LlamaConfig, {"hidden_act": "gelu"}, "its activation is a GELUActivation"),
         (
             transformers.GraniteConfig,

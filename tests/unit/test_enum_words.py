@@ -57,8 +57,8 @@ def test_the_empty_word_is_the_value_that_is_not_set() -> None:
 
 
 def test_an_unknown_word_or_number_is_refused_with_the_known_words() -> None:
-    with pytest.raises(ValueError, match="'halt' is no FinishReason: use one of stop, length"):
+    with pytest.raises(ValueError, match="'halt' is not a valid FinishReason: use one of stop, length"):
         enum_words.FINISH_REASONS.number("halt")
-    with pytest.raises(ValueError, match="7 is no FinishReason: known are stop, length"):
+    with pytest.raises(ValueError, match="7 is not a valid FinishReason: the known ones are stop, length"):
         enum_words.FINISH_REASONS.word(7)
     assert enum_words.FINISH_REASONS.label(7) == "7"

@@ -100,7 +100,7 @@ async def test_a_dead_process_is_replaced(checker: GrammarChecker) -> None:
 
 
 async def test_a_grammar_beyond_the_bounds_of_its_text_is_not_compiled(checker: GrammarChecker) -> None:
-    with pytest.raises(InvalidGrammar, match=f"at most {MAX_GRAMMAR_BYTES}"):
+    with pytest.raises(InvalidGrammar, match=f"the maximum is {MAX_GRAMMAR_BYTES}"):
         await checker.check(Grammar(GrammarKind.REGEX, "a" * (MAX_GRAMMAR_BYTES + 1)), CLIENT)
     assert checker._process is None
 

@@ -40,7 +40,7 @@ def test_every_enum_of_a_request_is_refused_by_name_where_its_value_is_unknown()
             request.text = "x"
         received = inference_pb2.GenerateRequest.FromString(request.SerializeToString())
         assert field.enum_type is not None
-        expected = rf"{field.name}: {UNKNOWN} is no {field.enum_type.name}: known are \w+"
+        expected = rf"{field.name}: {UNKNOWN} is not a valid {field.enum_type.name}: the known ones are \w+"
         with pytest.raises(InvalidRequest, match=expected):
             generate_request_from_wire(received, None)
         found.append(path)

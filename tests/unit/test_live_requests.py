@@ -69,7 +69,7 @@ async def test_only_a_call_of_a_higher_number_takes_a_stream_over(live_number: i
     if live_number < LARGEST:
         assert calls.live_requests.may_take_over(STREAM, live_number + 1)
         newer = await calls.begin(live_number + 1)
-        with pytest.raises(Cancelled, match="come back"):
+        with pytest.raises(Cancelled, match="resumed this request"):
             await live
         live = newer
     await calls.end_all(live)

@@ -103,7 +103,7 @@ def test_a_stream_taken_over_by_another_call_is_not_resumed() -> None:
     """No call of this generation does that to its own newest one, so another client has its acceptance."""
     generation = begun()
     generation.on_lost(LOST, 0.0)
-    taken = Cancelled("the client has come back for this request on another stream", reason="cancelled")
+    taken = Cancelled("the client has resumed this request on another stream", reason="cancelled")
     with pytest.raises(Cancelled):
         generation.on_lost(taken, 0.0)
 

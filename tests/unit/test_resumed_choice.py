@@ -156,8 +156,8 @@ def test_a_choice_that_the_client_received_to_its_end_is_not_continued() -> None
     [
         (ResumedChoice((5, EOS, 6)), "ended with its token 1"),
         (ResumedChoice((5,) * (MOST_TOKENS + 1)), f"ended with its token {MOST_TOKENS - 1}"),
-        (ResumedChoice(tuple(ids("ab")), 30), "30 characters, its tokens make 2"),
-        (ResumedChoice((), 1), "1 characters, its tokens make 0"),
+        (ResumedChoice(tuple(ids("ab")), 30), "30 characters, and its tokens make 2"),
+        (ResumedChoice((), 1), "1 characters, and its tokens make 0"),
     ],
 )
 def test_a_resumption_that_no_router_can_have_produced_is_refused(has: ResumedChoice, named: str) -> None:

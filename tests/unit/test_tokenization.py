@@ -235,7 +235,7 @@ def test_generation_config_gives_default_sampling_and_more_end_tokens(tmp_path: 
         ({"config": {"vocab_size": 9}}, "max-model-len"),
         ({"config": {"n_positions": 9}}, "no vocab_size"),
         ({"config": []}, "must hold a JSON object"),
-        ({"generation_config": {"temperature": "hot"}}, "temperature is 'hot'"),
+        ({"generation_config": {"temperature": "hot"}}, "temperature must not be 'hot'"),
     ],
 )
 def test_a_folder_that_cannot_be_served_is_refused_by_reason(

@@ -14,7 +14,7 @@ from cluster.settings.config import ClusterSettings
 from tandem.enum_words import KEY_ACCESSES
 from tandem.v1 import admin_pb2
 
-HELP = "make, list and revoke API keys (routers with --keys), and replace the secret of a cluster"
+HELP = "create, list and revoke API keys (routers with --keys), and replace the secret of a cluster"
 _TIMEOUT_S = 10.0
 _HEADING = ("key", "tenant", "allows", "requests/min", "tokens/min", "concurrency", "sequences", "bytes", "weight")
 _STEPS = {
@@ -34,13 +34,13 @@ _FLAGS_OF_LIMITS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    add = actions.add_parser("add", help="make a key and show it once")
-    add.add_argument("--tenant", metavar="NAME", required=True, help="who uses it")
+    add = actions.add_parser("add", help="create a key and show it once")
+    add.add_argument("--tenant", metavar="NAME", required=True, help="name of the tenant who uses the key")
     add.add_argument(
         "--allow",
         action="append",
         choices=[str(access) for access in Access],
-        help="what it allows; may be repeated; admin includes the others (default: inference)",
+        help="what the key allows; may be repeated; admin includes the others (default: inference)",
     )
     for flag, text in _FLAGS_OF_LIMITS.items():
         add.add_argument(flag, type=_whole, metavar="N", default=0, help=f"most {text}; 0: no limit")
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     revoke.add_argument("key_id", metavar="KEY_ID", help="id of the key as in `tandem keys list`")
     for action in (add, actions.add_parser("list", help="show all keys, without the secrets"), revoke):
         connection.add_arguments(action)
-        action.add_argument("--json", action="store_true", help="print one object")
+        action.add_argument("--json", action="store_true", help="print one JSON object")
 
     _add_rotation(actions)
 

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the target decode worker (default: placement chooses one for each sequence)",
     )
     parser.add_argument("--max", metavar="N", type=_positive, default=0, help="move at most N sequences (default: all)")
-    parser.add_argument("--json", action="store_true", help="print one object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:

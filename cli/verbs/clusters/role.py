@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "member", metavar="MEMBER", help="name of the worker as in `tandem status`, or NAME@INCARNATION"
     )
     parser.add_argument("role", choices=_ROLES, help="what routers use it for from now on")
-    parser.add_argument("--json", action="store_true", help="print one object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -24,7 +24,12 @@ _TIMEOUT_S = 600.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     connection.add_arguments(parser)
     parser.add_argument("pools", nargs="+", metavar="POOL=N", help="prefill=N, decode=N, colocated=N")
-    parser.add_argument("--no-wait", dest="wait", action="store_false", help="return when the target is set")
+    parser.add_argument(
+        "--no-wait",
+        dest="wait",
+        action="store_false",
+        help="return once the target is set, without waiting until it is reached",
+    )
     parser.add_argument(
         "--timeout-s",
         type=float,
@@ -32,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=_TIMEOUT_S,
         help=f"maximum seconds to wait (default: {_TIMEOUT_S:g})",
     )
-    parser.add_argument("--json", action="store_true", help="print one object at the end instead of lines as they come")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object at the end instead of lines as they come"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -67,7 +74,7 @@ def sizes_from(words: list[str]) -> dict[str, int]:
             raise ConfigError(f"{pool} is given twice")
         found[pool] = int(number)
     if max(found.values()) >= 1 << 16:
-        raise ConfigError(f"a pool cannot have {max(found.values())} workers")
+        raise ConfigError(f"a pool cannot have {max(found.values())} workers; the maximum is 65535")
     return found
 
 
@@ -122,7 +129,8 @@ class _Scaling:
         """Return whether waiting is over. Raises Unavailable when the target's follower is gone."""
         if target.follower != self._follower:
             raise Unavailable(
-                "the process that ran the workers is gone, so no process follows the target", reason="unavailable"
+                "the process that ran the workers has ended, so no process follows the target; start the cluster again",
+                reason="unavailable",
             )
         return target.reached >= self.version or target.version > self.version
 

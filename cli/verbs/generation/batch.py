@@ -14,7 +14,7 @@ from cli.local.last_cluster import find_http_address
 from cluster.errors import ConfigError
 from cluster.process import ExitStatus
 
-HELP = "answer a file of requests in OpenAI's batch format; a restarted command asks only what is left"
+HELP = "answer a file of requests in OpenAI's batch format; a restarted command sends only what is left"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,10 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="HTTP address of a router (default: TANDEM_HTTP_ADDRESS or the last local cluster)",
     )
     connection.add_credentials(parser)
-    parser.add_argument("--concurrency", type=int, metavar="N", default=32, help="requests at once (default: 32)")
-    parser.add_argument("--max-attempts", type=int, metavar="N", default=8, help="attempts of a request (default: 8)")
     parser.add_argument(
-        "--timeout-s", type=float, metavar="X", default=600.0, help="seconds for one attempt (default: 600)"
+        "--concurrency", type=int, metavar="N", default=32, help="maximum requests at once (default: 32)"
+    )
+    parser.add_argument(
+        "--max-attempts", type=int, metavar="N", default=8, help="maximum attempts of a request (default: 8)"
+    )
+    parser.add_argument(
+        "--timeout-s", type=float, metavar="X", default=600.0, help="timeout of one attempt in seconds (default: 600)"
     )
 
 

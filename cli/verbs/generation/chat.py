@@ -16,7 +16,7 @@ _OPTIONS = ("model", "max_tokens", "temperature", "top_p", "seed")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     connection.add_arguments(parser)
     parser.add_argument("--system", metavar="TEXT", default="", help="the system message of the conversation")
-    parser.add_argument("--model", help="name of a served model; default: the only one")
+    parser.add_argument("--model", help="name of a served model (default: the only one)")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="maximum tokens of an answer")
     parser.add_argument("--temperature", type=float, metavar="X", help="0 always chooses the most likely token")
     parser.add_argument("--top-p", type=float, metavar="X", help="keep the most likely tokens up to this probability")

@@ -19,7 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", help="the prompt's text; - reads it from stdin")
     parser.add_argument("--prompt-token-ids", metavar="IDS", type=_ids, help="token ids instead of text, such as 1,2,3")
     parser.add_argument("--chat", action="store_true", help="send the text as a user's chat message")
-    parser.add_argument("--json", action="store_true", help="print one object at the end instead of streaming text")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object at the end instead of streaming text"
+    )
     parser.add_argument("--ledger", action="store_true", help="show where the request's time went")
     connection.add_arguments(parser)
     sampling = parser.add_argument_group("generation", "Options that are not given have the model's defaults.")
@@ -31,22 +33,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_request(sampling: "argparse._ArgumentGroup") -> None:
-    sampling.add_argument("--model", help="name of a served model; default: the only one")
+    sampling.add_argument("--model", help="name of a served model (default: the only one)")
     sampling.add_argument(
-        "--request-id", metavar="ID", help="id of the request, which logs show; default: a random one"
+        "--request-id", metavar="ID", help="id of the request, which logs show (default: a random one)"
     )
     sampling.add_argument("--label", metavar="NAME", help="another name for logs, which need not be unique")
     sampling.add_argument("--cache-salt", metavar="TEXT", help="share KV with requests of the same salt only")
     sampling.add_argument(
-        "--priority", type=int, metavar="N", help="a lower value goes first, under --scheduling-policy priority"
+        "--priority", type=int, metavar="N", help="a lower value is served first, under --scheduling-policy priority"
     )
     sampling.add_argument(
         "--is-batch", action="store_true", default=None, help="use only capacity that no other request needs"
     )
     sampling.add_argument(
-        "--slo-ttft-s", type=float, metavar="X", help="refuse it at once if its first token is predicted after X s"
+        "--slo-ttft-s",
+        type=float,
+        metavar="X",
+        help="refuse it at once if its time to first token is predicted above X s",
     )
-    sampling.add_argument("--slo-tpot-s", type=float, metavar="X", help="the same for its mean time between tokens")
+    sampling.add_argument(
+        "--slo-tpot-s",
+        type=float,
+        metavar="X",
+        help="refuse it at once if its mean time between tokens is predicted above X s",
+    )
     sampling.add_argument(
         "--timeout-s", type=float, metavar="X", default=600.0, help="timeout in seconds (default: 600)"
     )
@@ -98,7 +108,10 @@ def _add_text(sampling: "argparse._ArgumentGroup") -> None:
         "--logprobs", type=int, metavar="K", help="with --json: log-probabilities of each token and the K most likely"
     )
     sampling.add_argument(
-        "--prompt-logprobs", type=int, metavar="K", help="with --json: the same of the prompt's tokens but the first"
+        "--prompt-logprobs",
+        type=int,
+        metavar="K",
+        help="with --json: log-probabilities of the prompt's tokens but the first, and of the K most likely",
     )
     sampling.add_argument(
         "--stream-interval",
@@ -110,10 +123,16 @@ def _add_text(sampling: "argparse._ArgumentGroup") -> None:
 
 def _add_logit_rules(sampling: "argparse._ArgumentGroup") -> None:
     sampling.add_argument(
-        "--presence-penalty", type=float, metavar="X", help="subtract X from the logits of tokens that the output has"
+        "--presence-penalty",
+        type=float,
+        metavar="X",
+        help="subtract X from the logits of tokens that occur in the output",
     )
     sampling.add_argument(
-        "--frequency-penalty", type=float, metavar="X", help="the same, for each time that the output has the token"
+        "--frequency-penalty",
+        type=float,
+        metavar="X",
+        help="subtract X from a token's logit for each time that it occurs in the output",
     )
     sampling.add_argument(
         "--repetition-penalty",
@@ -131,7 +150,7 @@ def _add_logit_rules(sampling: "argparse._ArgumentGroup") -> None:
 def _add_grammars(sampling: "argparse._ArgumentGroup") -> None:
     grammars = sampling.add_mutually_exclusive_group()
     grammars.add_argument("--json-schema", metavar="JSON", help="the text is JSON that this schema admits")
-    grammars.add_argument("--regex", metavar="REGEX", help="the whole text matches this")
+    grammars.add_argument("--regex", metavar="REGEX", help="the whole text matches this regular expression")
     grammars.add_argument("--choice", action="append", metavar="TEXT", help="the text is one of these; may be repeated")
     grammars.add_argument("--grammar", metavar="TEXT", help="the text follows this grammar, in Lark or GBNF")
 
@@ -219,7 +238,9 @@ def _ids(text: str) -> list[int]:
     try:
         return [int(word) for word in text.replace(",", " ").split()]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"token ids are whole numbers with commas: 1,2,3, not {text!r}") from None
+        raise argparse.ArgumentTypeError(
+            f"token ids must be whole numbers separated by commas, such as 1,2,3, not {text!r}"
+        ) from None
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -227,4 +248,6 @@ def _bias(text: str) -> tuple[int, float]:
         token_id, bias = text.split("=")
         return int(token_id), float(bias)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"a bias is a token id and a number: 7=-100, not {text!r}") from None
+        raise argparse.ArgumentTypeError(
+            f"a bias must be a token id and a number, such as 7=-100, not {text!r}"
+        ) from None

@@ -11,7 +11,7 @@ from cluster.errors import NotFound
 from tandem.errors import TandemError
 from tandem.v1 import admin_pb2, admin_pb2_grpc
 
-HELP = "why a request's workers were chosen: all candidates, their predictions, and the real times"
+HELP = "show why a request's workers were chosen: all candidates, their predictions, and the real times"
 _TIMEOUT_S = 10.0
 _NOT_FOUND = "not_found"
 _BY_LOAD = ("", "prefill", "decode", "ahead", "cached")
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="REQUEST",
         help="the request's id, its label (over HTTP its x-request-id), or the id of its trace",
     )
-    parser.add_argument("--json", action="store_true", help="print one object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:

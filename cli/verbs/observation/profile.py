@@ -16,16 +16,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "member", metavar="MEMBER", help="name of the worker as in `tandem status`, or NAME@INCARNATION"
     )
-    parser.add_argument("--steps", type=int, default=50, metavar="N", help="steps to record, at most 1000 (default 50)")
+    parser.add_argument(
+        "--steps", type=int, default=50, metavar="N", help="steps to record, at most 1000 (default: 50)"
+    )
     parser.add_argument(
         "--timeout",
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="end after this time if the worker computes fewer steps, at most 60 s (default 30)",
+        help="end after this time if the worker computes fewer steps, at most 60 s (default: 30)",
     )
-    parser.add_argument("--output", metavar="FILE", help="default: tandem-profile-MEMBER.json.gz")
-    parser.add_argument("--json", action="store_true", help="print one object")
+    parser.add_argument(
+        "--output", metavar="FILE", help="file for the profile (default: tandem-profile-MEMBER.json.gz)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -13,14 +13,14 @@ from tandem.errors import TandemError
 from tandem.routers import addresses
 from tandem.v1 import admin_pb2, admin_pb2_grpc
 
-HELP = "live requests: their phase, age, workers and tokens"
+HELP = "list live requests with their phase, age, workers and tokens"
 _TIMEOUT_S = 10.0
 _HEADING = ("request", "phase", "age s", "tokens", "prefill", "decode", "events")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     connection.add_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print one object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from cluster.registry.scale_target import sizes_text
 from tandem.enum_words import DISAGGREGATION_VERDICTS, EFFECT_BASES, MEMBER_ROLES, MEMBER_STATES
 from tandem.v1 import admin_pb2
 
-HELP = "members of the cluster, their blocks and queues, and whether disaggregation is worth it"
+HELP = "show the members of the cluster, their blocks and queues, and whether disaggregation is worth it"
 _TIMEOUT_S = 10.0
 _BLOCKS = "blocks_"
 _LATENCIES = ("time to first token", "time between tokens", "the same of running sequences")
@@ -25,7 +25,7 @@ _VERDICTS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     connection.add_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print one object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:

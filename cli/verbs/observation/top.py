@@ -11,10 +11,10 @@ HELP = "watch the cluster: members, load, KV, rates, latencies, and requests wit
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     connection.add_arguments(parser)
-    parser.add_argument("--once", action="store_true", help="print one screen and end")
-    parser.add_argument("--json", action="store_true", help="with --once: print one object")
+    parser.add_argument("--once", action="store_true", help="print one screen and exit")
+    parser.add_argument("--json", action="store_true", help="with --once: print one JSON object")
     parser.add_argument(
-        "--interval-s", type=float, metavar="X", default=1.0, help="seconds between two questions (default: 1)"
+        "--interval-s", type=float, metavar="X", default=1.0, help="seconds between two updates (default: 1)"
     )
 
 
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.interval_s <= 0:
         raise ConfigError(f"--interval-s must be positive, not {arguments.interval_s:g}")
     if not arguments.once and not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise ConfigError("top needs a terminal; use --once where there is none")
+        raise ConfigError("`tandem top` needs a terminal; use --once where there is none")
     from cli.top.session import (
         Cluster,  # imported here: rich takes a tenth of a second
         Session,

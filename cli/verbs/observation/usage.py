@@ -8,14 +8,14 @@ from cli.table import table
 from cluster.accounts.usage import KINDS
 from tandem.v1 import admin_pb2
 
-HELP = "requests and tokens by tenant and API key"
+HELP = "show requests and tokens by tenant and API key"
 _TIMEOUT_S = 10.0
 _HEADING = ("tenant", "key", *(kind.replace("_", " ") for kind in KINDS))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     connection.add_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print one object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -97,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pair",
         nargs=2,
         metavar=("DECODE", "EXPORTER"),
-        help="these two members only (default: every decode worker with every prefill worker)",
+        help="measure only these two members (default: every decode worker with every prefill worker)",
     )
     parser.add_argument(
         "--blocks", type=int, default=0, metavar="N", help="maximum blocks per read (default: 64 MB of blocks)"
@@ -113,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the cluster's key file, for the workers (default: TANDEM_CLUSTER_KEY_FILE or that of the local cluster)",
     )
-    parser.add_argument("--json", action="store_true", help="print one object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -163,7 +163,7 @@ def _wanted(
     workers = {member.member_id: member for member in members if member.role != admin_pb2.MEMBER_ROLE_ROUTER}
     for name in pair:
         if name not in workers:
-            raise ConfigError(f"--pair: no worker {name}; there are {', '.join(sorted(workers)) or 'none'}")
+            raise ConfigError(f"--pair: there is no worker {name}; there are {', '.join(sorted(workers)) or 'none'}")
     yield workers[pair[0]], workers[pair[1]]
 
 

@@ -10,13 +10,15 @@ from cluster.errors import ConfigError
 from cluster.settings.engine_settings import KV_CACHE_DTYPES, parse_bytes
 from engine.model.estimate import estimate, read_config
 
-HELP = "KV memory per token and per request, and how many sequences fit a budget"
+HELP = "compute the KV memory per token and per request, and how many sequences fit a budget"
 _DEFAULT_TOKENS = (256, 1024, 4096, 16384)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=str(DEMO_MODEL), help="folder or hub name (default: the demo model)")
-    parser.add_argument("--dtype", default="auto", help="float32, bfloat16, ...; auto: the checkpoint's")
+    parser.add_argument(
+        "--dtype", default="auto", help="dtype of the computation: float32, bfloat16, ...; auto: the checkpoint's"
+    )
     parser.add_argument(
         "--kv-cache-dtype",
         default="auto",
@@ -30,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens", type=int, action="append", metavar="N", help="length of a sequence; may be repeated"
     )
-    parser.add_argument("--json", action="store_true", help="print one object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -258,7 +258,7 @@ def _ask(connection: socket.socket, read: messages.Read, pieces: Sequence[Piece]
     answer = messages.expect(connection, messages.Answer)
     asked = (read.entry.ticket_id, read.entry.attempt, read.number)
     if (answer.ticket_id, answer.attempt, answer.number) != asked:
-        raise TransportError("an answer to another read")
+        raise TransportError("the exporter answered another read")
     if answer.refusal:
         raise messages.Refusal(answer.refusal)
     if answer.num_bytes != sum(piece.num_bytes for piece in pieces):

@@ -83,7 +83,10 @@ class NixlImporter:
     async def open_channel(self, epoch: Epoch, exporter_endpoint: bytes) -> "NixlChannel":
         there = NixlEndpoint.parse(exporter_endpoint, self._proofs, epoch)
         if there.pool.row_bytes != self._pool.row_bytes:
-            raise TransportError(f"blocks of {there.pool.row_bytes} bytes there, of {self._pool.row_bytes} here")
+            raise TransportError(
+                f"the exporter's blocks have {there.pool.row_bytes} bytes, and the blocks here have "
+                f"{self._pool.row_bytes}"
+            )
         peer = self._peer(epoch.exporter.id, there)
         peer.num_users += 1
         try:

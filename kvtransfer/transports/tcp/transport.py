@@ -342,7 +342,7 @@ class TcpChannel:
         magic, ticket_id, attempt, answered, refused, num_bytes = ANSWER.unpack(answer)
         expected = (MAGIC, self._epoch.ticket_id, self._epoch.attempt, self._number)
         if (magic, ticket_id, attempt, answered) != expected:
-            raise TransportError("an answer to another read")
+            raise TransportError("the exporter answered another read")
         if refused:
             raise TransportError("the exporter has not admitted this epoch, or has no such blocks")
         if num_bytes != num_blocks * self._block_bytes:

@@ -29,7 +29,7 @@ def add_messages(
 
     @app.post(
         "/v1/messages",
-        summary="Anthropic's Messages: continues a conversation",
+        summary="Continues a conversation (Anthropic's Messages API)",
         responses=generation_responses(Message, MessageEvent, error=AnthropicError),
     )
     async def messages(body: MessagesRequest, headers: _Headers, request: Request) -> Response:
@@ -47,7 +47,7 @@ def add_messages(
 
     @app.post(
         "/v1/messages/count_tokens",
-        summary="Anthropic's count of a conversation's tokens",
+        summary="Counts a conversation's tokens (Anthropic's Messages API)",
         responses=answers(TokenCount) | refusals(400, 404, 413, 429, 500, body=AnthropicError),
     )
     async def count_tokens(body: CountTokensRequest) -> Response:

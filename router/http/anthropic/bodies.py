@@ -134,7 +134,7 @@ class ToolDefinition(StrictBody):
     name: Annotated[str, Field(min_length=1, max_length=128)]
     description: str = ""
     input_schema: dict[str, Any]
-    strict: bool = Field(default=False, description="the input of its calls follows its schema")
+    strict: bool = Field(default=False, description="true: the input of its calls follows its schema")
     cache_control: CacheControl | None = None
 
     def value(self) -> dict[str, Any]:
@@ -146,8 +146,8 @@ class ToolChoice(StrictBody):
     type: Literal["auto", "none", "any", "tool"] = Field(
         description="none: the model is shown no tools; any: it calls at least one; tool: it calls the named one"
     )
-    name: str = Field("", description="of the tool that is called, with the type tool")
-    disable_parallel_tool_use: bool = Field(default=False, description="one call at most")
+    name: str = Field("", description="name of the tool to call, with the type tool")
+    disable_parallel_tool_use: bool = Field(default=False, description="true: the answer makes at most one call")
 
 
 _AUTO = ToolChoice(type="auto", name="", disable_parallel_tool_use=False)
@@ -212,7 +212,7 @@ class CountTokensRequest(StrictBody):
 class MessagesRequest(CountTokensRequest):
     """The body of /v1/messages."""
 
-    max_tokens: int = Field(ge=1, description="at most as many; the context may leave fewer")
+    max_tokens: int = Field(ge=1, description="maximum output tokens; the context may leave room for fewer")
     stream: bool = False
     temperature: float | None = Field(None, json_schema_extra={"minimum": 0, "maximum": 2})
     top_p: float | None = Field(None, json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})

@@ -19,19 +19,19 @@ class AnthropicError(Body):
 
 class ContentBlock(Body):
     type: Literal["text", "thinking", "tool_use"]
-    text: str | None = Field(None, description="of text")
-    thinking: str | None = Field(None, description="of thinking, with --reasoning-parser")
-    signature: str | None = Field(None, description="of thinking; empty")
-    id: str | None = Field(None, description="of tool_use")
-    name: str | None = Field(None, description="of tool_use")
-    input: dict[str, Any] | None = Field(None, description="of tool_use")
+    text: str | None = Field(None, description="in a block of type text")
+    thinking: str | None = Field(None, description="in a block of type thinking, which --reasoning-parser enables")
+    signature: str | None = Field(None, description="in a block of type thinking; always empty")
+    id: str | None = Field(None, description="in a block of type tool_use")
+    name: str | None = Field(None, description="in a block of type tool_use")
+    input: dict[str, Any] | None = Field(None, description="in a block of type tool_use")
 
 
 class MessageUsage(Body):
-    input_tokens: int = Field(description="of the prompt, that were computed")
+    input_tokens: int = Field(description="prompt tokens that were computed")
     output_tokens: int
     cache_creation_input_tokens: int
-    cache_read_input_tokens: int = Field(description="of the prompt, that were not computed")
+    cache_read_input_tokens: int = Field(description="prompt tokens whose KV was in a prefix cache")
 
 
 class Message(Body):

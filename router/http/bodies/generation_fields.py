@@ -34,7 +34,9 @@ class JsonSchemaFormat(StrictBody):
 
     name: str = Field("", description="accepted; changes nothing")
     description: str | None = Field(None, description="accepted; changes nothing")
-    schema_: dict[str, Any] | None = Field(None, alias="schema", description="absent: any JSON object")
+    schema_: dict[str, Any] | None = Field(
+        None, alias="schema", description="JSON schema of the answer; absent: any JSON object"
+    )
     strict: bool | None = Field(None, description="accepted; every schema is enforced")
 
 
@@ -62,11 +64,13 @@ class StructuredOutputs(StrictBody):
         "structural_tag": (),
     }
 
-    json_: Schema | None = Field(None, alias="json", description="a JSON schema")
+    json_: Schema | None = Field(None, alias="json", description="the answer is JSON that this schema admits")
     regex: str | None = None
     choice: Choices | None = Field(None, description="the answer is one of these texts")
-    grammar: str | None = Field(None, description="Lark in llguidance's variant, or GBNF")
-    json_object: Literal[True] | None = Field(None, description="any JSON object")
+    grammar: str | None = Field(
+        None, description="the answer follows this grammar, in llguidance's variant of Lark or in GBNF"
+    )
+    json_object: Literal[True] | None = Field(None, description="true: the answer is any JSON object")
 
     def grammars(self) -> list[Grammar]:
         schema = _ANY_OBJECT if self.json_object else None
@@ -76,12 +80,16 @@ class StructuredOutputs(StrictBody):
 class StructuredOutputFields(StrictBody):
     """The fields of both endpoints."""
 
-    response_format: ResponseFormat | None = Field(None, description="json_object, or a json_schema to follow")
-    structured_outputs: StructuredOutputs | None = Field(None, description="one constraint: json, regex, choice, ...")
-    guided_json: Schema | None = Field(None, description="as structured_outputs.json")
-    guided_regex: str | None = Field(None, description="as structured_outputs.regex")
-    guided_choice: Choices | None = Field(None, description="as structured_outputs.choice")
-    guided_grammar: str | None = Field(None, description="as structured_outputs.grammar")
+    response_format: ResponseFormat | None = Field(
+        None, description="format of the answer: text, any JSON object, or JSON that follows a schema"
+    )
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="exactly one constraint: json, regex, choice, grammar or json_object"
+    )
+    guided_json: Schema | None = Field(None, description="same as structured_outputs.json")
+    guided_regex: str | None = Field(None, description="same as structured_outputs.regex")
+    guided_choice: Choices | None = Field(None, description="same as structured_outputs.choice")
+    guided_grammar: str | None = Field(None, description="same as structured_outputs.grammar")
 
     def grammar(self) -> tuple[Grammar | None, str]:
         """Return the grammar and the field that holds it. Raises InvalidGrammar for more than one."""
@@ -91,7 +99,10 @@ class StructuredOutputFields(StrictBody):
         if self.structured_outputs is not None:
             given = self.structured_outputs.grammars()
             if not given:
-                raise InvalidGrammar("structured_outputs has no constraint", param="structured_outputs")
+                raise InvalidGrammar(
+                    "structured_outputs has no constraint: set json, regex, choice, grammar or json_object",
+                    param="structured_outputs",
+                )
             found += [(grammar, "structured_outputs") for grammar in given]
         found += [(grammar, "guided_json") for grammar in _grammars(self.guided_json, None, None, None)]
         found += [(grammar, "guided_regex") for grammar in _grammars(None, self.guided_regex, None, None)]
@@ -99,7 +110,7 @@ class StructuredOutputFields(StrictBody):
         found += [(grammar, "guided_grammar") for grammar in _grammars(None, None, None, self.guided_grammar)]
         if len(found) > 1:
             named = " and ".join(field for _, field in found)
-            raise InvalidGrammar(f"an answer can follow one grammar, but there are {named}", param=found[1][1])
+            raise InvalidGrammar(f"an answer can follow one grammar; send only one of {named}", param=found[1][1])
         return found[0] if found else (None, "")
 
 
@@ -129,17 +140,17 @@ def _penalty(name: str) -> dict[str, Any]:
 class LogitFields(StrictBody):
     presence_penalty: float | None = Field(
         None,
-        description="is subtracted from the logits of tokens that the output has",
+        description="subtracted from the logits of tokens that occur in the output",
         json_schema_extra=_penalty("presence_penalty"),
     )
     frequency_penalty: float | None = Field(
         None,
-        description="the same, for each time that the output has the token",
+        description="subtracted from a token's logit for each time that it occurs in the output",
         json_schema_extra=_penalty("frequency_penalty"),
     )
     repetition_penalty: float | None = Field(
         None,
-        description="above 1: against tokens of the prompt and the output",
+        description="divides positive logits of tokens of the prompt and the output, and multiplies negative ones",
         json_schema_extra=_penalty("repetition_penalty"),
     )
     logit_bias: Annotated[
@@ -152,7 +163,7 @@ class LogitFields(StrictBody):
                 "maxProperties": MAX_LOGIT_BIAS,
             }
         ),
-    ] = Field({}, description="by token id: is added to its logit")
+    ] = Field({}, description="by token id: number that is added to the token's logit")
     allowed_token_ids: Annotated[
         list[int],
         Field(min_length=1, max_length=_MAX_LISTED),
@@ -166,7 +177,7 @@ class LogitFields(StrictBody):
                 "maxItems": MAX_ALLOWED_TOKEN_IDS,
             }
         ),
-    ] = Field([], description="no other token is drawn")
+    ] = Field([], description="the only tokens that may be generated")
     bad_words: Annotated[
         list[str],
         Field(max_length=_MAX_LISTED),
@@ -178,7 +189,7 @@ class LogitFields(StrictBody):
                 "maxItems": MAX_BAD_WORDS,
             }
         ),
-    ] = Field([], description="texts that are not generated")
+    ] = Field([], description="strings that are never generated")
 
     def logit_params(self) -> SamplingParams:
         """Return these fields as sampling parameters, with the others open. Raises InvalidRequest."""
@@ -197,5 +208,5 @@ class LogitFields(StrictBody):
 
         wrong = next((key for key in self.logit_bias if not is_id(key)), None)
         if wrong is not None:
-            raise InvalidRequest(f"logit_bias: {wrong!r:.40} is no token id", param="logit_bias")
+            raise InvalidRequest(f"logit_bias: {wrong!r:.40} is not a token id", param="logit_bias")
         return tuple(sorted({int(key): bias for key, bias in self.logit_bias.items()}.items()))

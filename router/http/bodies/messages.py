@@ -43,7 +43,7 @@ class _Message(StrictBody):
     """A message. `content` may be a list of text parts, which are joined by newlines."""
 
     content: _Content
-    name: str = Field("", description="of the participant or tool; given to the chat template")
+    name: str = Field("", description="name of the participant or tool; given to the chat template")
 
 
 class SystemMessage(_Message):
@@ -110,7 +110,7 @@ class Function(StrictBody):
     name: Annotated[str, Field(min_length=1, max_length=_MAX_NAME_CHARACTERS)]
     description: str = ""
     parameters: dict[str, Any] = Field({}, description="the JSON schema of its arguments")
-    strict: bool = Field(default=False, description="the arguments of its calls follow its schema")
+    strict: bool = Field(default=False, description="true: the arguments of its calls follow its schema")
 
     def callable(self) -> CallableTool:
         return CallableTool(self.name, self.parameters, self.strict)
@@ -174,9 +174,13 @@ ToolChoice = Annotated[
 class ToolFields(StrictBody):
     """The fields of a chat that say which tools its answer may call."""
 
-    tools: Annotated[list[Tool], FailFast()] = Field([], description="that the model may call", max_length=MAX_TOOLS)
-    tool_choice: ToolChoice = Field(WordChoice(type="auto"), description="none, auto, required, or which tools")
-    parallel_tool_calls: bool = Field(default=True, description="false: one call at most")
+    tools: Annotated[list[Tool], FailFast()] = Field(
+        [], description="tools that the model may call", max_length=MAX_TOOLS
+    )
+    tool_choice: ToolChoice = Field(
+        WordChoice(type="auto"), description="none, auto, required, or an object that names the tools"
+    )
+    parallel_tool_calls: bool = Field(default=True, description="false: the answer makes at most one call")
 
     @property
     def tool_use(self) -> ToolUse | None:

@@ -27,7 +27,7 @@ class ErrorBody(Body):
 
 
 class CachedTokens(Body):
-    cached_tokens: int = Field(description="tokens of the prompt that were not computed")
+    cached_tokens: int = Field(description="prompt tokens whose KV was in a prefix cache")
 
 
 class UsageBody(Body):
@@ -43,7 +43,7 @@ class PhaseBody(Body):
 
 
 class LedgerBody(Body):
-    phases: list[PhaseBody] = Field(description="disjoint; they sum to wall_s")
+    phases: list[PhaseBody] = Field(description="consecutive phases of the request, which sum to wall_s")
     wall_s: float
     ttft_s: float
     members: list[str]
@@ -53,7 +53,7 @@ class LedgerBody(Body):
 
 
 Ledgers = Annotated[
-    list[LedgerBody] | None, Field(description="with the header x-tandem-ledger: 1; one ledger per prompt")
+    list[LedgerBody] | None, Field(description="present with the header x-tandem-ledger: 1; one ledger per prompt")
 ]
 
 
@@ -65,13 +65,13 @@ class PromptTokenBody(Body):
 
 PromptLogprobs = Annotated[
     list[dict[str, PromptTokenBody] | None] | None,
-    Field(description="with prompt_logprobs: by token id, of each position but the first; in a stream, once"),
+    Field(description="present with prompt_logprobs: by token id, for each position but the first; in a stream, once"),
 ]
 
 
 class CompletionLogprobs(Body):
     tokens: list[str]
-    token_logprobs: list[float | None] = Field(description="null of the first token of an echoed prompt")
+    token_logprobs: list[float | None] = Field(description="null for the first token of an echoed prompt")
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
@@ -82,7 +82,7 @@ class CompletionChoice(Body):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: str | int | None = Field(description="the stop string or stop token of the request that ended it")
-    token_ids: list[int] | None = Field(None, description="with return_token_ids")
+    token_ids: list[int] | None = Field(None, description="present with return_token_ids")
     prompt_logprobs: PromptLogprobs = None
 
 
@@ -101,8 +101,8 @@ class CompletionChunk(Body):
     object: Literal["text_completion"]
     created: int
     model: str
-    choices: list[CompletionChoice] = Field(description="none in the chunk of stream_options.include_usage")
-    usage: UsageBody | None = Field(None, description="with stream_options.include_usage")
+    choices: list[CompletionChoice] = Field(description="empty in the chunk that stream_options.include_usage adds")
+    usage: UsageBody | None = Field(None, description="present with stream_options.include_usage")
     ledger: Ledgers = None
 
 
@@ -134,11 +134,11 @@ class ToolCallBody(Body):
 
 class AnswerMessage(Body):
     role: Literal["assistant"]
-    content: str | None = Field(description="null in an answer of tool calls alone")
+    content: str | None = Field(description="null in an answer that consists of tool calls")
     refusal: None
-    reasoning_content: str | None = Field(None, description="with --reasoning-parser")
+    reasoning_content: str | None = Field(None, description="present if the router runs with --reasoning-parser")
     reasoning: str | None = Field(None, description="the same as reasoning_content")
-    tool_calls: list[ToolCallBody] | None = Field(None, description="with tools")
+    tool_calls: list[ToolCallBody] | None = Field(None, description="present if the answer calls tools")
 
 
 class ChatChoice(Body):
@@ -147,7 +147,7 @@ class ChatChoice(Body):
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason | None
     stop_reason: str | int | None = Field(description="the stop string or stop token of the request that ended it")
-    token_ids: list[int] | None = Field(None, description="with return_token_ids")
+    token_ids: list[int] | None = Field(None, description="present with return_token_ids")
 
 
 class ChatCompletion(Body):
@@ -168,7 +168,7 @@ class FunctionDelta(Body):
 
 class ToolCallDelta(Body):
     index: int
-    id: str | None = Field(None, description="in the first delta of a call, with its type and name")
+    id: str | None = Field(None, description="present in the first delta of a call, with its type and name")
     type: Literal["function"] | None = None
     function: FunctionDelta
 
@@ -187,7 +187,7 @@ class ChatChunkChoice(Body):
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason | None
     stop_reason: str | int | None = Field(description="the stop string or stop token of the request that ended it")
-    token_ids: list[int] | None = Field(None, description="with return_token_ids")
+    token_ids: list[int] | None = Field(None, description="present with return_token_ids")
 
 
 class ChatCompletionChunk(Body):
@@ -195,8 +195,8 @@ class ChatCompletionChunk(Body):
     object: Literal["chat.completion.chunk"]
     created: int
     model: str
-    choices: list[ChatChunkChoice] = Field(description="none in the chunk of stream_options.include_usage")
-    usage: UsageBody | None = Field(None, description="with stream_options.include_usage")
+    choices: list[ChatChunkChoice] = Field(description="empty in the chunk that stream_options.include_usage adds")
+    usage: UsageBody | None = Field(None, description="present with stream_options.include_usage")
     prompt_logprobs: PromptLogprobs = None
     ledger: Ledgers = None
 
@@ -222,7 +222,7 @@ class Tokens(Body):
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: list[str] | None = Field(description="with return_token_strs")
+    token_strs: list[str] | None = Field(description="present with return_token_strs")
 
 
 class Text(Body):

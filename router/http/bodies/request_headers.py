@@ -28,7 +28,8 @@ class RequestHeaders(BaseModel):
         "the request's deadline in milliseconds from its arrival; without it the router's --request-timeout-s applies"
     )
     x_tandem_ledger: Literal["0", "1"] | None = Field(
-        None, description="1: the answer, or a last event of a stream, has ledger: where the time went"
+        None,
+        description="1: the response, or the last event of a stream, has ledger: where the request's time went",
     )
 
     # For the API's document: router/http/edge.py reads it.

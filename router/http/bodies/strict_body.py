@@ -56,7 +56,7 @@ class StrictBody(BaseModel):
         if not isinstance(data, dict):
             return data
         if len(data) > _MAX_FIELDS:
-            raise ValueError(f"an object has {len(data)} fields; at most {_MAX_FIELDS} are looked at")
+            raise ValueError(f"an object has {len(data)} fields; the maximum is {_MAX_FIELDS}")
         return {name: _whole(value) for name, value in data.items() if not cls._is_nothing(name, value)}
 
     @classmethod

@@ -26,12 +26,12 @@ def add_models(app: FastAPI, model: ModelInfo) -> None:
         "max_model_len": model.max_model_len,
     }
 
-    @app.get("/v1/models", summary="The model that is served", responses=answers(ModelList))
-    @app.head("/v1/models", summary="The same without a body")
+    @app.get("/v1/models", summary="Returns the served model", responses=answers(ModelList))
+    @app.head("/v1/models", summary="Returns the same without a body")
     async def models() -> Response:
         return json_response({"object": "list", "data": [entry]})
 
-    @app.get("/v1/models/{name:path}", summary="One model by name", responses=answers(Model) | refusals(404))
+    @app.get("/v1/models/{name:path}", summary="Returns one model by name", responses=answers(Model) | refusals(404))
     async def one_model(name: str) -> Response:
         check_model(name, model)
         return json_response(entry)
@@ -40,26 +40,30 @@ def add_models(app: FastAPI, model: ModelInfo) -> None:
 def add_operations(app: FastAPI, telemetry: Telemetry, ready: Callable[[], bool]) -> None:
     installed = {"version": version("tandem-serving")}
 
-    @app.get("/health", summary="This process answers", responses=answers(Status))
-    @app.head("/health", summary="The same without a body")
-    @app.get("/ping", summary="The same as /health", responses=answers(Status))
-    @app.post("/ping", summary="The same as /health", responses=answers(Status))
-    @app.head("/ping", summary="The same without a body")
+    @app.get("/health", summary="Returns 200 while this process answers", responses=answers(Status))
+    @app.head("/health", summary="Returns the same without a body")
+    @app.get("/ping", summary="Returns the same as /health", responses=answers(Status))
+    @app.post("/ping", summary="Returns the same as /health", responses=answers(Status))
+    @app.head("/ping", summary="Returns the same without a body")
     async def health() -> Response:
         return json_response({"status": "alive"})
 
-    @app.get("/ready", summary="A request would succeed now; 503 while not", responses=answers(Status, 200, 503))
-    @app.head("/ready", summary="The same without a body", responses=answers(Status, 503))
+    @app.get(
+        "/ready",
+        summary="Returns 200 if a request would succeed now, and 503 otherwise",
+        responses=answers(Status, 200, 503),
+    )
+    @app.head("/ready", summary="Returns the same without a body", responses=answers(Status, 503))
     async def readiness() -> Response:
         return json_response({"status": "ready"}) if ready() else json_response({"status": "not ready"}, status=503)
 
-    @app.get("/version", summary="The version of Tandem", responses=answers(Version))
-    @app.head("/version", summary="The same without a body")
+    @app.get("/version", summary="Returns the version of Tandem", responses=answers(Version))
+    @app.head("/version", summary="Returns the same without a body")
     async def tandem_version() -> Response:
         return json_response(installed)
 
-    @app.get("/metrics", summary="Figures for Prometheus", response_class=PlainTextResponse)
-    @app.head("/metrics", summary="The same without a body", response_class=PlainTextResponse)
+    @app.get("/metrics", summary="Returns metrics for Prometheus", response_class=PlainTextResponse)
+    @app.head("/metrics", summary="Returns the same without a body", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(telemetry.render(), media_type=CONTENT_TYPE)
 

@@ -87,7 +87,9 @@ def _check_machine(request: Request) -> None:
     host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
     is_here = request.client is not None and _is_loopback(request.client.host)
     if not is_here or not (host == "localhost" or _is_loopback(host)):
-        raise Unauthenticated("without keys this page is for the router's own machine; start routers with --admin-key")
+        raise Unauthenticated(
+            "without an admin key the router serves this page only to its own machine; start it with --admin-key"
+        )
 
 
 def _is_loopback(host: str) -> bool:

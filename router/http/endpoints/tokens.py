@@ -39,7 +39,9 @@ class TokenizeRequest(StrictBody):
     model: str = ""
     prompt: str | None = None
     messages: Annotated[list[Message], FailFast()] = Field([], max_length=MAX_MESSAGES)
-    add_special_tokens: bool = Field(default=True, description="of the tokenizer, around a prompt")
+    add_special_tokens: bool = Field(
+        default=True, description="true: the tokenizer's special tokens are added around a prompt"
+    )
     return_token_strs: bool = False
     tools: Annotated[list[Tool], FailFast()] = Field([], max_length=MAX_TOOLS)
     add_generation_prompt: bool = True
@@ -67,7 +69,7 @@ def add_tokens(app: FastAPI, tokenization: Tokenization) -> None:
 
     @app.post(
         "/tokenize",
-        summary="The tokens of a text or a conversation",
+        summary="Returns the tokens of a text or a conversation",
         responses=answers(Tokens) | refusals(400, 404, 413, 429, 500),
     )
     async def tokenize(body: TokenizeRequest) -> Response:
@@ -86,7 +88,9 @@ def add_tokens(app: FastAPI, tokenization: Tokenization) -> None:
         count = {"count": len(token_ids), "max_model_len": model.max_model_len}
         return json_response(count | {"tokens": list(token_ids), "token_strs": names})
 
-    @app.post("/detokenize", summary="The text of tokens", responses=answers(Text) | refusals(400, 404, 413, 429, 500))
+    @app.post(
+        "/detokenize", summary="Returns the text of tokens", responses=answers(Text) | refusals(400, 404, 413, 429, 500)
+    )
     async def detokenize(body: DetokenizeRequest) -> Response:
         check_model(body.model, model)
         return json_response({"prompt": await threads.run(tokenization.decode, tuple(body.tokens))})

@@ -50,7 +50,7 @@ _SCHEDULER_MOVES = {
 }
 _PHRASES = {  # parts of the details of WorkerLost, which no counter counts
     "and another one does": "prompt left a silent worker",
-    "did not take a start within": "decode start: late",
+    "did not accept a start message within": "decode start: late",
 }
 # What one step may compute: sequences decoded here, prompts of such sequences, and prompts for export.
 _STEP_WORK = ("decode", "own prompt", "export")

@@ -141,7 +141,7 @@ def test_messages_that_cannot_be_rendered_are_refused_with_their_position(
         ("completions", {"prompt": "x", "temperature": float("nan")}, "temperature must be from 0 to 2"),
         ("completions", {"prompt": "x", "top_p": 0}, "top_p"),
         ("completions", {"prompt": "x", "min_p": 2}, "min_p"),
-        ("completions", {"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias: 'x' is no token id"),
+        ("completions", {"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias: 'x' is not a token id"),
         ("completions", {"prompt": "x", "logit_bias": {"9": 101}}, "logit_bias of token 9 must be from -100 to 100"),
         ("completions", {"prompt": "x", "presence_penalty": 3}, "presence_penalty must be from -2 to 2, not 3"),
         ("completions", {"prompt": "x", "allowed_token_ids": []}, "allowed_token_ids: List should have at least 1"),

@@ -221,7 +221,7 @@ def test_an_answer_behind_reasoning_or_beside_calls_matches_the_grammar(
     [
         ("qwen3_coder", {"properties": {"a": {"type": "string", "pattern": "x"}}}, "pattern of a strict tool"),
         ("glm45", {"properties": {}, "minProperties": 1}, "minProperties of a strict tool"),
-        ("glm45", {"properties": {"a": {"type": "string", "enum": [1]}}}, "none that this model's calls"),
+        ("glm45", {"properties": {"a": {"type": "string", "enum": [1]}}}, "none that this model's format"),
         ("glm45", {"properties": {}, "required": ["a"]}, "'a' is required"),
         ("qwen3_coder", {"properties": {"<": {}}}, "an argument '<'"),
         ("hermes", {"x-guidance": {}}, "x-guidance"),
