@@ -62,6 +62,8 @@ def _shown(value: object) -> str:
 def _prefill(message: worker_pb2.PrefillRequest) -> str:
     if message.num_committed * ID_BYTES >= len(message.token_ids):
         return "num_committed must leave at least one token of prompt"
+    if message.num_committed and message.prompt_logprobs_plus_one:
+        return "prompt_logprobs_plus_one must be 0 once there are committed tokens: they come before any token"
     return ""
 
 

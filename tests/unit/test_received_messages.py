@@ -95,6 +95,13 @@ def test_a_field_out_of_its_bounds_raises_only_the_named_error(kind: type[Messag
     assert num_refused or flags_only, "no mutation was refused: what does this test look at?"
 
 
+def _resumed_prefill() -> Message:
+    """Return a job that wants the log-probabilities of a prompt that has been answered in part."""
+    job = next(examples(worker_pb2.PrefillRequest))
+    job.token_ids, job.num_committed, job.prompt_logprobs_plus_one = bytes(16), 1, 1
+    return job
+
+
 def _assert_within_bounds(value: object, what: str) -> None:
     """Check the bounds that follow from the type: no count is negative, and every measured value is finite."""
     if isinstance(value, float):
@@ -118,6 +125,7 @@ def _assert_within_bounds(value: object, what: str) -> None:
         (kv_pb2.LeasePrefixResponse(num_blocks=2), "num_blocks must be 0 exactly without a ticket"),
         (worker_pb2.StepOutput(handles=bytes(8), token_ids=bytes(4), indices=bytes(8)), "equally long"),
         (worker_pb2.SequenceStarted(handles=[1, 2], first_token_ids=bytes(4)), "one for each of 2 handles"),
+        (_resumed_prefill(), "prompt_logprobs_plus_one must be 0 once there are committed tokens"),
         (worker_pb2.CacheEvents(first_number=2, next_number=1), "next_number must not be less"),
     ],
 )
