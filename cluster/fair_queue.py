@@ -12,7 +12,7 @@ saves up for later, and none is in debt for what nobody else wanted.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.messages import TenantShare
@@ -116,6 +116,13 @@ class FairQueue:
             starts.append(places[demand.tenant.label])
             places[demand.tenant.label] += (demand.charged + demand.cost_left) / demand.tenant.weight
         return starts
+
+    def check(self, present: Iterable[TenantShare]) -> None:
+        """Raise AssertionError unless each piece of work that is here is counted. `present`: their tenants."""
+        pieces = Counter(tenant.label for tenant in present)
+        assert self._pieces == pieces, f"tenants have {dict(pieces)} pieces of work, and {dict(self._pieces)} counted"
+        assert self._newcomers <= self._pieces.keys(), "a tenant without work is about to begin"
+        assert self._pieces or not self._times, "the virtual times of tenants outlive all work"
 
     def _raise_floor(self, charged: dict[str, float], waiting: set[str]) -> None:
         """Raise the floor to the first beginning of those that wait; if none waits, to the latest virtual time. Forget

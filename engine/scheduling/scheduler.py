@@ -83,7 +83,7 @@ class SequenceScheduler:
         pool = self._pool = BlockPool(limits.num_blocks, limits.prefix_eviction)
         swaps = self._swaps = SwapSpace(limits.num_swap_slots, self._cost)
         tables = self._tables = BlockTables(limits, new_chain, pool, swaps)
-        tenants = FairQueue()
+        tenants = self._tenants = FairQueue()
         reservations = self._reservations = Reservations(pool, tenants)
         batch = self._batch = Batch(
             limits,
@@ -231,8 +231,9 @@ class SequenceScheduler:
         return (*started, *failed, *self._admission.grant_blocks(now_s))
 
     def check(self) -> None:
-        """Raise AssertionError if the pool, the sequences, the hand-offs and the leases disagree."""
+        """Raise AssertionError if the pool, the sequences, the hand-offs, the leases and the tenants disagree."""
         self._batch.check(self._live.check())
+        self._tenants.check((*self._live.tenants, *(request.tenant for request, _ in self._reservations.requests)))
         self._pool.check_leases(self._leases.leases)
 
     def holders(self) -> frozenset[str]:

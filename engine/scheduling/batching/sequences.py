@@ -23,6 +23,7 @@ from cluster.messages import (
     PrefillJob,
     PromptLogprobs,
     SequenceStart,
+    TenantShare,
 )
 from cluster.protocol.hashing import BlockChain
 from engine.sampling.logit_state import GrammarState, LogitState
@@ -205,6 +206,11 @@ class LiveSequences:
     def names(self) -> Iterable[tuple[MemberId, int]]:
         """Return the router and the handle of every live choice that is decoded here."""
         return self._sequences.keys()
+
+    @property
+    def tenants(self) -> list[TenantShare]:
+        """The tenant of each live group."""
+        return [group.job.tenant for group in self._groups.values()]
 
     @property
     def tickets(self) -> Iterable[bytes]:

@@ -15,11 +15,12 @@ from tandem.progress import Progress
 from tandem.results import Delta
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 from tests.chaos.simulated.calls import Channel
-from tests.chaos.simulated.engine import serial_tokens
+from tests.chaos.simulated.engine import Scores, serial_scores, serial_tokens
 from tests.chaos.simulated.grammars import GRAMMARS
 from tests.chaos.simulated.loop import Process
 from tests.chaos.simulated.machine import vocab_size
 from tests.chaos.simulated.schedule import Ask, Schedule
+from tests.chaos.simulated.tenants import as_tenant
 
 if TYPE_CHECKING:
     from tests.chaos.simulated.world import World
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _TIMEOUT_S = 90.0
 _AGAIN_S = 0.5
 _AGAIN = "again"
+_known_scores: dict[tuple[tuple[int, ...], int, int], tuple[Scores, ...]] = {}
 _known: dict[tuple[tuple[int, ...], int, int, int, str], tuple[int, ...]] = {}
 
 
@@ -53,6 +55,14 @@ def expected_tokens(
     return _known[key]
 
 
+def expected_scores(schedule: Schedule, prompt: tuple[int, ...], num_top: int) -> tuple[Scores, ...]:
+    """Return the scores of all tokens but the first of a prompt that is computed alone, without faults."""
+    key = (prompt, num_top, schedule.block_size)
+    if key not in _known_scores:
+        _known_scores[key] = serial_scores(*key[:2], block_size=schedule.block_size, vocab_size=vocab_size())
+    return _known_scores[key]
+
+
 class Client:
     def __init__(self, world: "World", number: int, ask: Ask) -> None:
         self.process = Process(f"client{number}")
@@ -62,6 +72,7 @@ class Client:
         self._seed = number + 1
         self._got: list[list[int]] = []
         self._ended: set[int] = set()
+        self._num_scored = 0  # tokens of the prompt whose log-probabilities have come
         self._is_wrong = self._has_reconnected = False
 
     async def run(self) -> str:
@@ -90,14 +101,16 @@ class Client:
             deadline_s=deadline_s,
             draw=world.dice.random,
         )
-        self._got, self._ended = [[] for _ in range(self.ask.n)], set()
+        self._got, self._ended, self._num_scored = [[] for _ in range(self.ask.n)], set(), 0
         while True:
             channel = Channel(world.network, progress.router, world.watch)
             left_s = progress.time_left_s(asyncio.get_running_loop().time())
             num_tokens = sum(map(len, self._got))
             goes_on = f"goes on after {num_tokens} tokens at" if num_tokens else "asks"
             world.say(self.process, f"{goes_on} {progress.router}: {self.ask.max_tokens} tokens, {self.ask.n} times")
-            call = inference_pb2_grpc.InferenceStub(channel).Generate(progress.request, timeout=left_s)
+            call = inference_pb2_grpc.InferenceStub(channel).Generate(
+                progress.request, timeout=left_s, metadata=as_tenant(self.ask.tenant)
+            )
             try:
                 return await self._read(call, progress)
             except grpc.aio.AioRpcError as rpc_error:
@@ -111,7 +124,10 @@ class Client:
 
     async def _read(self, call: Any, progress: Progress) -> str:
         """Read the stream to its end. Raises AioRpcError, InternalError."""
+        num_scored = 0  # by this stream
         async for message in call:
+            if message.HasField("prompt_logprobs"):
+                num_scored = self._take_scores(message.prompt_logprobs, num_scored)
             for delta in progress.add(message):
                 self._take(delta)
             self._reconnect_if_due(progress.router)
@@ -119,12 +135,16 @@ class Client:
                 call.cancel()
                 self._world.say(self.process, "has enough, and cancels")
                 return "cancelled"
-        progress.result()
+        scored = progress.result().prompt_logprobs
+        if tuple(token.token.token_id for token in scored) != self._prompt[1:] * (self.ask.prompt_logprobs is not None):
+            self._wrong(f"{len(scored)} log-probabilities are not those of the prompt's tokens")
         if len(self._ended) < self.ask.n:
             self._wrong(f"ended without all of its {self.ask.n} choices' ends")
         self._compare(is_whole=True)
         if self.ask.grammar:
             self._world.reached[f"constrained request: {self.ask.grammar}"] += 1
+        if scored:
+            self._world.reached["scored prompt: ok"] += 1
         self._world.say(self.process, "has everything")
         return "ok"
 
@@ -145,12 +165,30 @@ class Client:
             self._world.wrong(f"request {self.number} is lost: {type(final).__name__} {final.reason}: {final.message}")
             return final.reason
 
+    def _take_scores(self, message: inference_pb2.PromptLogprobs, num_before: int) -> int:
+        """Compare log-probabilities of the prompt with the right ones. `num_before`: those of the same stream before
+        them. Return how many it has sent. A stream that continues after tokens must send none."""
+        num_scored = num_before + len(message.tokens)
+        got = tuple(
+            (scored.token.logprob, scored.rank, tuple((top.token_id, top.logprob) for top in scored.top))
+            for scored in message.tokens
+        )
+        is_next = message.first_position == 1 + num_before and not any(self._got)
+        if not is_next or got != self._expected_scores()[num_before:num_scored]:
+            self._wrong(
+                f"the prompt's log-probabilities from {message.first_position} on are other ones or late: {got}"
+            )
+        self._num_scored = max(self._num_scored, num_scored)
+        return num_scored
+
     def _take(self, delta: Delta) -> None:
         tokens = self._got[delta.choice]
         if delta.choice in self._ended:
             self._wrong(f"choice {delta.choice} goes on after its end")
         if delta.first_index != len(tokens):
             self._wrong(f"choice {delta.choice} has {len(tokens)} tokens, and gets one with index {delta.first_index}")
+        if self._num_scored < len(self._expected_scores()):
+            self._wrong(f"tokens came before the prompt's log-probabilities, of which {self._num_scored} have come")
         tokens.extend(delta.token_ids)
         if delta.finish_reason:
             self._ended.add(delta.choice)
@@ -181,6 +219,10 @@ class Client:
         """Return the tokens of a choice with this seed that runs alone."""
         return expected_tokens(self._world.schedule, self._prompt, seed, self.ask.max_tokens, self.ask.grammar)
 
+    def _expected_scores(self) -> tuple[Scores, ...]:
+        num_top = self.ask.prompt_logprobs
+        return () if num_top is None else expected_scores(self._world.schedule, self._prompt, num_top)
+
     def _wants_no_more(self) -> bool:
         return self.ask.cancel_after is not None and sum(map(len, self._got)) >= self.ask.cancel_after
 
@@ -191,6 +233,7 @@ class Client:
             sampling=inference_pb2.SamplingParams(seed=self._seed),
             stop=inference_pb2.StopConditions(max_tokens=self.ask.max_tokens, ignore_eos=not self.ask.grammar),
             n=self.ask.n,
+            prompt_logprobs=self.ask.prompt_logprobs,
         )
         if self.ask.grammar:
             grammar = GRAMMARS[self.ask.grammar]

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 from cluster.errors import HandOffFailed, HandOffReason, TandemError
+from cluster.fair_queue import FairQueue
 from cluster.member import Member, MemberState
 from cluster.observe.telemetry import Telemetry
 from engine.scheduling.batching.block_tables import SwapSpace
@@ -85,7 +86,7 @@ def known() -> tuple[str, ...]:
     works = [works for number in (1, 2, 3) for works in itertools.combinations(_STEP_WORK, number)]
     names += [f"step: {' + '.join(work)}" for work in works]
     names += ["prompt time: limited", *(f"counted: placement_decisions {reason}" for reason in PlacementReason)]
-    names += ["direct request: ok", "flip: ok"]
+    names += ["direct request: ok", "flip: ok", "scored prompt: ok", "scored prompt: direct", "tenants: ordered"]
     names.remove("lease: running > running")
     return (*dict.fromkeys(names), "lease: renewed")
 
@@ -119,6 +120,7 @@ def _wrappers(count: Count) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield WorkerStream, "_converse", functools.partial(_counting_streams, count)
     yield SwapSpace, "swap_out", functools.partial(_counting_swaps, count)
     yield StepsInFlight, "begin", lambda begun: _before(begun, functools.partial(_count_step, count))
+    yield FairQueue, "starts", lambda starts: _before(starts, lambda *_: count("tenants: ordered"))
     yield PromptTime, "take", functools.partial(_counting_limits, count)
     for owner, methods in _SCHEDULER_MOVES.items():
         for method in methods:

@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from cluster.auth.member_channel import MemberChannel
-from cluster.messages import DecodeJob, MemberId, PrefillJob, Sampling, SequenceStart, TokenStops
+from cluster.messages import DecodeJob, MemberId, PrefillJob, Sampling, SequenceStart, TenantShare, TokenStops
 from cluster.protocol import wire
 from router.fleet.decode_events import tokens_of
 from tandem.errors import error_from_rpc
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tests.chaos.simulated.calls import member_channel
-from tests.chaos.simulated.clients import expected_tokens, prompt_of
+from tests.chaos.simulated.clients import expected_scores, expected_tokens, prompt_of
+from tests.chaos.simulated.engine import Scores
 from tests.chaos.simulated.loop import Process
 from tests.chaos.simulated.mix import DirectAsk
+from tests.chaos.simulated.tenants import share_of
 
 if TYPE_CHECKING:
     from tests.chaos.simulated.world import World
@@ -83,12 +85,28 @@ class DirectClient:
             start = worker_pb2_grpc.DecodeWorkerStub(self._channel(self.ask.decode)).Start
             await start(wire.decode_job_to_wire(self._job(ticket)), timeout=_TIMEOUT_S)
             if prefill is not None:
+                await self._read_scores(prefill)
                 await self._message(prefill)  # the first tokens
             return await self._read(call)
         finally:
             call.cancel()
             if prefill is not None:
                 prefill.cancel()
+
+    async def _read_scores(self, prefill: Any) -> None:
+        """Read the log-probabilities of the prompt, which come before the first tokens."""
+        num_top = self.ask.prompt_logprobs
+        if num_top is None:
+            return
+        expected, got = expected_scores(self._world.schedule, self._prompt, num_top), list[Scores]()
+        while len(got) < len(expected):
+            part = wire.prompt_logprobs_from_wire((await self._message(prefill)).prompt_logprobs)
+            is_next = part.first_position == 1 + len(got)
+            got += part.values()
+            if not is_next or not part.num_tokens or tuple(got) != expected[: len(got)]:
+                self._world.wrong(f"direct request {self.number}: other log-probabilities of its prompt: {got}")
+                raise _Ended("wrong")
+        self._world.reached["scored prompt: direct"] += 1
 
     async def _read(self, call: Any) -> str:
         while len(self._whole) < self.ask.n:
@@ -145,6 +163,8 @@ class DirectClient:
             num_committed=0,
             importer=importer,
             timeout_s=_TIMEOUT_S,
+            num_prompt_logprobs=self.ask.prompt_logprobs,
+            tenant=self._tenant,
         )
 
     def _job(self, ticket: bytes | None) -> DecodeJob:
@@ -158,7 +178,12 @@ class DirectClient:
             sequences=tuple(SequenceStart(choice, self._seed(choice)) for choice in range(self.ask.n)),
             signed_ticket=ticket,
             timeout_s=_TIMEOUT_S,
+            tenant=self._tenant,
         )
+
+    @property
+    def _tenant(self) -> TenantShare:
+        return share_of(self._world.schedule.tenants, self.ask.tenant)
 
     @property
     def _request_id(self) -> str:

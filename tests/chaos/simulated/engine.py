@@ -1,23 +1,25 @@
 """The simulated engine: KV is a chain of hashes, and every token is a hash of all KV bytes of its sequence.
 
-One wrong, stale or missing byte in any block of a table changes the next token and all later ones. Nothing else does:
-every cluster must produce the tokens of a serial run on a separate pool.
+One wrong, stale or missing byte in any block of a table changes the next token and all later ones, and the
+log-probabilities of the prompt's tokens. Nothing else does: every cluster must produce those of a serial run on a
+separate pool.
 """
 
 import hashlib
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
-from cluster.messages import Grammar, LayoutFingerprint, Sampling
+from cluster.messages import Grammar, LayoutFingerprint, PromptLogprobs, Sampling
 from engine.grammar.compiled_grammars import StepMasks
 from engine.kv.layout import BlockLayout, LayerShape, lay_out
 from engine.kv.pool import KvPool
 from engine.model.loaded import ModelInfo
 from engine.sampling.logit_state import GrammarState
-from engine.scheduling.step import Chunk, DrawnToken, Launched, Sample, StepPlan, StepResult
+from engine.scheduling.step import Chunk, DrawnToken, Launched, Sample, ScoredTokens, StepPlan, StepResult
 from tests.chaos.simulated.grammars import END, AtOnce, compiled_grammars
 from tests.chaos.simulated.schedule import MAX_MODEL_LEN
 
@@ -50,7 +52,24 @@ class StandInRunner:
         if plan.announces and self.on_written is not None:
             self.on_written()
         refused = self.masks.begin(plan).wait() if self.masks is not None else {}
-        return StepResult(tuple(map(self._draw, plan.chunks)), refused=refused)
+        scored = tuple(self._score(plan.chunks[each.chunk].block_ids, each) for each in plan.scored)
+        return StepResult(tuple(map(self._draw, plan.chunks)), refused=refused, scored=scored)
+
+    def _score(self, block_ids: Sequence[int], scored: ScoredTokens) -> PromptLogprobs:
+        """Return the log-probabilities of tokens of a prompt, each a hash of the token and of all KV before it."""
+        rows = [
+            scores(self._read(block_ids, position), token_id, scored.num_top, self._vocab_size)
+            for position, token_id in enumerate(scored.token_ids, start=scored.first_position)
+        ]
+        num, top = len(rows), [pair for _, _, pairs in rows for pair in pairs]
+        return PromptLogprobs(
+            scored.first_position,
+            scored.num_top,
+            logprobs=struct.pack(f"<{num}f", *(logprob for logprob, _, _ in rows)),
+            ranks=struct.pack(f"<{num}I", *(rank for _, rank, _ in rows)),
+            top_token_ids=struct.pack(f"<{len(top)}I", *(token_id for token_id, _ in top)),
+            top_logprobs=struct.pack(f"<{len(top)}f", *(logprob for _, logprob in top)),
+        )
 
     def _draw(self, chunk: Chunk) -> tuple[DrawnToken, ...]:
         """Draw a chunk's tokens: the accepted draft tokens and one more. Rejected draft tokens leave no KV."""
@@ -106,6 +125,17 @@ class StandInRunner:
         keys = start + offset * _KEY_BYTES
         values = start + self._block_size * _KEY_BYTES + offset * _VALUE_BYTES
         return slice(keys, keys + _KEY_BYTES), slice(values, values + _VALUE_BYTES)
+
+
+Scores = tuple[float, int, tuple[tuple[int, float], ...]]  # log-probability, rank, most likely tokens with theirs
+
+
+def scores(kv: bytes, token_id: int, num_top: int, vocab_size: int) -> Scores:
+    """Return the scores of a token after this KV. They are no probabilities, and fit 32 bits exactly."""
+    digest = hashlib.blake2b(kv, digest_size=64, salt=token_id.to_bytes(8, "little")).digest()
+    own, rank, *others = struct.unpack("<16I", digest)
+    top = tuple((other % vocab_size, -(other % 4096) / 256) for other in others[:num_top])
+    return -(own % 4096) / 256, 1 + rank % vocab_size, top
 
 
 def _allowed(sample: Sample) -> tuple[int, ...] | None:
@@ -177,6 +207,15 @@ def stand_in_engine(num_blocks: int, block_size: int, vocab_size: int, *, launch
 
 def memory_of(pool: KvPool) -> memoryview:
     return memoryview(pool.raw.numpy().data).cast("B")
+
+
+def serial_scores(prompt: Sequence[int], num_top: int, *, block_size: int, vocab_size: int) -> tuple[Scores, ...]:
+    """Return the scores of all tokens but the first of a prompt that is computed alone on a separate pool."""
+    block_ids = tuple(range(-(-len(prompt) // block_size)))
+    memory = memoryview(bytearray(len(block_ids) * layout_of(block_size).block_bytes))
+    wanted = ScoredTokens(0, 1, tuple(prompt[1:]), num_top)
+    plan = StepPlan((Chunk(0, tuple(prompt), 0, block_ids),), scored=(wanted,))
+    return tuple(StandInRunner(memory, vocab_size, block_size).run(plan).scored[0].values())
 
 
 def serial_tokens(

@@ -19,6 +19,7 @@ from tests.chaos.simulated.member import Member
 from tests.chaos.simulated.mix import Flip
 from tests.chaos.simulated.redis import PLACE
 from tests.chaos.simulated.schedule import NUM_REFUSALS, Kind, Mishap
+from tests.chaos.simulated.tenants import AS_OPERATOR
 
 if TYPE_CHECKING:
     from tests.chaos.simulated.world import World
@@ -103,7 +104,7 @@ class Harm:
         for asked in [other for other in self._world.members.values() if other.role == "router"]:
             channel = Channel(self._world.network, asked.address, self._world.watch)
             try:
-                await admin_pb2_grpc.AdminStub(channel).SetRole(request, timeout=5.0)
+                await admin_pb2_grpc.AdminStub(channel).SetRole(request, timeout=5.0, metadata=AS_OPERATOR)
             except grpc.aio.AioRpcError as error:
                 self._world.reached[f"flip: {error.code().name.lower()}"] += 1
             else:
@@ -208,7 +209,7 @@ class Harm:
             channel = Channel(self._network, asked.address, world.watch)
             request = admin_pb2.MigrateRequest(source=member.place, max_sequences=8)
             try:
-                answer = await admin_pb2_grpc.AdminStub(channel).Migrate(request, timeout=20.0)
+                answer = await admin_pb2_grpc.AdminStub(channel).Migrate(request, timeout=20.0, metadata=AS_OPERATOR)
                 world.say(member.place, f"has handed {answer.num_moved} of {asked.place} on, kept {answer.num_kept}")
             except grpc.aio.AioRpcError as error:
                 world.say(member.place, f"hands nothing on: {error.details()}")

@@ -26,6 +26,7 @@ from kvtransfer.transports.available import Available
 from kvtransfer.transports.base import TransportSetup
 from router.fleet.decode_events import Sequences
 from router.overview.overview import Overview
+from router.request.live_requests import LiveRequests
 from router.text.tokenization import Tokenization
 from tests.chaos.simulated.calls import KEY, Channel
 from tests.chaos.simulated.coverage import counted
@@ -37,6 +38,7 @@ from tests.chaos.simulated.redis import RedisClient
 from tests.chaos.simulated.schedule import MAX_MODEL_LEN
 from tests.chaos.simulated.served_calls import Server
 from tests.chaos.simulated.steps import SimulatedStepLoop
+from tests.chaos.simulated.tenants import StoredKeys
 from tests.chaos.simulated.transport import Exports, Imports
 from tests.system.router_harness import DEMO_MODEL
 
@@ -152,6 +154,12 @@ def _engine(config: WorkerConfig, *_: object) -> StandInEngine:
     return stand_in_engine(config.num_blocks, config.block_size, vocab_size(), launches=world().launches)
 
 
+def _live_requests(**about: Any) -> LiveRequests:
+    """Return the live requests of a router, which the world checks."""
+    live = world().live_requests[current()] = LiveRequests(**about)
+    return live
+
+
 def _copy_s(*_: object) -> float:
     return float(world().schedule.copy_s)
 
@@ -226,6 +234,7 @@ def _of_workers(dice: _Dice) -> dict[str, object]:
         "worker.app.StepLoop": SimulatedStepLoop,
         "worker.app.MonotonicClock": SimulatedClock,
         "worker.app.fixed_rows": lambda _: _FIXED_ROWS,
+        "worker.app.max_scored_tokens": lambda _: world().schedule.max_scored_tokens,
         "worker.app.time_steps": lambda *_: _STEPS_AT_LOAD,
     }
 
@@ -240,6 +249,9 @@ def _of_routers(dice: _Dice) -> dict[str, object]:
         "router.app.cluster_keys": lambda _: ClusterKeys(KEY),
         "router.ports.HttpServer": _HttpServer,
         "router.app.random": dice,
+        "router.app.LiveRequests": _live_requests,
+        "router.accounts.FileKeyStore": StoredKeys,
+        "router.accounts.MonotonicClock": SimulatedClock,
         "router.ports.HealthPort": _SilentPort,
         "router.ports.MetricsPort": _SilentPort,
         "router.app.build_app": lambda **_: None,

@@ -16,6 +16,7 @@ from tests.chaos.simulated.disk import SimulatedBlockFiles
 from tests.chaos.simulated.engine import layout_of
 from tests.chaos.simulated.loop import Process
 from tests.chaos.simulated.schedule import MAX_MODEL_LEN, Schedule
+from tests.chaos.simulated.tenants import settings_of
 
 if TYPE_CHECKING:
     from tests.chaos.simulated.world import World
@@ -109,6 +110,7 @@ class Member:
                 placement=schedule.mix.placement,
                 slo_ttft_ms=schedule.mix.slo_ttft_ms,
                 slo_tpot_ms=schedule.mix.slo_tpot_ms,
+                **settings_of(schedule.tenants),
             )
         return WorkerConfig(
             **common,
@@ -134,8 +136,10 @@ class Member:
 
     async def left_over(self) -> list[str]:
         """Describe what the member still holds."""
-        if self.role == "router" or self.main.done():
+        if self.main.done():
             return []
+        if self.role == "router":
+            return self._live_requests()
         channel = member_channel(self._world.network, self.address, self._world.watch)
         try:
             answer = await worker_pb2_grpc.WorkerStub(channel).Inspect(worker_pb2.InspectRequest(), timeout=5.0)
@@ -157,6 +161,14 @@ class Member:
         )
         busy |= {name: int(answer.figures[name]) for name in names if answer.figures.get(name)}
         return [f"{self.process} has {', '.join(f'{number} {name}' for name, number in busy.items())}"] if busy else []
+
+    def _live_requests(self) -> list[str]:
+        live = self._world.live_requests[self.process]
+        try:
+            live.check()  # the accounts of tenants too, if no request is live
+        except AssertionError as error:
+            self._world.wrong(f"{self.process}: {error}")
+        return [f"{self.process} has {len(live)} live requests"] if len(live) else []
 
 
 def _tiers(schedule: Schedule) -> dict[str, Any]:

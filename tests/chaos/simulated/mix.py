@@ -23,6 +23,8 @@ class DirectAsk:
     max_tokens: int
     n: int = 1
     cancel_after: int | None = None
+    tenant: int = 0  # as of an `Ask`, like the next one
+    prompt_logprobs: int | None = None  # of the prompt that is exported
 
 
 @dataclass(frozen=True, slots=True)

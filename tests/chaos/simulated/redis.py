@@ -8,6 +8,7 @@ from typing import Any, Self
 from redis.exceptions import ConnectionError as RedisGone
 
 from cluster.registry import registry, scale_registry
+from router import accounts
 from tests.chaos.simulated.loop import current
 from tests.chaos.simulated.network import Network
 
@@ -107,7 +108,16 @@ class RedisServer:
             del ids[member_id]
         return [word for id_and_text in found.items() if id_and_text[1] is not None for word in id_and_text if word]
 
-    def no_scale_target(self, keys: Sequence[str], values: Sequence[Any]) -> list[str]:
+    def share_use(self, keys: Sequence[str], values: Sequence[Any]) -> list[str]:
+        """Keep a router's report of what its tenants use, and return those of the others."""
+        router, report, expires_ms = values
+        self.put(f"{keys[0]} {router}", report, expires_ms)
+        others = [key for key in self._keys if key.startswith(f"{keys[0]} ") and not key.endswith(f" {router}")]
+        reports = {key.partition(" ")[2]: self.get(key) for key in others}
+        return [word for pair in reports.items() if pair[1] is not None for word in pair if word is not None]
+
+    def nothing(self, keys: Sequence[str], values: Sequence[Any]) -> list[str]:
+        """Answer scripts of what no schedule has: scale targets, and sums of usage that are read."""
         return []
 
     def _publish(self) -> None:
@@ -127,7 +137,9 @@ class RedisClient:
             registry._RENEW: server.renew,
             registry._DEREGISTER: server.deregister,
             registry._MEMBERS: server.members,
-            scale_registry._ANSWER: server.no_scale_target,
+            scale_registry._ANSWER: server.nothing,
+            accounts._SHARE: server.share_use,
+            accounts._ADD: server.nothing,
         }
 
     def register_script(self, text: str) -> Script:

@@ -11,7 +11,7 @@ from random import Random
 from tests.chaos.simulated.mix import SEPARATE, Mix, draw_mix, draw_roles
 from tests.chaos.simulated.mutations import MESSAGES
 
-DISTRIBUTION = 7
+DISTRIBUTION = 8
 MAX_MODEL_LEN = 96
 
 
@@ -64,6 +64,8 @@ class Ask:
     cancel_after: int | None = None  # the client cancels when it has this many tokens
     reconnect_after: int | None = None  # its connection breaks at this many tokens, and it resumes at another router
     grammar: str = ""  # the name of the grammar that its answer follows
+    tenant: int = 0  # number of the tenant, if the schedule has some
+    prompt_logprobs: int | None = None  # as of a request
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,8 @@ class Schedule:
     drain_grace_s: float
     max_attempts: int
     mix: Mix = SEPARATE
+    tenants: tuple[int, ...] = ()  # their weights; none: no request has a key
+    max_scored_tokens: int = 256  # of a step
 
     def num_blocks(self, role: str, number: int) -> int:
         sizes = self.prefill_blocks if role == "prefill" else self.decode_blocks
@@ -139,6 +143,8 @@ _WATERMARK_BLOCKS = 2  # at most, of the pools drawn here
 _SMALL_SHARE = 0.3  # of schedules in which some pools are too small for some requests
 _CONSTRAINED_SHARE = 0.3  # of schedules in which some requests have grammars
 _GRAMMARS = ("", "schema", "call", "regex", "choice")  # as in grammars.py
+_TENANTS_SHARE = 0.4  # of schedules whose requests are of several tenants
+_SCORED_SHARE = 0.3  # of schedules in which some requests want the log-probabilities of their prompts
 _MUTATED_SHARE = 0.2  # of schedules in which members send messages with a field out of its bounds
 
 
@@ -148,7 +154,29 @@ def make_schedule(seed: int) -> Schedule:
     counts = separate.num_prefills, separate.num_decodes
     mix = draw_roles(Random(f"{seed} roles"), draw_mix(Random(f"{seed} mix"), *counts), *counts)
     separate = _constrained(Random(f"{seed} grammars"), separate)
-    return replace(_colocated(separate) if mix.is_colocated else separate, mix=mix)
+    schedule = replace(_colocated(separate) if mix.is_colocated else separate, mix=mix)
+    return _scored(Random(f"{seed} scores"), _of_tenants(Random(f"{seed} tenants"), schedule))
+
+
+def _of_tenants(dice: Random, schedule: Schedule) -> Schedule:
+    """Draw tenants with weights and the tenant of each request, from a generator of its own."""
+    if dice.random() >= _TENANTS_SHARE:
+        return schedule
+    tenants = tuple(dice.choice((1, 1, 2, 5, 100)) for _ in range(dice.choice((2, 2, 3))))
+    asks = tuple(replace(ask, tenant=dice.randrange(len(tenants))) for ask in schedule.asks)
+    direct = tuple(replace(ask, tenant=dice.randrange(len(tenants))) for ask in schedule.mix.direct_asks)
+    return replace(schedule, tenants=tenants, asks=asks, mix=replace(schedule.mix, direct_asks=direct))
+
+
+def _scored(dice: Random, schedule: Schedule) -> Schedule:
+    """Draw the requests that want the log-probabilities of their prompts, from a generator of its own."""
+    if dice.random() >= _SCORED_SHARE:
+        return schedule
+    num_top, direct = (None, 0, 0, 1, 5), schedule.mix.direct_asks
+    asks = tuple(replace(ask, prompt_logprobs=dice.choice(num_top)) for ask in schedule.asks)
+    direct = tuple(replace(ask, prompt_logprobs=dice.choice(num_top) if ask.prefill else None) for ask in direct)
+    most = dice.choice((1, 7, 256))
+    return replace(schedule, asks=asks, mix=replace(schedule.mix, direct_asks=direct), max_scored_tokens=most)
 
 
 def _constrained(dice: Random, schedule: Schedule) -> Schedule:

@@ -84,7 +84,11 @@ class Served:
                 request = await anext(request)
             if handler.response_streaming:
                 behaviour = handler.stream_stream if handler.request_streaming else handler.unary_stream
-                async for response in behaviour(request, context):
+                responses = behaviour(request, context)
+                if asyncio.iscoroutine(responses):  # as of an interceptor that refuses the call
+                    await responses
+                    return
+                async for response in responses:
                     self._answer(handler, response)
             else:
                 behaviour = handler.stream_unary if handler.request_streaming else handler.unary_unary

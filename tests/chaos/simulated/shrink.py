@@ -47,7 +47,7 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
     for place in range(len(schedule.mutations)):
         yield replace(schedule, mutations=schedule.mutations[:place] + schedule.mutations[place + 1 :])
     yield from _less_mixed(schedule)
-    for name in ("read_faults", "speculates", "launches", "disk_blocks", "host_blocks", "swap_blocks"):
+    for name in ("read_faults", "speculates", "launches", "disk_blocks", "host_blocks", "swap_blocks", "tenants"):
         if getattr(schedule, name):
             without: Any = {name: type(getattr(schedule, name))()}
             yield replace(schedule, **without)
@@ -93,6 +93,8 @@ def _simpler_asks(ask: Ask) -> Iterator[Ask]:
         yield replace(ask, cancel_after=None)
     if ask.reconnect_after is not None:
         yield replace(ask, reconnect_after=None)
+    if ask.prompt_logprobs is not None:
+        yield replace(ask, prompt_logprobs=None)
     if ask.grammar:
         yield replace(ask, grammar="")
     if ask.n > 1:

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from cluster.observe.logs import TextFormatter
 from tests.chaos.simulated.loop import current
 from tests.chaos.simulated.machine import world
-from tests.chaos.simulated.schedule import Mishap, Schedule
+from tests.chaos.simulated.mix import DirectAsk
+from tests.chaos.simulated.schedule import Ask, Mishap, Schedule
 from tests.chaos.simulated.world import Result
 
 
@@ -28,6 +29,7 @@ def describe(schedule: Schedule) -> str:
         "sequences draft token ahead": schedule.speculates,
         "reads go wrong": schedule.read_faults,
         "KV has keyed digests": schedule.mix.is_keyed,
+        f"tenants of weight {_numbers(schedule.tenants)}": schedule.tenants,
         f"{schedule.host_blocks} blocks of host memory for prefixes, {schedule.disk_blocks} of disk": (
             schedule.host_blocks
         ),
@@ -37,11 +39,11 @@ def describe(schedule: Schedule) -> str:
         cancels = "" if ask.cancel_after is None else f", cancels after {ask.cancel_after}"
         if ask.reconnect_after is not None:
             cancels += f", loses its connection after {ask.reconnect_after}"
-        prompt = f"{ask.num_tokens} tokens, {ask.max_tokens} more, n={ask.n}"
+        prompt = f"{ask.num_tokens} tokens, {ask.max_tokens} more, n={ask.n}{_account(ask)}"
         lines.append(f"  request {number}: to router {ask.router} at {ask.at_s:.3f} s, {prompt}{cancels}")
     for number, direct in enumerate(schedule.mix.direct_asks):
         cancels = "" if direct.cancel_after is None else f", cancels after {direct.cancel_after}"
-        prompt = f"{direct.num_tokens} tokens, {direct.max_tokens} more, n={direct.n}"
+        prompt = f"{direct.num_tokens} tokens, {direct.max_tokens} more, n={direct.n}{_account(direct)}"
         way = f"to {direct.prefill} and {direct.decode}" if direct.prefill else f"to {direct.decode} alone"
         lines.append(f"  direct request {number}: {way} at {direct.at_s:.3f} s, {prompt}{cancels}")
     if schedule.mix.of_both:
@@ -89,6 +91,11 @@ class _Words(TextFormatter):
 
 def _numbers(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
+
+
+def _account(ask: Ask | DirectAsk) -> str:
+    tenant = f", of tenant {ask.tenant}" if ask.tenant else ""
+    return tenant if ask.prompt_logprobs is None else f"{tenant}, prompt_logprobs={ask.prompt_logprobs}"
 
 
 def _mishap(mishap: Mishap) -> str:

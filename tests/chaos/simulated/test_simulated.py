@@ -2,14 +2,17 @@
 safeguards are detected."""
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 from unittest import mock
 
 import pytest
 
+from cluster.accounts.limits import Reservation, TenantLimits
+from cluster.fair_queue import FairQueue
 from cluster.messages import SampledToken, Sampling
 from cluster.registry.registry import Registry
 from decode_worker.handoffs import Imports
@@ -18,6 +21,7 @@ from engine.scheduling.step import Chunk, Sample, StepPlan
 from kvtransfer.protocol import handoff, import_machine
 from router.fleet.worker_stream import WorkerStream
 from router.request.admitted_request import Choice
+from router.request.outbox import Outbox, ScoredPrompt
 from router.requests import ChoiceDelta
 from tests.chaos.simulated.batch import run_seeds
 from tests.chaos.simulated.engine import StandInRunner, layout_of, memory_of
@@ -37,6 +41,9 @@ _MIXED = frozenset(
         "direct request: ok",
         *(f"constrained request: {name}" for name in GRAMMARS),
         "flip: ok",
+        "scored prompt: ok",
+        "scored prompt: direct",
+        "tenants: ordered",
         "counted: placement_decisions ttft",
         "counted: placement_decisions slo",
         "counted: local_prefills predicted",
@@ -115,6 +122,32 @@ def _asks_late(seed: int) -> Schedule:
     return replace(busy, asks=tuple(replace(ask, at_s=8.0) for ask in busy.asks))
 
 
+def _wants_scores(seed: int) -> Schedule:
+    busy = _busy(seed)
+    return replace(busy, asks=tuple(replace(ask, prompt_logprobs=1) for ask in busy.asks))
+
+
+def _has_tenants(seed: int) -> Schedule:
+    busy = _busy(seed)
+    asks = tuple(replace(ask, tenant=number % 2) for number, ask in enumerate(busy.asks))
+    return replace(busy, tenants=(1, 3), asks=asks)
+
+
+@contextmanager
+def _kept_place(limits: TenantLimits, *about: Any, **more: Any) -> Iterator[Reservation]:
+    place = _PLACE(limits, *about, **more)
+    _KEPT.append(place)
+    yield place.__enter__()
+
+
+_PLACE = TenantLimits.place
+_KEPT: list[AbstractContextManager[Reservation]] = []  # a collected one would be left
+
+
+def _take_prompt_again(outbox: Outbox) -> ScoredPrompt | None:
+    return outbox._prompt
+
+
 async def _says_nothing(*_: object) -> None:
     pass
 
@@ -168,6 +201,24 @@ BREAKS = (
         _decode_is_cancelled,
         "",
     ),
+    Break(
+        "every message has the prompt's log-probabilities",
+        lambda: mock.patch.object(Outbox, "take_prompt", _take_prompt_again),
+        _wants_scores,
+        "are other ones or late",
+    ),
+    Break(
+        "the work of a tenant stays counted after its end",
+        lambda: mock.patch.object(FairQueue, "leave"),
+        _has_tenants,
+        "pieces of work",
+    ),
+    Break(
+        "a router never gives back the place of a tenant's request",
+        lambda: mock.patch.object(TenantLimits, "place", _kept_place),
+        _has_tenants,
+        "a place was not freed",
+    ),
 )
 
 
@@ -186,6 +237,18 @@ def test_every_deliberate_fault_is_found(broken: Break) -> None:
             if any(broken.found_as in violation for violation in violations):
                 return
     pytest.fail(f"not found in {broken.within} schedules")
+
+
+@pytest.mark.parametrize("mishap", [None, Phase.PREFILLING, Phase.FIRST_TOKEN, Phase.DECODING])
+def test_a_prompt_that_a_decode_worker_computes_itself_is_scored_once(mishap: Phase | None) -> None:
+    ask = Ask(0.0, 0, 0, 0, num_tokens=30, max_tokens=8, n=2, prompt_logprobs=2)
+    schedule = replace(plain_schedule(1), num_routers=1, num_prefills=0, prefill_blocks=(), num_decodes=2, asks=(ask,))
+    mishaps = () if mishap is None else (Mishap(Kind.KILL, "decode", 0, 0.0, 1.0, mishap),)
+    with simulated_machine():
+        result = run_schedule(replace(schedule, mishaps=mishaps))
+    assert not result.violations, result.violations
+    assert result.reached["scored prompt: ok"] == 1 and result.reached["counted: local_prefills colocated"]
+    assert len(result.hit) == len(mishaps)
 
 
 def test_a_predecessor_that_wakes_exits_when_redis_has_lost_its_successors_registration() -> None:

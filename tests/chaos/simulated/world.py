@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 from cluster.errors import DrainIncomplete, Unhealthy
+from router.request.live_requests import LiveRequests
 from tests.chaos.simulated.clients import Client
 from tests.chaos.simulated.direct_client import DirectClient
 from tests.chaos.simulated.disk import Disk
@@ -62,6 +63,7 @@ class World:
         self.outcomes: Counter[str] = Counter()
         self.reached: Counter[str] = Counter()  # coverage, by name
         self.hit: list[Hit] = []
+        self.live_requests: dict[Process, LiveRequests] = {}  # of each router
         self.disks: dict[str, Disk] = defaultdict(Disk)  # by place
         self._asking: list[asyncio.Task[str]] = []
         self._phases: Counter[Phase] = Counter()
