@@ -48,6 +48,12 @@ class Accounts:
             store = RedisKeyStore(registry) if config.keys == _IN_REDIS else FileKeyStore(Path(config.keys))
             self.keys = RecordedKeys(store, self.gate, keys)
 
+    async def load(self) -> None:
+        """Read the recorded keys. Call it before clients can reach this router: without them it would refuse the calls
+        of all clients, also of those that resume their streams here. Raises RegistryUnavailable."""
+        if self.keys is not None:
+            await self.keys.load()
+
     async def follow(self, live_requests: LiveRequests, router: MemberId) -> None:
         """Follow changes of the keys, and share the use of tenants, until cancelled."""
         if not self.gate.asks_for_keys:

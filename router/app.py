@@ -145,6 +145,7 @@ class Router:
         """
         _LOG.info("starting", extra={"member": str(self._member.id), "settings": echo(self._config)})
         await self._registry.ping()
+        await self._accounts.load()
         registration = Registration(self._registry, self._member)
         try:
             await self._ports.grpc.start()

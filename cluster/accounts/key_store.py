@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -120,8 +120,12 @@ class RecordedKeys:
                 await self.refresh()
 
     async def refresh(self) -> None:
-        """Give the present document to the gate. A store that does not answer, or whose document is not signed, changes
-        nothing."""
+        """Give the present document to the gate. A store that does not answer changes nothing."""
+        with suppress(RegistryUnavailable):  # counted and logged where the registry is followed
+            await self.load()
+
+    async def load(self) -> None:
+        """Give the present document to the gate, unless it is not signed. Raises RegistryUnavailable."""
         try:
             document = await self._store.read()
             if not self._gate.replace(self._parsed(document)):
@@ -130,7 +134,7 @@ class RecordedKeys:
             elif document and not is_signed_now(document, self._keys):  # the cluster's secret is being replaced
                 await self._restore(document)
         except RegistryUnavailable:
-            return  # counted and logged where the registry is followed
+            raise
         except TandemError as error:
             _LOG.error("the present API keys stay in use: %s", error.message)
 

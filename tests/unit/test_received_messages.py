@@ -97,7 +97,7 @@ def test_a_field_out_of_its_bounds_raises_only_the_named_error(kind: type[Messag
 
 def _resumed_prefill() -> Message:
     """Return a job that wants the log-probabilities of a prompt that has been answered in part."""
-    job = next(examples(worker_pb2.PrefillRequest))
+    job: worker_pb2.PrefillRequest = next(examples(worker_pb2.PrefillRequest))
     job.token_ids, job.num_committed, job.prompt_logprobs_plus_one = bytes(16), 1, 1
     return job
 

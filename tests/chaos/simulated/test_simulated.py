@@ -19,10 +19,11 @@ from decode_worker.handoffs import Imports
 from engine.kv.pool import KvPool
 from engine.scheduling.step import Chunk, Sample, StepPlan
 from kvtransfer.protocol import handoff, import_machine
+from router.accounts import Accounts
 from router.fleet.worker_stream import WorkerStream
 from router.request.admitted_request import Choice
-from router.request.outbox import Outbox, ScoredPrompt
-from router.requests import ChoiceDelta
+from router.request.outbox import Outbox
+from router.requests import ChoiceDelta, ScoredPrompt
 from tests.chaos.simulated.batch import run_seeds
 from tests.chaos.simulated.engine import StandInRunner, layout_of, memory_of
 from tests.chaos.simulated.grammars import GRAMMARS
@@ -133,6 +134,11 @@ def _has_tenants(seed: int) -> Schedule:
     return replace(busy, tenants=(1, 3), asks=asks)
 
 
+def _router_starts_again(seed: int) -> Schedule:
+    mishaps = (Mishap(Kind.KILL, "router", 0, Random(seed).random() / 10, for_s=0.2, phase=Phase.DECODING),)
+    return replace(_has_tenants(seed), mishaps=mishaps)
+
+
 @contextmanager
 def _kept_place(limits: TenantLimits, *about: Any, **more: Any) -> Iterator[Reservation]:
     place = _PLACE(limits, *about, **more)
@@ -218,6 +224,12 @@ BREAKS = (
         lambda: mock.patch.object(TenantLimits, "place", _kept_place),
         _has_tenants,
         "a place was not freed",
+    ),
+    Break(
+        "a router serves before it has read the API keys",
+        lambda: mock.patch.object(Accounts, "load", _says_nothing),
+        _router_starts_again,
+        "unauthenticated",
     ),
 )
 
