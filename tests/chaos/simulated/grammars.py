@@ -80,7 +80,7 @@ class Checked:
 
     engine_id = grammar_engine_id(Path(DEMO_MODEL))
 
-    async def check(self, grammar: Grammar) -> None:
+    async def check(self, grammar: Grammar, source: str) -> None:
         assert grammar in GRAMMARS.values()
 
     async def close(self) -> None:
