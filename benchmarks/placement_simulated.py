@@ -19,8 +19,7 @@ from benchmarks.placement.figures.samples import Slo
 from benchmarks.placement.plan import OUTPUT_TOKENS, PROMPT_TOKENS, REFERENCE, SHARES
 from benchmarks.placement.simulation import Served, Setting, Simulation
 from benchmarks.placement.workload import Workload, even_arrivals, poisson_arrivals
-from cli.load.open_loop import percentile
-from cli.load.workload import Arrival
+from cli.load import Arrival, percentile
 from cluster.messages import Role
 from cluster.service_times import DecodeTimes, HandOffTimes, MixedTimes, PrefillTimes, ServiceTimes, StepLimit
 from router.policies.candidates import SloTargets

@@ -40,8 +40,8 @@ from router.fleet.prefix_locator import CacheEventFollower, PrefixLocator
 from router.fleet.supervision import WorkerTimeouts
 from router.grammars.checker import grammar_checker
 from router.grpc_api.service import AdminService, InferenceService, WriteTimeout
-from router.http.endpoints.page import add_page
 from router.http.openai_api import build_app
+from router.http.page_endpoint import add_page
 from router.overview.overview import Overview, Watched, publish_effect
 from router.pipeline.migration import Migrations
 from router.pipeline.pipeline import Pipeline, PipelineSettings

@@ -40,8 +40,7 @@ from benchmarks.gpu.serving_load import (
 from benchmarks.gpu.serving_table import table
 from benchmarks.gpu_check.last_words import ask_for_stacks
 from benchmarks.machine import about
-from cli.load.open_loop import report
-from cli.load.workload import Arrival
+from cli.load import Arrival, report
 from cli.local.local_cluster import LocalCluster
 from cli.verbs.clusters import up
 from cluster.errors import TandemError

@@ -17,8 +17,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.gpu.conversation_lengths import draw_lengths
-from cli.load.open_loop import Objective, Record, RequestFailed, open_loop, summary
-from cli.load.workload import Arrival, clipped, prompt_ids
+from cli.load import Arrival, Objective, Record, RequestFailed, clipped, open_loop, prompt_ids, summary
 from tandem.client import AsyncClient
 from tandem.errors import TandemError
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from math import ceil, sqrt
 
-from cli.load.open_loop import Record
+from cli.load import Record
 
 _KEPT_UP = 0.92  # completions per arrival in the second half of a try
 _MOST_LATENCIES = 3.0  # from the last arrival to the last end, in parts of one quiet request

@@ -17,8 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from benchmarks.placement import vllm_lines
-from cli.load.open_loop import Record, Send, Sender, open_loop, percentile
-from cli.load.workload import Arrival, prompt_ids
+from cli.load import Arrival, Record, Send, Sender, open_loop, percentile, prompt_ids
 from tandem.client import AsyncClient
 
 _NICENESS = -5

@@ -19,8 +19,7 @@ from benchmarks.placement.generator import Generated, Job, generated_from_json, 
 from benchmarks.placement.plan import Point, order, turns
 from benchmarks.placement.predictions import prediction_errors
 from benchmarks.placement.workload import Workload, even_arrivals, poisson_arrivals, sequential_arrivals
-from cli.load.open_loop import Record
-from cli.load.workload import Arrival
+from cli.load import Arrival, Record
 from cluster.process import die_with_parent
 
 _ROOT = Path(__file__).parents[2]

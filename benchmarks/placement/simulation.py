@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
-from cli.load.open_loop import Record
-from cli.load.workload import Arrival
+from cli.load import Arrival, Record
 from cluster.messages import (
     DecodeJob,
     LinkSpeed,

@@ -9,8 +9,7 @@ import json
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
-from cli.load.open_loop import RequestFailed
-from cli.load.workload import Arrival
+from cli.load import Arrival, RequestFailed
 
 
 @dataclass(frozen=True, slots=True)

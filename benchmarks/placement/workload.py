@@ -1,13 +1,13 @@
 """The requests of a measurement: one length of prompt and output, or conversations of several turns.
 
-Pure; randomness is an argument. Arrival times come from `cli/load/workload.py`.
+Pure; randomness is an argument. Arrival times come from `cli/load.py`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from cli.load.workload import Arrival, poisson
+from cli.load import Arrival, poisson
 
 _NUM_USERS = 16  # conversations that run at the same time
 

@@ -24,7 +24,7 @@ from cluster.observe.telemetry import Telemetry
 from cluster.observe.trace_context import TRACE_PARENT_KEY, RequestTrace
 from router.http.bodies.openapi import GENERATION_PATHS, HEALTH_PATHS, INFERENCE_PREFIXES
 from router.http.connection import ABORT, StreamedBody, streamed_body
-from router.http.openai_errors import error_response, internal_error, status_response
+from router.http.errors import error_response, internal_error, status_response
 from router.request.validation import MAX_REQUEST_ID_CHARACTERS
 from router.requests import ANY_CLIENT
 from router.running import end

@@ -1,7 +1,7 @@
 """The HTTP API of a router: OpenAI's completions and chat completions, the list of models, health and metrics.
 
 This module owns the routes only. openai_schema.py reads requests, openai_responses.py shapes responses,
-openai_stream.py sends them, and openai_errors.py shapes refusals. The pipeline, which gRPC shares, generates.
+openai_stream.py sends them, and errors.py shapes refusals. The pipeline, which gRPC shares, generates.
 """
 
 import json
@@ -26,7 +26,7 @@ from cluster.observe.telemetry import Telemetry
 from cluster.observe.trace_context import TRACE_PARENT_KEY
 from cluster.settings.config import CLIENT_STALL_S
 from router.http.anthropic.api import add_messages
-from router.http.anthropic.openapi_bodies import MessageEvent
+from router.http.anthropic.bodies import MessageEvent
 from router.http.bodies.openapi import complete_document, generation_responses
 from router.http.bodies.openapi_bodies import (
     ChatCompletion,
@@ -37,13 +37,11 @@ from router.http.bodies.openapi_bodies import (
 from router.http.bodies.request_headers import RequestHeaders
 from router.http.divided_chat import chat_shape
 from router.http.edge import ClientGone, Edge
-from router.http.endpoints.operations import add_models, add_operations
-from router.http.endpoints.tokens import add_tokens
-from router.http.openai_errors import error_response, invalid_body, status_response
-from router.http.openai_responses import CompletionShape, Envelope, Shape
+from router.http.endpoints import add_models, add_operations, add_tokens
+from router.http.errors import error_response, invalid_body, status_response
+from router.http.openai_responses import CompletionShape, Envelope, ScoredPrompts, Shape
 from router.http.openai_schema import ChatCompletionRequest, CompletionRequest
 from router.http.openai_stream import EventStream, Generates, WholeResponse
-from router.http.scored_prompts import ScoredPrompts
 from router.request.divided_answers import ChatSettings
 from router.request.live_requests import LiveRequests
 from router.requests import GenerateRequest

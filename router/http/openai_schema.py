@@ -15,7 +15,7 @@ from router.http.bodies.generation_fields import LogitFields, StructuredOutputFi
 from router.http.bodies.messages import MAX_MESSAGES, Message, ToolFields
 from router.http.bodies.openapi import TOKEN_IDS
 from router.http.bodies.strict_body import NeutralValues, StrictBody
-from router.http.scored_prompts import ScoredPrompts
+from router.http.openai_responses import ScoredPrompts
 from router.request.validation import (
     MAX_CACHE_SALT_CHARACTERS,
     MAX_CHOICES,

@@ -16,9 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.errors import TandemError
 from router.http.edge import ClientGone, ClientStalled, DirectChunks, chunks_of, while_connected
-from router.http.openai_errors import error_body, internal_error, json_bytes
-from router.http.openai_responses import Envelope, Shape, UsageSoFar
-from router.http.scored_prompts import ScoredPrompts
+from router.http.errors import error_body, internal_error, json_bytes
+from router.http.openai_responses import Envelope, ScoredPrompts, Shape, UsageSoFar
 from router.request.live_requests import LiveRequests
 from router.request.outbox import WholeAnswer
 from router.requests import Accepted, ChoiceDelta, GenerateRequest, Ledger, Output, Usage

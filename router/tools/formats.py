@@ -15,9 +15,16 @@ from router.tools.call_forms import (
     QWEN3_CODER,
     CallForm,
 )
-from router.tools.harmony import MARKERS as HARMONY_MARKERS
-from router.tools.harmony import harmony
-from router.tools.marked import DEEPSEEK_MARKERS, MISTRAL_MARKERS, PYTHON_TAG, deepseek, llama3_json, mistral
+from router.tools.marked import (
+    DEEPSEEK_MARKERS,
+    HARMONY_MARKERS,
+    MISTRAL_MARKERS,
+    PYTHON_TAG,
+    deepseek,
+    harmony,
+    llama3_json,
+    mistral,
+)
 from router.tools.source import NoSuchForm, Piece, Source, TextEnded, Waiting
 from router.tools.tagged import Tools, coder_beginnings, glm45, glm_beginnings, hermes, qwen3_coder
 from router.tools.thinking import BRACKET_THINK, THINK, Tags, thinking

@@ -1,10 +1,14 @@
-"""Formats that announce calls by a token of their own, or by nothing: Llama 3, Mistral, DeepSeek.
+"""Formats that announce calls by tokens of their own, or by nothing: Llama 3, Mistral, DeepSeek, and gpt-oss, whose
+messages on channels hold reasoning, content and calls (openai/harmony, docs/format.md).
 
 Compared with, in vllm-project/vllm: examples/tool_chat_template_{llama3.1_json,mistral3,deepseekv3,deepseekv31,
-deepseekr1}.jinja, tests/tool_parsers/test_{llama3_json,mistral,deepseekv3,deepseekv31}_tool_parser.py and
-vllm/tool_parsers/mistral_tool_parser.py; in sgl-project/sglang: python/sglang/srt/function_call/llama32_detector.py and
-mistral_detector.py; in mistralai/mistral-common: src/mistral_common/tokens/tokenizers/instruct.py.
+deepseekr1}.jinja, tests/tool_parsers/test_{llama3_json,mistral,deepseekv3,deepseekv31,openai}_tool_parser.py and
+vllm/tool_parsers/{mistral,openai}_tool_parser.py; in sgl-project/sglang: python/sglang/srt/parser/harmony_parser.py and
+python/sglang/srt/function_call/{llama32,mistral,gpt_oss}_detector.py; in mistralai/mistral-common:
+src/mistral_common/tokens/tokenizers/instruct.py; in openai/harmony: src/encoding.rs.
 """
+
+import re
 
 from router.tools.json_text import json_call, json_value
 from router.tools.source import HeldSpace, Source, Waiting
@@ -18,6 +22,11 @@ _CALL, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _SEPARATOR = "<｜tool▁sep｜>"
 DEEPSEEK_MARKERS = (_CALLS, _CALLS_END, _CALL, _CALL_END, _SEPARATOR)
 MISTRAL_MARKERS = (TOOL_CALLS, _ARGS, _CALL_ID)
+_MESSAGE, _END, _CALLED, _RETURN, _START = "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|start|>"
+_NEXT = (_START, "<|channel|>")
+HARMONY_MARKERS = (_MESSAGE, _END, _CALLED, _RETURN, *_NEXT, "<|constrain|>")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"to=(functions\.)?([^\s<]+)")
 
 
 def llama3_json(source: Source, tools: Tools) -> Waiting[None]:
@@ -105,3 +114,29 @@ def deepseek(source: Source, _tools: Tools) -> Waiting[None]:
             yield from json_value(source, source.arguments)
             yield from source.until((_CALL_END,), source.nowhere)
         yield from source.skip_space()
+
+
+def harmony(source: Source, tools: Tools) -> Waiting[None]:
+    """Read messages: `<|channel|>analysis<|message|>...<|end|>`. A message to a function is a call; those on the
+    channel analysis or to another recipient, such as the model's own browser, are reasoning, the others content."""
+    while True:
+        header: list[str] = []
+        if not (yield from source.until((_MESSAGE,), header.append)):
+            source.content("" if header[:1] == [_START] else _text_of("".join(header)))
+            return
+        head = "".join(header)
+        channel, recipient = _CHANNEL.search(head), _RECIPIENT.search(head)
+        emit = source.content
+        if recipient is not None and (recipient[1] or recipient[2] in tools):
+            source.begin_call(recipient[2])
+            emit = source.arguments
+        elif recipient is not None or (channel is not None and channel[1] == "analysis"):
+            emit = source.reasoning
+        marker = yield from source.until((_END, _CALLED, _RETURN, *_NEXT), emit)
+        if marker in _NEXT:
+            source.unread(marker)  # the message has no end of its own
+
+
+def _text_of(header: str) -> str:
+    """Return the text as content if it has no message; an unfinished header is dropped."""
+    return "" if header.lstrip().startswith("<|") else header

@@ -24,7 +24,7 @@ from cluster.messages import FinishReason, SampledToken
 from cluster.observe.telemetry import Telemetry
 from router.http.anthropic.bodies import CountTokensRequest, MessagesRequest
 from router.http.connection import HttpLimits
-from router.http.endpoints.tokens import DetokenizeRequest, TokenizeRequest
+from router.http.endpoints import DetokenizeRequest, TokenizeRequest
 from router.http.openai_api import build_app
 from router.http.openai_schema import ChatCompletionRequest, CompletionRequest
 from router.http.server import HttpServer

@@ -16,7 +16,7 @@ from cluster.registry.scale_registry import _target as scale_target
 from cluster.settings.config import RouterConfig
 from cluster.settings.config_sources import load_config
 from prefill_worker.prefixes.tier_storage import BlockFiles
-from router.http.anthropic.responses import arguments_object
+from router.http.anthropic.api import arguments_object
 from router.http.openai_schema import CompletionRequest
 from router.requests import ChatMessage, ToolCall
 from router.text.chat_template import ChatTemplate
@@ -62,7 +62,7 @@ def test_unreadable_records_of_api_keys_are_refused_even_if_they_are_signed() ->
 def test_a_deeply_nested_line_of_a_batch_names_its_line() -> None:
     with pytest.raises(ConfigError, match="in, line 1: not JSON"):
         read_requests([_NESTED + "\n"], "in")
-    with pytest.raises(ConfigError, match="out, line 1: not an answer"):
+    with pytest.raises(ConfigError, match="out, line 1 is not an answer"):
         kept_lines([_NESTED + "\n", "\n"], "out", [])
 
 

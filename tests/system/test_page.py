@@ -13,8 +13,8 @@ from cluster.accounts.keys import Gate
 from cluster.registry.registry import Registry
 from cluster.registry.scale_registry import ScaleTargets
 from router.drain.operator_commands import ScaleTargetView
-from router.http.endpoints.page import FOLDER, add_page
 from router.http.openai_api import build_app
+from router.http.page_endpoint import FOLDER, add_page
 from tests.system.overview_rig import overview_of
 from tests.system.router_harness import RouterUnderTest, answer_to, ask, router_under_test
 

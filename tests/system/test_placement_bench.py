@@ -14,7 +14,7 @@ from benchmarks.placement.figures.log import read_log
 from benchmarks.placement.figures.verdict import COLOCATED, SEPARATE
 from benchmarks.placement.generator import Job
 from benchmarks.placement.measure import run_generator
-from cli.load.workload import Arrival
+from cli.load import Arrival
 from cli.verbs.clusters.up import DEMO_MODEL
 
 ROOT = Path(__file__).parents[2]

@@ -14,8 +14,21 @@ from typing import TypeVar
 
 import pytest
 
-from cli.load.open_loop import Objective, Record, RequestFailed, open_loop, percentile, report, summary
-from cli.load.workload import Arrival, clipped, poisson, prompt_ids, read_trace, scaled
+from cli.load import (
+    Arrival,
+    Objective,
+    Record,
+    RequestFailed,
+    clipped,
+    open_loop,
+    percentile,
+    poisson,
+    prompt_ids,
+    read_trace,
+    report,
+    scaled,
+    summary,
+)
 from cli.verbs.generation import bench
 from cluster.errors import ConfigError
 

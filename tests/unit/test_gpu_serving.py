@@ -11,7 +11,7 @@ from benchmarks.gpu.memory import NoRoom, room, that_fit
 from benchmarks.gpu.serving_load import conversations, described, write_trace
 from benchmarks.gpu.serving_table import table
 from benchmarks.gpu.shapes import Work, llama_8b
-from cli.load.workload import read_trace
+from cli.load import read_trace
 
 H200, RTX_4090 = 149_000_000_000, 25_300_000_000
 

@@ -56,8 +56,7 @@ from benchmarks.placement.plan import (
 )
 from benchmarks.placement.predictions import errors_of
 from benchmarks.placement.workload import Workload, even_arrivals, poisson_arrivals, sequential_arrivals
-from cli.load.open_loop import Record
-from cli.load.workload import Arrival, prompt_ids
+from cli.load import Arrival, Record, prompt_ids
 from tandem.v1 import admin_pb2
 
 GOOD, SLOW = Sample(0.1, 0.01, 0.01, 0.02), Sample(0.9, 0.01, 0.01, 0.02)

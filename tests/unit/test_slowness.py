@@ -2,7 +2,7 @@
 
 from cluster.messages import LinkSpeed, MemberId, Role
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
-from router.overview.slowness import full_pools, slow_links, slow_workers
+from router.overview.overview import full_pools, slow_links, slow_workers
 
 _PREFILL = MemberId("prefill-0", "a")
 _DECODES = [MemberId(f"decode-{number}", "a") for number in range(4)]

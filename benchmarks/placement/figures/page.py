@@ -7,7 +7,7 @@ from benchmarks.placement.figures.intervals import Share
 from benchmarks.placement.figures.log import PointResult
 from benchmarks.placement.figures.samples import ArmResult, Slo
 from benchmarks.placement.plan import ENOUGH_FOR_P99
-from cli.load.open_loop import percentile
+from cli.load import percentile
 
 _HEAD = (
     "arm",

@@ -10,8 +10,18 @@ from random import Random
 from typing import Any
 
 from cli import connection
-from cli.load.open_loop import Objective, Sender, open_loop, report
-from cli.load.workload import Arrival, clipped, poisson, prompt_ids, read_trace, scaled
+from cli.load import (
+    Arrival,
+    Objective,
+    Sender,
+    clipped,
+    open_loop,
+    poisson,
+    prompt_ids,
+    read_trace,
+    report,
+    scaled,
+)
 from cli.table import table
 from cluster.errors import ConfigError
 

@@ -14,8 +14,8 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from router.http.anthropic.errors import is_anthropic
 from router.http.bodies.openapi_bodies import ErrorBody, Responses
+from router.http.errors import is_anthropic
 from router.text.model_files import ModelInfo
 
 _MEANINGS = {

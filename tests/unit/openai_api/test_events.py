@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.messages import FinishReason, TokenLogprobs
-from router.http.openai_errors import json_bytes
+from router.http.errors import json_bytes
 from router.http.openai_responses import ChatShape, CompletionShape, Envelope
 from router.http.openai_stream import _Events
 from router.requests import ChoiceDelta

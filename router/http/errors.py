@@ -1,4 +1,5 @@
 """Shapes every refusal as OpenAI clients expect it: `{"error": {"message", "type", "param", "code"}}`, and the status.
+On Anthropic's paths it is `{"type": "error", "error": {"type", "message"}}`.
 
 Names and statuses come from the table in cluster/errors.py. A response never contains a stack trace; internal errors
 are logged with the request id.
@@ -23,7 +24,6 @@ from cluster.errors import (
     http_status,
     openai_error_type,
 )
-from router.http.anthropic.errors import anthropic_error, is_anthropic
 
 _NOT_AN_OBJECT = ("missing", "model_type", "model_attributes_type", "dict_type")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -115,3 +115,25 @@ def _path(location: Sequence[str | int]) -> str:
         elif step != "body":
             path += f".{step}" if path else step
     return path
+
+
+PREFIX = "/v1/messages"
+_TYPES = {
+    HTTPStatus.BAD_REQUEST: "invalid_request_error",
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_TIMEOUT: "timeout_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+}
+
+
+def is_anthropic(path: str) -> bool:
+    return path == PREFIX or path.startswith(PREFIX + "/")
+
+
+def anthropic_error(status: int, message: str) -> dict[str, Any]:
+    kind = "invalid_request_error" if 400 <= status < 500 else "api_error"
+    return {"type": "error", "error": {"type": _TYPES.get(HTTPStatus(status), kind), "message": message}}

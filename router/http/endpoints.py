@@ -1,23 +1,82 @@
-"""Texts and conversations as token ids, and token ids as text, by vLLM's names: /tokenize and /detokenize."""
+"""The endpoints that generate nothing: health, readiness, metrics, version, the list of models, and texts as tokens."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from importlib.metadata import version
 from typing import Annotated, Any, ClassVar
 
 from fastapi import FastAPI
 from pydantic import FailFast, Field, WithJsonSchema
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from cluster.errors import InvalidRequest
+from cluster.observe.telemetry import CONTENT_TYPE, Telemetry
 from router.http.bodies.messages import MAX_MESSAGES, MAX_TOOLS, Message, Tool
 from router.http.bodies.openapi import ANY_TOKEN_IDS, answers, refusals
-from router.http.bodies.openapi_bodies import Text, Tokens
+from router.http.bodies.openapi_bodies import Model, ModelList, Status, Text, Tokens, Version
 from router.http.bodies.strict_body import StrictBody
-from router.http.endpoints.operations import json_response
+from router.http.errors import json_bytes
 from router.request.validation import check_model
 from router.requests import ChatOptions
+from router.text.model_files import ModelInfo
 from router.text.tokenization import Tokenization, TokenizerThreads
+
+
+def add_models(app: FastAPI, model: ModelInfo) -> None:
+    started = int(time.time())
+    entry = {
+        "id": model.name,
+        "object": "model",
+        "created": started,
+        "owned_by": "tandem",
+        "max_model_len": model.max_model_len,
+    }
+
+    @app.get("/v1/models", summary="Returns the served model", responses=answers(ModelList))
+    @app.head("/v1/models", summary="Returns the same without a body")
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [entry]})
+
+    @app.get("/v1/models/{name:path}", summary="Returns one model by name", responses=answers(Model) | refusals(404))
+    async def one_model(name: str) -> Response:
+        check_model(name, model)
+        return json_response(entry)
+
+
+def add_operations(app: FastAPI, telemetry: Telemetry, ready: Callable[[], bool]) -> None:
+    installed = {"version": version("tandem-serving")}
+
+    @app.get("/health", summary="Returns 200 while this process answers", responses=answers(Status))
+    @app.head("/health", summary="Returns the same without a body")
+    @app.get("/ping", summary="Returns the same as /health", responses=answers(Status))
+    @app.post("/ping", summary="Returns the same as /health", responses=answers(Status))
+    @app.head("/ping", summary="Returns the same without a body")
+    async def health() -> Response:
+        return json_response({"status": "alive"})
+
+    @app.get(
+        "/ready",
+        summary="Returns 200 if a request would succeed now, and 503 otherwise",
+        responses=answers(Status, 200, 503),
+    )
+    @app.head("/ready", summary="Returns the same without a body", responses=answers(Status, 503))
+    async def readiness() -> Response:
+        return json_response({"status": "ready"}) if ready() else json_response({"status": "not ready"}, status=503)
+
+    @app.get("/version", summary="Returns the version of Tandem", responses=answers(Version))
+    @app.head("/version", summary="Returns the same without a body")
+    async def tandem_version() -> Response:
+        return json_response(installed)
+
+    @app.get("/metrics", summary="Returns metrics for Prometheus", response_class=PlainTextResponse)
+    @app.head("/metrics", summary="Returns the same without a body", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        return Response(telemetry.render(), media_type=CONTENT_TYPE)
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    return Response(json_bytes(value), status, media_type="application/json")
 
 
 class TokenizeRequest(StrictBody):

@@ -15,12 +15,12 @@ from fastapi import FastAPI, Query, Request
 from starlette.responses import Response
 
 from cluster.errors import InvalidRequest, Unauthenticated
-from router.http.openai_errors import json_bytes
+from router.http.errors import json_bytes
 from router.overview.overview import Metadata, Overview
 from tandem.plain_objects import plain_object
 from tandem.v1 import admin_pb2
 
-FOLDER = Path(__file__).parents[1] / "page"
+FOLDER = Path(__file__).with_name("page")
 _KINDS = (".html", ".css", ".js", ".svg")
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
