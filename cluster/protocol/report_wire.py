@@ -1,13 +1,16 @@
-"""Convert between what workers report about themselves and the values of the router: measured speeds, outstanding work.
+"""Convert between what workers report about themselves and the values of the router: measured speeds,
+outstanding work, cache events.
 
 As in cluster/protocol/wire.py, a received message is checked first.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
-from cluster.messages import LinkSpeed
+from cluster.messages import CacheEvents, LinkSpeed
 from cluster.outstanding_work import OthersWork, PromptWork, SequenceWork
+from cluster.protocol.hashing import MAX_PREFIX_BLOCKS, split_hashes
+from cluster.protocol.received import checked
 from cluster.protocol.wire import member_from_wire
 from cluster.service_times import DecodeTimes, HandOffTimes, MixedTimes, PrefillTimes, ServiceTimes
 from tandem.internal.v1 import worker_pb2
@@ -76,6 +79,36 @@ def others_work_from_wire(message: worker_pb2.OthersWork) -> OthersWork:
         elapsed_s=message.elapsed_s,
         num_exported=message.num_exported,
         sequences=SequenceWork(message.num_running, message.num_joining, message.context, message.left),
+    )
+
+
+def cache_events_to_wire(events: CacheEvents) -> Iterator[worker_pb2.CacheEvents]:
+    """The messages to send, in this order. Messages after the first one carry no events, only the remaining `stored`
+    hashes."""
+    yield worker_pb2.CacheEvents(
+        cleared=events.cleared,
+        first_number=events.first_number,
+        next_number=events.next_number,
+        stored=b"".join(events.stored[:MAX_PREFIX_BLOCKS]),
+        removed=b"".join(events.removed),
+    )
+    for start in range(MAX_PREFIX_BLOCKS, len(events.stored), MAX_PREFIX_BLOCKS):
+        yield worker_pb2.CacheEvents(
+            first_number=events.next_number,
+            next_number=events.next_number,
+            stored=b"".join(events.stored[start : start + MAX_PREFIX_BLOCKS]),
+        )
+
+
+def cache_events_from_wire(message: worker_pb2.CacheEvents) -> CacheEvents:
+    """Return the cache events of a message. Raises MalformedMessage."""
+    checked(message)
+    return CacheEvents(
+        message.first_number,
+        message.next_number,
+        split_hashes(message.stored),
+        split_hashes(message.removed),
+        message.cleared,
     )
 
 

@@ -7,12 +7,11 @@ Sampling travels as 32-bit floats: both legs of a request read the same rounded 
 """
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cluster.errors import InvalidRequest
 from cluster.messages import (
-    CacheEvents,
     DecodeJob,
     Epoch,
     FinishReason,
@@ -32,7 +31,6 @@ from cluster.messages import (
     TokenLogprobs,
     TokenStops,
 )
-from cluster.protocol.hashing import MAX_PREFIX_BLOCKS, split_hashes
 from cluster.protocol.received import checked
 from tandem.enum_words import FINISH_REASONS, GRAMMAR_KINDS, EnumWords
 from tandem.internal.v1 import kv_pb2, worker_pb2
@@ -312,36 +310,6 @@ def fingerprint_from_wire(message: kv_pb2.LayoutFingerprint) -> LayoutFingerprin
         block_table=message.block_table,
         wire_dtype=WIRE_DTYPES.word(message.wire_dtype),
         kv_format=message.kv_format,
-    )
-
-
-def cache_events_to_wire(events: CacheEvents) -> Iterator[worker_pb2.CacheEvents]:
-    """The messages to send, in this order. Messages after the first one carry no events, only the remaining `stored`
-    hashes."""
-    yield worker_pb2.CacheEvents(
-        cleared=events.cleared,
-        first_number=events.first_number,
-        next_number=events.next_number,
-        stored=b"".join(events.stored[:MAX_PREFIX_BLOCKS]),
-        removed=b"".join(events.removed),
-    )
-    for start in range(MAX_PREFIX_BLOCKS, len(events.stored), MAX_PREFIX_BLOCKS):
-        yield worker_pb2.CacheEvents(
-            first_number=events.next_number,
-            next_number=events.next_number,
-            stored=b"".join(events.stored[start : start + MAX_PREFIX_BLOCKS]),
-        )
-
-
-def cache_events_from_wire(message: worker_pb2.CacheEvents) -> CacheEvents:
-    """Return the cache events of a message. Raises MalformedMessage."""
-    checked(message)
-    return CacheEvents(
-        message.first_number,
-        message.next_number,
-        split_hashes(message.stored),
-        split_hashes(message.removed),
-        message.cleared,
     )
 
 

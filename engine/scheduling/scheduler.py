@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from cluster import holders
-from cluster.errors import DeadlineExceeded, StepFailed, TandemError
+from cluster.errors import StepFailed, TandemError
 from cluster.fair_queue import FairQueue
 from cluster.messages import FinishReason, MemberId, SampledToken
 from cluster.protocol.hashing import NATIVE, NewChain
@@ -360,13 +360,7 @@ class SequenceScheduler:
     def _expire(self, group: Group, now_s: float) -> tuple[Event, ...]:
         if group.export is not None:
             return self._exports.expire(group)
-        stops = group.job.stops
-        live = self._live.of_group(group)
-        handles, sequences = tuple(live), live.values()
-        phase = "decode" if any(sequence.has_run for sequence in sequences) else "the decode queue"
-        progress = f"{max(sequence.num_output for sequence in sequences)} of {stops.max_tokens} tokens"
-        error = DeadlineExceeded(f"{group.job.timeout_s:.3g} s passed in {phase}, with {progress}")
-        return (self._fail(group, handles, error, now_s),)
+        return (self._fail(group, tuple(self._live.of_group(group)), self._live.missed_deadline(group), now_s),)
 
     def _fail(self, group: Group, handles: tuple[int, ...], error: TandemError, now_s: float) -> Event:
         for handle in handles:

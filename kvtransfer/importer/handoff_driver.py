@@ -16,7 +16,6 @@ from cluster.errors import HandOffFailed, HandOffReason, MalformedMessage, Tande
 from cluster.member import ProtocolRange
 from cluster.messages import LayoutFingerprint, Ticket
 from cluster.protocol.received import checked
-from cluster.protocol.wire import fingerprint_to_wire
 from kvtransfer.counters import TransferCounters
 from kvtransfer.digests import VerifyMode, unverified_places
 from kvtransfer.importer.calls import CallPool
@@ -29,7 +28,6 @@ from kvtransfer.protocol import import_state as events
 from kvtransfer.protocol.handoff import (
     Accepted,
     Attach,
-    ExporterMessage,
     ExportFailed,
     Finished,
     FirstToken,
@@ -39,7 +37,13 @@ from kvtransfer.protocol.handoff import (
 )
 from kvtransfer.protocol.import_state import Reading
 from kvtransfer.transports.base import ImporterTransport
-from kvtransfer.wire.handoff_wire import accepted_protocol, from_wire, settle_to_wire
+from kvtransfer.wire.handoff_wire import (
+    attach_to_wire,
+    from_wire,
+    require_in_vocabulary,
+    require_offered,
+    settle_to_wire,
+)
 from kvtransfer.wire.wire_format import WireFormat
 from tandem.internal.v1 import kv_pb2
 
@@ -190,19 +194,8 @@ class HandOffDriver:
     def _to_wire(self, message: ImporterMessage) -> kv_pb2.ImporterMessage:
         match message:
             case Attach():
-                endpoints = self._transports.offered()
-                return kv_pb2.ImporterMessage(
-                    attach=kv_pb2.Attach(
-                        ticket=kv_pb2.SignedTicket.FromString(self._signed_ticket),
-                        transports=list(endpoints),
-                        layout=fingerprint_to_wire(self._context.layout),
-                        endpoints=endpoints,
-                        protocol_oldest=self._context.protocol.oldest,
-                        protocol_newest=self._context.protocol.newest,
-                        digests=list(self._definitions),
-                        reads_then=True,
-                    )
-                )
+                context, offered = self._context, self._transports.offered()
+                return attach_to_wire(self._signed_ticket, context.layout, offered, context.protocol, self._definitions)
             case Renew():
                 return kv_pb2.ImporterMessage(renew=kv_pb2.Renew())
             case Settle():
@@ -222,7 +215,11 @@ class HandOffDriver:
 
     def _receive_one(self, wire: kv_pb2.ExporterMessage, *, is_followed: bool) -> None:
         try:
-            message = self._checked(from_wire(wire, self._plan.epoch), wire)
+            message = from_wire(wire, self._plan.epoch)
+            if isinstance(message, Accepted):
+                require_offered(wire.accepted, self._context.protocol, self._definitions)
+            if isinstance(message, Finished):
+                require_in_vocabulary(message, self._plan.vocab_size)
         except (ValueError, TandemError) as error:
             message = ExportFailed(self._plan.epoch, HandOffReason.PROTOCOL, str(error))
         if isinstance(message, Accepted):
@@ -235,23 +232,6 @@ class HandOffDriver:
         if isinstance(message, Finished):
             self._finished_s = self._context.clock.now_s() - max(0.0, wire.finished.age_s)
         self._apply(events.FromExporter(message, is_followed))
-
-    def _checked(self, message: ExporterMessage, wire: kv_pb2.ExporterMessage) -> ExporterMessage:
-        """Return the message. Raises ValueError if the exporter uses a version or digests that were not offered, or a
-        token outside the model's vocabulary."""
-        if isinstance(message, Accepted):
-            version = accepted_protocol(wire.accepted)
-            if version not in self._context.protocol:
-                raise ValueError(
-                    f"the exporter accepted protocol {version}, where {self._context.protocol} was offered"
-                )
-            if wire.accepted.digest not in self._definitions:
-                raise ValueError(f"the exporter accepted digests of {wire.accepted.digest!r}, which was not offered")
-        if isinstance(message, Finished):
-            highest = max((first.token_id for first in message.first_tokens), default=-1)
-            if highest >= self._plan.vocab_size:
-                raise ValueError(f"first token {highest} is outside the vocabulary of {self._plan.vocab_size}")
-        return message
 
     def _on_call_ended(self, error: str) -> None:
         self._cause = error

@@ -5,10 +5,12 @@ allowed at this point. Ticket, transports, layout and endpoint, which only drive
 messages: drivers add them to Attach and Accepted, and read them from there.
 """
 
+from collections.abc import Container, Iterable, Mapping
+
 from cluster.errors import HandOffReason
 from cluster.member import ProtocolRange
-from cluster.messages import Epoch
-from cluster.protocol.wire import epoch_from_wire, epoch_to_wire, pack_ids, unpack_ids
+from cluster.messages import Epoch, LayoutFingerprint
+from cluster.protocol.wire import epoch_from_wire, epoch_to_wire, fingerprint_to_wire, pack_ids, unpack_ids
 from kvtransfer.digests import split_digests
 from kvtransfer.protocol.handoff import (
     Accepted,
@@ -39,6 +41,28 @@ _OUTCOMES_FROM_WIRE = {wire: outcome for outcome, wire in _OUTCOMES.items()}
 _REASONS = {str(reason): reason for reason in HandOffReason}
 
 
+def attach_to_wire(
+    signed_ticket: bytes,
+    layout: LayoutFingerprint,
+    endpoints: Mapping[str, bytes],
+    protocol: ProtocolRange,
+    digests: Iterable[str],
+) -> kv_pb2.ImporterMessage:
+    """Return an Attach that offers the transports of these endpoints, best first, and these definitions of digests."""
+    return kv_pb2.ImporterMessage(
+        attach=kv_pb2.Attach(
+            ticket=kv_pb2.SignedTicket.FromString(signed_ticket),
+            transports=list(endpoints),
+            layout=fingerprint_to_wire(layout),
+            endpoints=endpoints,
+            protocol_oldest=protocol.oldest,
+            protocol_newest=protocol.newest,
+            digests=list(digests),
+            reads_then=True,
+        )
+    )
+
+
 def settle_to_wire(settle: Settle) -> kv_pb2.ImporterMessage:
     return kv_pb2.ImporterMessage(
         settle=kv_pb2.Settle(
@@ -67,8 +91,20 @@ def protocol_from_wire(attach: kv_pb2.Attach) -> ProtocolRange:
     return ProtocolRange(attach.protocol_oldest or _UNSAID, attach.protocol_newest or _UNSAID)
 
 
-def accepted_protocol(accepted: kv_pb2.Accepted) -> int:
-    return accepted.protocol or _UNSAID
+def require_offered(accepted: kv_pb2.Accepted, protocol: ProtocolRange, digests: Container[str]) -> None:
+    """Check that the exporter accepted a version and a definition of digests that were offered. Raises ValueError."""
+    version = accepted.protocol or _UNSAID
+    if version not in protocol:
+        raise ValueError(f"the exporter accepted protocol {version}, where {protocol} was offered")
+    if accepted.digest not in digests:
+        raise ValueError(f"the exporter accepted digests of {accepted.digest!r}, which was not offered")
+
+
+def require_in_vocabulary(finished: Finished, vocab_size: int) -> None:
+    """Check that the model has the first tokens. Raises ValueError."""
+    highest = max((first.token_id for first in finished.first_tokens), default=-1)
+    if highest >= vocab_size:
+        raise ValueError(f"first token {highest} is outside the vocabulary of {vocab_size}")
 
 
 def to_wire(message: ExporterMessage) -> kv_pb2.ExporterMessage:

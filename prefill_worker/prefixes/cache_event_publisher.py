@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator
 
 from cluster.errors import Draining, Overloaded
 from cluster.messages import CacheEvents, MemberId
-from cluster.protocol import wire
+from cluster.protocol import report_wire
 from engine.scheduling import cache_commands, commands
 from engine.steps.questions import StepInbox
 from tandem.internal.v1 import worker_pb2
@@ -40,7 +40,7 @@ class CacheEventPublisher:
             since = request.since if request.member == str(self._member) else None
             while not self._closed.is_set():
                 events = await self._next(since)
-                for message in wire.cache_events_to_wire(events):
+                for message in report_wire.cache_events_to_wire(events):
                     message.member = str(self._member)
                     yield message
                 since = events.next_number

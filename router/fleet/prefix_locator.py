@@ -14,7 +14,7 @@ import grpc
 from cluster.errors import InvalidRequest, MalformedMessage
 from cluster.member import Member
 from cluster.messages import MemberId, PrefixSource
-from cluster.protocol import wire
+from cluster.protocol import report_wire
 from cluster.protocol.hashing import NATIVE, BlockChain, NamelessChain, keyed_chains
 from router.fleet.fleet import Fleet
 from router.policies.prefix_index import PrefixIndex
@@ -71,7 +71,7 @@ class CacheEventFollower:
             self._index.forget(worker.id)
             raise InvalidRequest(f"{message.member} answers at the address of {worker.id}")
         max_blocks = worker.capacity.num_blocks if worker.capacity is not None else 0
-        return self._index.apply(worker.id, wire.cache_events_from_wire(message), max_blocks=max_blocks)
+        return self._index.apply(worker.id, report_wire.cache_events_from_wire(message), max_blocks=max_blocks)
 
 
 class RequestChains:

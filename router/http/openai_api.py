@@ -91,13 +91,7 @@ def build_app(
         telemetry=telemetry,
     )
     if allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(allowed_origins),
-            allow_methods=["GET", "HEAD", "POST"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after", TRACE_PARENT_KEY],
-        )
+        _serve_pages_of(app, allowed_origins)
     app.add_exception_handler(RequestValidationError, _invalid_body)
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_exception_handler(TandemError, _tandem_error)
@@ -116,6 +110,16 @@ def build_app(
         takes_tools=chats.answers.tools is not None,
     )
     return app
+
+
+def _serve_pages_of(app: FastAPI, allowed_origins: Sequence[str]) -> None:
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=list(allowed_origins),
+        allow_methods=["GET", "HEAD", "POST"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after", TRACE_PARENT_KEY],
+    )
 
 
 def _add_generation(

@@ -28,7 +28,8 @@ from router.pipeline.failures import DECODE, PREFILL, AttemptFailed, RetryBudget
 from router.pipeline.hedges import Hedges, Overtaken, PendingLeg
 from router.pipeline.migration import Migrations
 from router.pipeline.worker_choice import PairHealth, WorkerChoice
-from router.request.admitted_request import AdmittedRequest, Choice
+from router.request.admitted_request import AdmittedRequest
+from router.request.choice import Choice
 from router.running import branches, end, running
 
 _REISSUED = "ticket_reissued"

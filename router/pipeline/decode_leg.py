@@ -32,7 +32,8 @@ from router.pipeline.failures import (
     leg,
 )
 from router.policies.work_ahead import SequenceProgress
-from router.request.admitted_request import AdmittedRequest, Choice
+from router.request.admitted_request import AdmittedRequest
+from router.request.choice import Choice
 from router.running import running
 
 

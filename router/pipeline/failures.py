@@ -23,7 +23,8 @@ from cluster.errors import (
 from cluster.messages import MemberId
 from cluster.observe.telemetry import Telemetry
 from router.fleet.fleet import Fleet
-from router.request.admitted_request import AdmittedRequest, OutOfOrder
+from router.request.admitted_request import AdmittedRequest
+from router.request.choice import OutOfOrder
 
 PREFILL, HANDOFF, DECODE = "prefill", "handoff", "decode"
 FIRST_TOKEN_MISMATCH = "first_token_mismatch"

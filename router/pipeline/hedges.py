@@ -15,7 +15,8 @@ from router.fleet.peer import Peer
 from router.pipeline.failures import AttemptFailed
 from router.pipeline.worker_choice import WorkerChoice
 from router.policies.hedging import Action, Execution, HedgeBudget, Race, RaceOutcome, decide
-from router.request.admitted_request import AdmittedRequest, Choice
+from router.request.admitted_request import AdmittedRequest
+from router.request.choice import Choice
 from router.running import ChangeSignal, end
 
 Answer = TypeVar("Answer")

@@ -37,7 +37,8 @@ from router.policies.hedging import claim
 from router.policies.placement import Placement, Policy
 from router.policies.work_ahead import OutputLengths
 from router.request.account import AccountedReader, PhaseName
-from router.request.admitted_request import AdmittedRequest, Choice, text_stream_of
+from router.request.admitted_request import AdmittedRequest
+from router.request.choice import Choice, text_stream_of
 from router.request.live_requests import LiveRequest, LiveRequests
 from router.request.request_acceptance import STREAM_ID_BYTES, Acceptance, AcceptanceSigner, accept
 from router.request.validation import MessageLimits, ResolvedRequest, check, resolve

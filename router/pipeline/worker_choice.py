@@ -26,7 +26,8 @@ from router.policies.breakers import BreakerPolicy, BreakerState, Pair, PairBrea
 from router.policies.candidates import RequestFacts, has_large_pair, is_servable
 from router.policies.forecast import ModelledRequest
 from router.policies.placement import Candidate, LeastLoaded, Placement, Policy
-from router.request.admitted_request import AdmittedRequest, Choice
+from router.request.admitted_request import AdmittedRequest
+from router.request.choice import Choice
 
 _LOG = logging.getLogger("tandem.router.pairs")
 

@@ -51,8 +51,7 @@ GREEDY = Sampling()
 
 def speed(seconds: float) -> ServiceTimes:
     """Return the service times of a worker whose decode steps take `seconds`, and a third of that more per token of a
-    prompt.
-    """
+    prompt."""
     return ServiceTimes(PrefillTimes(seconds, seconds / 3, 0.0, 0.0), DecodeTimes(seconds, 0.0, 0.0, 0.0))
 
 
@@ -163,8 +162,7 @@ class SchedulerBench(ExportBench):
         tenant: TenantShare = NO_TENANT,
     ) -> DecodeJob:
         """Return a job. `committed`: the number of tokens that each choice has already, which are those of the serial
-        run.
-        """
+        run."""
         prompt = tuple(prompt)
         token_stops = TokenStops(max_tokens, min_tokens, frozenset(stops))
         counts = tuple(committed) * num_choices
@@ -218,8 +216,7 @@ class SchedulerBench(ExportBench):
 
     def finish(self, handoff: HandOff, *, is_verified: bool = True) -> None:
         """Write the blocks that the importer has read, and admit the choices that did not end with their first
-        token.
-        """
+        token."""
         assert handoff.block_ids is not None
         del self.handoffs[handoff.handoff_id]
         job, size, token_ids = handoff.job, self.limits.block_size, handoff.token_ids
@@ -261,8 +258,7 @@ class SchedulerBench(ExportBench):
 
     def read(self, frozen: Frozen) -> None:
         """Check a ticket's blocks as its reader sees them: digests cover whole blocks, with a tail's unused
-        positions.
-        """
+        positions."""
         tail_ids = () if frozen.tail is None else (frozen.tail.block_id,)
         content = [list(self.runner.written[block_id]) for block_id in frozen.sealed_block_ids + tail_ids]
         assert self._frozen_content.setdefault(frozen.ticket_id, content) == content, "a leased block has changed"
@@ -309,8 +305,7 @@ class SchedulerBench(ExportBench):
 
     def end_all(self) -> None:
         """Discard all hand-offs, end their reads and run to the end. Assert that no sequence is cut and no block
-        held.
-        """
+        held."""
         for handoff in list(self.handoffs.values()):
             if handoff.handoff_id in self.handoffs:
                 self.discard(handoff)

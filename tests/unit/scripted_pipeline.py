@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from cluster.errors import TandemError
 from cluster.messages import FinishReason, PromptLogprobs, SampledToken, TokenLogprobs
 from cluster.protocol.wire import pack_ids
-from router.request.admitted_request import Choice, text_stream_of
+from router.request.choice import Choice, text_stream_of
 from router.request.validation import ResolvedRequest, check, resolve, truncated
 from router.requests import (
     ChatPrompt,

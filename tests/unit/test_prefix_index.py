@@ -6,7 +6,7 @@ import pytest
 
 from cluster.errors import MalformedMessage
 from cluster.messages import CacheEvents, MemberId
-from cluster.protocol import wire
+from cluster.protocol import report_wire
 from engine.kv.eviction import LeastRecentlyUsed
 from engine.kv.prefix_cache import PrefixCache
 from router.policies.prefix_index import ReportedBlocks, RoutedBlocks
@@ -73,9 +73,9 @@ def test_a_snapshot_of_a_new_incarnation_drops_the_blocks_of_the_old_one() -> No
 def test_a_snapshot_in_several_messages_is_followed_by_events() -> None:
     hashes = tuple(number.to_bytes(16, "big") for number in range(70_000))
     index = ReportedBlocks()
-    messages = list(wire.cache_events_to_wire(CacheEvents(0, 99, hashes, cleared=True)))
+    messages = list(report_wire.cache_events_to_wire(CacheEvents(0, 99, hashes, cleared=True)))
     for message in messages:
-        assert index.apply(_A, wire.cache_events_from_wire(message), max_blocks=70_000)
+        assert index.apply(_A, report_wire.cache_events_from_wire(message), max_blocks=70_000)
     assert index.apply(_A, CacheEvents(99, 100, (), (hashes[0],)), max_blocks=70_000)
     assert (len(messages), len(index)) == (2, 69_999)
 
@@ -96,7 +96,7 @@ def test_removing_one_worker_from_the_index_keeps_the_others() -> None:
 
 def test_a_truncated_hash_is_refused() -> None:
     with pytest.raises(MalformedMessage, match="multiple of 16"):
-        wire.cache_events_from_wire(worker_pb2.CacheEvents(stored=b"x" * 17))
+        report_wire.cache_events_from_wire(worker_pb2.CacheEvents(stored=b"x" * 17))
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from cluster.auth.keys import ClusterKeys, Purpose
 from cluster.errors import HandOffFailed, MalformedMessage
 from cluster.messages import Epoch, MemberId
-from cluster.protocol import tickets, wire
+from cluster.protocol import report_wire, tickets, wire
 from cluster.protocol.hashing import split_hashes
 from cluster.protocol.message_rules import RULES
 from cluster.protocol.received import checked
@@ -53,7 +53,7 @@ def _after_check(convert: Callable[[Any], object]) -> Callable[[Any], object]:
 CONVERSIONS: Mapping[type[Message], Callable[[Any], object]] = {
     worker_pb2.PrefillRequest: wire.prefill_job_from_wire,
     worker_pb2.StartRequest: wire.decode_job_from_wire,
-    worker_pb2.CacheEvents: wire.cache_events_from_wire,
+    worker_pb2.CacheEvents: report_wire.cache_events_from_wire,
     worker_pb2.FirstTokens: _after_check(lambda m: [wire.sampled_token_from_wire(token) for token in m.tokens]),
     worker_pb2.PromptLogprobs: _after_check(lambda m: list(wire.prompt_logprobs_from_wire(m).values())),
     worker_pb2.StepOutput: _after_check(lambda m: list(decode_events.tokens_of(m))),

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from cluster.errors import InvalidRequest
 from cluster.messages import FinishReason, SampledToken, Sampling, TokenStops
-from router.request.admitted_request import Choice
+from router.request.choice import Choice
 from router.request.validation import ResolvedRequest
 from router.requests import ChoiceDelta, ResumedChoice
 from router.text.detokenizer import Detokenizer, Vocabulary

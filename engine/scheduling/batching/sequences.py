@@ -15,6 +15,7 @@ from itertools import count
 from math import ceil
 from typing import Generic, TypeVar
 
+from cluster.errors import DeadlineExceeded
 from cluster.fair_queue import FairQueue
 from cluster.messages import (
     DecodeJob,
@@ -231,6 +232,13 @@ class LiveSequences:
     def of_group(self, group: Group) -> dict[int, Sequence]:
         """Return the live sequences of a group by handle."""
         return {handle: sequence for (_, handle), sequence in self._sequences.items() if sequence.group is group}
+
+    def missed_deadline(self, group: Group) -> DeadlineExceeded:
+        """Return the error of a group that is decoded here and whose deadline has passed."""
+        sequences = self.of_group(group).values()
+        phase = "decode" if any(sequence.has_run for sequence in sequences) else "the decode queue"
+        progress = f"{max(sequence.num_output for sequence in sequences)} of {group.job.stops.max_tokens} tokens"
+        return DeadlineExceeded(f"{group.job.timeout_s:.3g} s passed in {phase}, with {progress}")
 
     def next_arrival(self) -> int:
         """Return the number of a group or a hand-off that arrives now."""

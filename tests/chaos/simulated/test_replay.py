@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from router.request.admitted_request import Choice
+from router.request.choice import Choice
 from tests.chaos.simulated.batch import run_in_pieces, run_seeds, told
 from tests.chaos.simulated.machine import simulated_machine
 from tests.chaos.simulated.shrink import shrink, signs

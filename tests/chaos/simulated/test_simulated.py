@@ -21,7 +21,7 @@ from engine.scheduling.step import Chunk, Sample, StepPlan
 from kvtransfer.protocol import handoff, import_machine
 from router.accounts import Accounts
 from router.fleet.worker_stream import WorkerStream
-from router.request.admitted_request import Choice
+from router.request.choice import Choice
 from router.request.outbox import Outbox
 from router.requests import ChoiceDelta, ScoredPrompt
 from tests.chaos.simulated.batch import run_seeds

@@ -86,3 +86,8 @@ def refused(answer: httpx.Response, status: int, code: str, param: str | None, *
     assert (error["code"], error["param"]) == (code, param), error
     assert all(word in error["message"] for word in words), error
     assert "Traceback" not in answer.text
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    """Return the objects of a stream's events."""
+    return [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line.startswith("data: {")]
