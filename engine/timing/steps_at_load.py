@@ -1,6 +1,8 @@
 """Times a handful of real steps before a worker serves, so that the first request can be predicted, and that drafters
 can decide if speculation pays."""
 
+import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
 
@@ -8,14 +10,17 @@ import torch
 
 from cluster.messages import Sampling
 from cluster.request_size import blocks_for
+from cluster.service_times import StepWork
 from engine.build import Engine
 from engine.scheduling.step import Chunk, Runner, Sample, StepPlan
 from engine.timing.service_time_fit import TimedStep, step_work
 
-_PREFILLS = ((16, 0), (64, 0), (16, 1008), (256, 0))  # (new tokens, tokens before them)
-_DECODES = ((1, 16), (8, 16), (1, 1024), (32, 16))  # (sequences, their length)
-_REPEATS = 2  # the quickest counts: a pause only ever makes a step longer
-_MAX_SECONDS = 1.0  # in all; the first step of each kind is timed in any case
+# A slow model has time for the first ones only, so the third one already tells size and context apart.
+_PREFILLS = ((16, 0), (16, 1008), (64, 0), (256, 0))  # (new tokens, tokens before them)
+_DECODES = ((1, 16), (1, 1024), (8, 16), (32, 16))  # (sequences, their length)
+_MAX_SECONDS = 0.3  # in all; the first step of each kind is timed in any case
+_MAX_SECONDS_ON_GPU = 1.0  # with the first run of each step, which may compile kernels and is not timed
+_PASSES = 3
 _SAMPLING = Sampling(temperature=1.0)  # so that the time includes sampling
 _ROWS = 33
 _TURNS = 5
@@ -25,23 +30,30 @@ _MOST = 4096.0  # if the cost of a row is too small to measure
 def time_steps(
     engine: Engine, runner: Runner, max_num_seqs: int, clock: Callable[[], float] | None = None
 ) -> tuple[TimedStep, ...]:
-    """Run steps of a few sizes, of both kinds in turns and the smallest first, until `_MAX_SECONDS` have passed. Sizes
-    that the pool, the model's length or `max_num_seqs` do not allow are reduced. The pool must be unused; its used
-    blocks are zeroed afterwards.
+    """Run steps of a few sizes, of both kinds in turns, until the budget is spent. If time is left, run all of
+    them again, up to `_PASSES` times; the quickest run counts, since a pause only ever makes a step longer. Sizes that
+    the pool, the model's length or `max_num_seqs` do not allow are reduced. The pool must be unused; its used blocks
+    are zeroed afterwards.
 
     On a CPU the default clock is that of the thread, so that other processes do not count: a worker that seems too slow
     gets no work and would never be corrected, while one that seems too quick is corrected by its first steps."""
-    clock = clock or (time.thread_time if engine.pool.device.type == "cpu" else time.perf_counter)
-    began_s, timed, most_blocks = clock(), [], 0
-    for number, plan in enumerate(_plans(engine, max_num_seqs)):
-        if number > 1 and clock() - began_s > _MAX_SECONDS:
+    on_cpu = engine.pool.device.type == "cpu"
+    budget_s = _MAX_SECONDS if on_cpu else _MAX_SECONDS_ON_GPU
+    clock = clock or (time.thread_time if on_cpu else time.perf_counter)
+    began_s, plans = clock(), list(_plans(engine, max_num_seqs))
+    seconds: dict[int, float] = {}
+    for turn, (number, plan) in itertools.product(range(_PASSES), enumerate(plans)):
+        if (turn or number > 1) and clock() - began_s > budget_s:
             break
-        most_blocks = max(most_blocks, *(max(chunk.block_ids) + 1 for chunk in plan.chunks))
-        work = step_work(plan)
-        assert work is not None
-        timed.append(TimedStep(work, _quickest_s(runner, plan, began_s + _MAX_SECONDS, clock)))
+        if not (turn or on_cpu):
+            runner.run(plan)
+        before_s = clock()
+        runner.run(plan)
+        seconds[number] = min(seconds.get(number, math.inf), clock() - before_s)
+    timed = tuple(TimedStep(_work(plans[number]), quickest_s) for number, quickest_s in seconds.items())
+    most_blocks = max(max(chunk.block_ids) + 1 for number in seconds for chunk in plans[number].chunks)
     engine.pool.raw[torch.arange(most_blocks, device=engine.pool.device)] = 0
-    return tuple(timed)
+    return timed
 
 
 def fixed_rows(engine: Engine, clock: Callable[[], float] = time.perf_counter) -> float:
@@ -64,18 +76,10 @@ def fixed_rows(engine: Engine, clock: Callable[[], float] = time.perf_counter) -
     return _MOST if row_s <= 0 else min(_MOST, max(0.0, best_s[1] / row_s - 1))
 
 
-def _quickest_s(runner: Runner, plan: StepPlan, until_s: float, clock: Callable[[], float]) -> float:
-    """Return the shortest time of the step. The first run is repeated in any case, since it may compile kernels."""
-    quickest_s, now_s = float("inf"), clock()
-    for repeat in range(1 + _REPEATS):
-        if repeat > 1 and now_s > until_s:
-            break
-        before_s = now_s
-        runner.run(plan)
-        now_s = clock()
-        if repeat:
-            quickest_s = min(quickest_s, now_s - before_s)
-    return quickest_s
+def _work(plan: StepPlan) -> StepWork:
+    work = step_work(plan)
+    assert work is not None
+    return work
 
 
 def _plans(engine: Engine, max_num_seqs: int) -> Iterator[StepPlan]:

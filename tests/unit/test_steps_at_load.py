@@ -50,9 +50,22 @@ def test_the_steps_at_load_predict_other_steps_and_leave_the_pool_zeroed(
     assert all(chunk.end <= tiny.model_info.max_model_len for plan in runner.plans for chunk in plan.chunks)
 
 
-def test_a_slow_model_is_measured_by_two_runs_of_one_step_of_each_kind(tiny: Engine) -> None:
+def test_a_slow_model_is_measured_by_one_step_of_each_kind(tiny: Engine) -> None:
     runner = _TimedRunner(tiny)
     one, prompt = time_steps(tiny, runner, 4, lambda: runner.now_s)
-    assert len(runner.plans) == 4
+    assert len(runner.plans) == 2
     assert (prompt.work.num_new, prompt.work.attended, prompt.seconds) == (16, attended_tokens(16, 0), 42.0)
     assert (one.work.batch, one.work.context, one.seconds) == (1, 16, 12.0)
+
+
+def test_a_model_that_has_time_for_five_steps_is_predicted_with_short_and_long_contexts(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.timing.steps_at_load._MAX_SECONDS", 4 * _STEP_S + 34 * _TOKEN_S - 1)
+    runner, fit = _TimedRunner(tiny), ServiceTimeFit()
+    timed = time_steps(tiny, runner, 4, lambda: runner.now_s)
+    fit.start(timed)
+    assert fit.times is not None
+    assert len(timed) == len(runner.plans) == 4
+    assert fit.times.prefill_s(16, 64) == pytest.approx(_STEP_S + 16 * _TOKEN_S, rel=0.2)
+    assert fit.times.step_s(1, 100) == pytest.approx(_STEP_S + _TOKEN_S, rel=0.2)
