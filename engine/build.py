@@ -21,8 +21,9 @@ from engine.kv import capacity
 from engine.kv.pool import KvPool, allocate_pool
 from engine.model.gpu_share import measure
 from engine.model.kept_digest import WeightFiles
+from engine.model.load_check import check_equal
 from engine.model.loaded import LoadedModel, ModelInfo, fingerprint
-from engine.model.loading import load
+from engine.model.loading import load_unchecked
 from engine.model.packed_weights import pack_weights
 from engine.scheduling.step import Chunk, StepPlan
 from engine.steps.forward import Forward, PlainForward
@@ -50,9 +51,12 @@ def build_engine(
     # Workers share a host's cores: threads that compete for a core stall each other.
     torch.set_num_threads(settings.num_threads or 1)
     files = WeightFiles.of(settings.model) if settings.load_format == "auto" else None
-    loaded = load(settings, wire, ended)
+    loaded = load_unchecked(settings, wire, ended)
     settings = capacity.with_pool_memory(settings, loaded.device)
     on_gpu = loaded.device.startswith("cuda")
+    if on_gpu:
+        check_equal(loaded, settings.max_prefill_tokens)
+        ended("load_check")
     on_device = forwards(settings, loaded) if on_gpu else None
     if capacity.is_measured(settings):
         settings, loaded = _measured(settings, loaded, wire)
@@ -67,7 +71,7 @@ def build_engine(
     if on_device is not None:
         speed = _speed_up_gpu(settings, loaded, runner, pool, on_device)
     else:
-        speed = (*_speed_up_drawing(settings, runner), *_speed_up(settings, loaded, runner, pool))
+        speed = (*_speed_up_drawing(settings, runner), *_speed_up(settings, loaded, runner, pool, ended))
     if settings.deterministic == "on":
         made = make_deterministic(loaded, runner, pool)
         layout_fingerprint = made.marked(layout_fingerprint)
@@ -146,12 +150,16 @@ def _speed_up_gpu(
     return line, *lines
 
 
-def _speed_up(settings: EngineSettings, loaded: LoadedModel, runner: ModelRunner, pool: KvPool) -> tuple[str, ...]:
-    """Use the compiled forward if this model has one, otherwise the plain forward on packed weights. Returns lines for
-    the report that say which, and why."""
+def _speed_up(
+    settings: EngineSettings, loaded: LoadedModel, runner: ModelRunner, pool: KvPool, ended: Callable[[str], None]
+) -> tuple[str, ...]:
+    """Use the compiled forward if this model has one, otherwise the plain forward on packed weights; check the one that
+    is used. Returns lines for the report that say which, and why. Raises ModelRefused."""
     try:
         runner.forward = compiled_forward(settings, loaded, pool)
     except NotCompiled as why:
+        check_equal(loaded, settings.max_prefill_tokens)
+        ended("load_check")
         weights = "weights: plain (--pack-weights off)"
         if settings.pack_weights == "auto":
             weights = pack_weights(loaded.model, lambda: runner.logits(_ONE_TOKEN))

@@ -6,9 +6,12 @@ reason why a model is not computed by the kernels is a NotCompiled, which a work
 plain forward.
 """
 
+import contextlib
 import ctypes
 import itertools
 import mmap
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -22,24 +25,26 @@ from engine.decoders.layer_parts import LayerParts, RmsNorm
 from engine.decoders.recognise import Decoder, DecoderLayer, recognise
 from engine.decoders.traced_calls import NotCompiled
 from engine.kv.pool import KvPool
-from engine.model.load_check import difference
+from engine.model.load_check import check_equal, compute_own_logits, deviation, replaces_load_check
 from engine.model.loaded import LoadedModel
 
 _ALIGNMENT = 64  # bytes, of every packed weight and of the scratch memory
 _ITEM_BYTES = 2
 _SHARE_OF_AVAILABLE_MEMORY = 0.8
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of madvise(2)
+_POPULATED_BYTES = 32 << 20  # at once
 
 
 class PackedDecoder:
     """All weights of a decoder except its embedding, copied into the kernels' layout. The decoder itself is not
-    changed."""
+    changed. `panels`: the memory for them, from `panels_for`."""
 
-    def __init__(self, kernels: ctypes.CDLL, decoder: Decoder) -> None:
+    def __init__(self, kernels: ctypes.CDLL, decoder: Decoder, panels: torch.Tensor) -> None:
         self.decoder = decoder
         self._kernels = kernels
         self._floats: list[torch.Tensor] = []  # biases and norms
-        self._places = itertools.accumulate(map(self._num_elems, _widths(decoder)), initial=0)
-        self._panels = _mapped(sum(map(self._num_elems, _widths(decoder))))
+        self._places = itertools.accumulate(_panel_elems(kernels, decoder), initial=0)
+        self._panels = panels
         self._layers = [self._layer(layer) for layer in decoder.layers]
         self._head = self._product((decoder.head,))
         self._final_norm = self._norm(decoder.final_norm)
@@ -121,26 +126,52 @@ class PackedDecoder:
     def _next_panels(self) -> int:
         return self._panels.data_ptr() + next(self._places) * _ITEM_BYTES
 
-    def _num_elems(self, widths: tuple[int, int]) -> int:
-        """Return the elements of a packed weight, padding up to the next one's alignment included."""
-        in_features, out_features = widths
-        step = _ALIGNMENT // _ITEM_BYTES
-        return -(-int(self._kernels.td_packed_elems(out_features, in_features)) // step) * step
+
+def panels_for(kernels: ctypes.CDLL, decoder: Decoder) -> torch.Tensor:
+    """Return zeroed memory for the packed weights, bfloat16. Raises NotCompiled."""
+    num_bytes = sum(_panel_elems(kernels, decoder)) * _ITEM_BYTES
+    try:
+        mapping = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    except OSError as error:
+        raise NotCompiled(f"no memory to pack its weights into: {error}") from error
+    return torch.frombuffer(mapping, dtype=torch.bfloat16)  # keeps the mapping
+
+
+@contextlib.contextmanager
+def populated(panels: torch.Tensor) -> Iterator[None]:
+    """Have another thread allocate the pages meanwhile, the first ones first: the system has to find and zero them, and
+    on a virtual machine the host as well, which takes longer than packing."""
+    is_over = threading.Event()
+    thread = threading.Thread(target=_populate, args=(panels, is_over), name="populate-panels", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _populate(panels: torch.Tensor, is_over: threading.Event) -> None:
+    madvise = ctypes.CDLL(None).madvise  # that of `mmap` keeps the GIL
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for begin in range(0, panels.nbytes, _POPULATED_BYTES):
+        length = min(_POPULATED_BYTES, panels.nbytes - begin)
+        if is_over.is_set() or madvise(panels.data_ptr() + begin, length, _POPULATE_WRITE):
+            return  # where the kernel does not know the call, packing allocates the pages
+
+
+def _panel_elems(kernels: ctypes.CDLL, decoder: Decoder) -> list[int]:
+    """Return the elements of each packed weight in packing order, with padding up to the next one's alignment."""
+    step = _ALIGNMENT // _ITEM_BYTES
+    sizes = (int(kernels.td_packed_elems(out_features, into)) for into, out_features in _widths(decoder))
+    return [-(-size // step) * step for size in sizes]
 
 
 def _widths(decoder: Decoder) -> list[tuple[int, int]]:
     """Return the widths in packing order."""
     head = (decoder.head.in_features, decoder.head.out_features)
     return [*(widths for layer in decoder.layers for widths in layer.parts.widths), head]
-
-
-def _mapped(num_elems: int) -> torch.Tensor:
-    try:
-        mapping = mmap.mmap(-1, num_elems * _ITEM_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    except OSError as error:
-        raise NotCompiled(f"no memory to pack its weights into: {error}") from error
-    return torch.frombuffer(mapping, dtype=torch.bfloat16)  # keeps the mapping
 
 
 class CompiledForward:
@@ -194,23 +225,29 @@ class CompiledForward:
 
 
 def compiled_forward(settings: EngineSettings, loaded: LoadedModel, pool: KvPool) -> CompiledForward:
-    """Return a compiled forward, checked against the plain one. It takes over the weights, so the model itself cannot
-    be called any more. Raises NotCompiled and then leaves the model unchanged."""
+    """Return a compiled forward, checked against the model itself. It takes over the weights, so the model itself
+    cannot be called any more. Raises NotCompiled and then leaves the model unchanged, unchecked. Raises ModelRefused
+    if the load check, which runs unless the kernels' own logits make it needless, refuses the model."""
     _require_asked_for(settings, loaded, pool)
     kernels = load_kernels()
     decoder = recognise(loaded.model)
     _require_memory(decoder)
-    packed = PackedDecoder(kernels, decoder)
+    panels = panels_for(kernels, decoder)
+    with populated(panels):
+        compute_own_logits(loaded, settings.max_prefill_tokens)
+        packed = PackedDecoder(kernels, decoder, panels)
 
     def forward(pool: KvPool) -> CompiledForward:
         return CompiledForward(kernels, packed, pool, loaded.info.max_model_len)
 
     try:
-        fault = difference(loaded, settings.max_prefill_tokens, forward)
+        found = deviation(loaded, settings.max_prefill_tokens, forward)
     except ModelRefused as error:
         raise NotCompiled(f"compiled, {error.message}") from error
-    if fault is not None:
-        raise NotCompiled(f"compiled, {fault}")
+    if found.fault is not None:
+        raise NotCompiled(f"compiled, {found.fault}")
+    if not replaces_load_check(loaded, found):
+        check_equal(loaded, settings.max_prefill_tokens)
     _release_weights(decoder)
     return forward(pool)
 

@@ -22,7 +22,7 @@ from engine.decoders.layer_parts import LayerParts, RmsNorm
 from engine.decoders.recognise import Decoder, recognise
 from engine.decoders.traced_calls import NotCompiled
 from engine.kv.pool import KvPool
-from engine.model.load_check import difference
+from engine.model.load_check import deviation
 from engine.model.loaded import LoadedModel
 
 
@@ -162,7 +162,7 @@ def fused_decoder(loaded: LoadedModel, chunk_tokens: int) -> tuple[FusedDecoder,
         return FusedForward(fused, pool, loaded.attention.build(), ops)
 
     try:
-        fault = difference(loaded, chunk_tokens, forward)
+        fault = deviation(loaded, chunk_tokens, forward).fault
     except Exception as error:  # after any error of a kernel or its compiler the plain forward is used
         reason = str(error).strip().partition("\n")[0]
         raise NotCompiled(f"the fused forward fails: {reason or type(error).__name__}") from error

@@ -51,6 +51,7 @@ def check_equal(loaded: LoadedModel, chunk_tokens: int) -> None:
     another expert, after which everything differs. So if a threshold is within `max_model_len`, or 16 bits disagree,
     the comparison is repeated with the same weights in float32 if memory allows, and that result counts.
     """
+    loaded = _with_layout(loaded, loaded.info.dtype)  # 8 bits in the pool would hide the errors
     coarse = _check(loaded, chunk_tokens)
     answer = coarse
     if (coarse is not None or _thresholds(loaded)) and _can_widen(loaded):
@@ -60,25 +61,55 @@ def check_equal(loaded: LoadedModel, chunk_tokens: int) -> None:
         raise ModelRefused(answer)
 
 
-def difference(loaded: LoadedModel, chunk_tokens: int, other: Callable[[KvPool], Forward]) -> str | None:
-    """Return how another Forward of this model differs from the model's own on the check's sequences, or None.
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """The errors of another Forward's logits, relative to the spread of a row's logits: of half of a sequence's rows
+    at most `typical`, of every row at most `worst`. `allowed` is what `check_equal` allows in half of the rows."""
 
-    Both have rounding errors, so more is allowed than in `check_equal`. Over seven families in bfloat16 with eight
-    draws of weights each, half of a sequence's rows used at most 90 % of the limit and the worst row 57 %. Every row
-    counts, since these models are not mixtures.
-    """
+    typical: float
+    worst: float
+    allowed: float
+
+    @property
+    def fault(self) -> str | None:
+        """Say why this Forward must not replace the model's own, or return None.
+
+        Both have rounding errors, so more is allowed than in `check_equal`. Over seven families in bfloat16 with eight
+        draws of weights each, half of a sequence's rows used at most 90 % of the limit and the worst row 57 %. Every
+        row counts, since these models are not mixtures.
+        """
+        typical, worst = 2 * self.allowed, 6 * self.allowed
+        if self.typical <= typical and self.worst <= worst:
+            return None
+        return (  # a NaN comes here as well
+            f"its logits differ from the model's own by {self.typical:.1e} of their size, at worst "
+            f"{self.worst:.1e} ({typical:.1e} and {worst:.1e} allowed)"
+        )
+
+
+def deviation(loaded: LoadedModel, chunk_tokens: int, other: Callable[[KvPool], Forward]) -> Deviation:
+    """Compare another Forward of this model with the model's own on the check's sequences. Raises ModelRefused if it
+    fails."""
     sequences = _sequences(loaded, chunk_tokens)
     ours = _packed_logits(loaded, *sequences, other)
-    typical, worst = 2 * _allowed(loaded), 6 * _allowed(loaded)
+    medians, largest = [], []
     for sequence, rows in zip(sequences, ours, strict=True):
-        errors_of_all = _errors(rows, _reference_logits(loaded, sequence))
-        for errors in (errors_of_all, errors_of_all[sequence.parts()[1]]):
-            if not (errors.median() <= typical and errors.max() <= worst):
-                return (
-                    f"its logits differ from the model's own by {float(errors.median()):.1e} of their size, at worst "
-                    f"{float(errors.max()):.1e} ({typical:.1e} and {worst:.1e} allowed)"
-                )
-    return None
+        errors = _errors(rows, _reference_logits(loaded, sequence))
+        medians += [errors.median(), errors[sequence.parts()[1]].median()]
+        largest.append(errors.max())
+    return Deviation(float(torch.stack(medians).max()), float(torch.stack(largest).max()), _allowed(loaded))
+
+
+def compute_own_logits(loaded: LoadedModel, chunk_tokens: int) -> None:
+    """Compute the model's own logits, which `check_equal` and `deviation` then use."""
+    for sequence in _sequences(loaded, chunk_tokens):
+        _reference_logits(loaded, sequence)
+
+
+def replaces_load_check(loaded: LoadedModel, found: Deviation) -> bool:
+    """Return whether `check_equal` has nothing left to find about a model that only a Forward of this deviation will
+    compute: that Forward meets its limit for 16 bits, and no threshold asks for the comparison in float32."""
+    return found.fault is None and found.typical <= found.allowed and not _thresholds(loaded)
 
 
 def _check(loaded: LoadedModel, chunk_tokens: int) -> str | None:
@@ -166,6 +197,11 @@ def _narrow(loaded: LoadedModel) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if tensor.dtype in (torch.bfloat16, torch.float16)]
 
 
+def _with_layout(loaded: LoadedModel, dtype: str) -> LoadedModel:
+    shapes = [place.shape for place in loaded.layout.layers]
+    return dataclasses.replace(loaded, layout=lay_out(shapes, loaded.layout.block_size, dtype))
+
+
 @contextlib.contextmanager
 def _in_float32(loaded: LoadedModel) -> Iterator[LoadedModel]:
     """Run with the same weights widened to float32, and restore them bit for bit afterwards."""
@@ -174,9 +210,7 @@ def _in_float32(loaded: LoadedModel) -> Iterator[LoadedModel]:
     try:
         for tensor in narrow:
             tensor.data = tensor.data.float()
-        shapes = [place.shape for place in loaded.layout.layers]
-        layout = lay_out(shapes, loaded.layout.block_size, "float32")
-        yield dataclasses.replace(loaded, layout=layout, own_logits={})
+        yield dataclasses.replace(_with_layout(loaded, "float32"), own_logits={})
     finally:
         for tensor, data in zip(narrow, kept, strict=True):
             tensor.data = data

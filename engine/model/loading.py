@@ -5,7 +5,6 @@ starts. One forward pass records the attention options of every layer; models th
 refused.
 """
 
-import dataclasses
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,6 +40,18 @@ def load(
 ) -> LoadedModel:
     """Load the configured model and check it; `ended` receives the name of each phase at its end. Raises ConfigError,
     or ModelRefused if the model cannot be served."""
+    loaded = load_unchecked(settings, wire, ended)
+    check_equal(loaded, chunk_tokens=settings.max_prefill_tokens)
+    ended("load_check")
+    return loaded
+
+
+def load_unchecked(
+    settings: EngineSettings,
+    wire: capacity.WireSpace = capacity.NATIVE,
+    ended: Callable[[str], None] = lambda phase: None,
+) -> LoadedModel:
+    """Load the configured model like `load`, without the load check, which must follow before the model serves."""
     register()
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # a worker's log is no terminal
     device = _device(settings)
@@ -76,12 +87,8 @@ def load(
         default_sampling=_default_sampling(generation),
     )
     attention = registry.choose(settings.attention_backend, needs)
-    # 8 bits in the pool would hide the errors that the check looks for.
-    whole = lay_out(shapes, settings.block_size, dtype)
-    loaded = LoadedModel(model=model, info=info, layout=whole, attention=attention, device=device)
-    check_equal(loaded, chunk_tokens=settings.max_prefill_tokens)
-    ended("load_check")
-    return dataclasses.replace(loaded, layout=layout)
+    ended("trace")
+    return LoadedModel(model=model, info=info, layout=layout, attention=attention, device=device)
 
 
 def _device(settings: EngineSettings) -> str:

@@ -2,6 +2,8 @@
 cases."""
 
 import dataclasses
+import mmap
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,18 +13,20 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from cluster.errors import ModelRefused
 from cluster.messages import Sampling
 from cluster.settings.engine_settings import EngineSettings
 from engine.attention.interface import ATTENTION_NAME, register
 from engine.build import Engine, build_engine
-from engine.cpu.compiled_forward import CompiledForward, PackedDecoder, compiled_forward
+from engine.cpu.compiled_forward import CompiledForward, PackedDecoder, _populate, compiled_forward, panels_for
 from engine.cpu.library import load_kernels
 from engine.decoders.layer_parts import GELU_TANH
 from engine.decoders.recognise import Decoder, recognise
 from engine.decoders.traced_calls import NotCompiled
 from engine.kv.pool import KvPool
-from engine.model.load_check import difference
-from engine.model.loading import dummy_model, load
+from engine.model.load_check import Deviation, check_equal, deviation, replaces_load_check
+from engine.model.loaded import LoadedModel
+from engine.model.loading import dummy_model, load, load_unchecked
 from engine.scheduling.step import Chunk, Sample, StepPlan
 from tests.golden.families import BLOCK_SIZE, FAMILIES
 
@@ -180,8 +184,12 @@ def test_a_model_recognised_as_another_architecture_computes_other_logits(
     kernels, decoder = load_kernels(), recognise(loaded.model)
 
     def said(decoder: Decoder) -> str | None:
-        packed = PackedDecoder(kernels, decoder)
-        return difference(loaded, 512, lambda pool: CompiledForward(kernels, packed, pool, loaded.info.max_model_len))
+        packed = PackedDecoder(kernels, decoder, panels_for(kernels, decoder))
+
+        def forward(pool: KvPool) -> CompiledForward:
+            return CompiledForward(kernels, packed, pool, loaded.info.max_model_len)
+
+        return deviation(loaded, 512, forward).fault
 
     assert said(decoder) is None
     assert "its logits differ" in (said(changed(decoder)) or "")
@@ -282,3 +290,71 @@ def test_an_unknown_architecture_is_refused_by_name() -> None:
 def test_too_little_memory_to_pack_weights_falls_back_to_plain(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.cpu.compiled_forward._available_bytes", lambda: 1000)
     assert "packing takes 0 MiB temporarily" in forward_line(build_engine(settings(folder)))
+
+
+@needs_kernels
+@pytest.mark.parametrize(("name", "num_checks"), [("llama", 0), ("mistral", 1)])
+def test_only_kernels_without_a_threshold_replace_the_check_of_the_plain_forward(
+    name: str, num_checks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mistral has a sliding window, which only the check in float32 examines closely."""
+    checked: list[LoadedModel] = []
+
+    def check(loaded: LoadedModel, chunk_tokens: int) -> None:
+        checked.append(loaded)
+        check_equal(loaded, chunk_tokens)
+
+    monkeypatch.setattr("engine.cpu.compiled_forward.check_equal", check)
+    assert "compiled" in forward_line(build_engine(settings(saved(name, tmp_path))))
+    assert len(checked) == num_checks
+
+
+@pytest.mark.parametrize(
+    ("found", "is_enough"),
+    [
+        (Deviation(typical=0.9, worst=5.9, allowed=1.0), True),
+        (Deviation(typical=1.1, worst=1.1, allowed=1.0), False),
+        (Deviation(typical=0.9, worst=6.1, allowed=1.0), False),
+        (Deviation(typical=float("nan"), worst=float("nan"), allowed=1.0), False),
+    ],
+)
+def test_kernels_replace_the_load_check_only_within_its_own_limit(
+    folder: Path, found: Deviation, is_enough: bool
+) -> None:
+    assert replaces_load_check(load_unchecked(settings(folder)), found) is is_enough
+
+
+@pytest.mark.parametrize("cpu_kernels", ["on", "off"])
+def test_a_model_whose_window_attention_ignores_is_refused_with_and_without_kernels(
+    cpu_kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register()
+    registered = transformers.AttentionInterface._global_mapping
+    ours = registered[ATTENTION_NAME]
+
+    def forgetful(*states: object, **keywords: object) -> object:
+        return ours(*states, **(keywords | {"sliding_window": None}))
+
+    monkeypatch.setattr("engine.attention.interface.attend", forgetful)
+    try:
+        with pytest.raises(ModelRefused, match="would be silently wrong"):
+            build_engine(settings(saved("mistral", tmp_path), cpu_kernels=cpu_kernels))
+    finally:
+        registered[ATTENTION_NAME] = ours
+
+
+@needs_kernels
+def test_pages_for_packed_weights_are_allocated_before_packing() -> None:
+    register()
+    panels = panels_for(load_kernels(), recognise(built(hidden_size=256, intermediate_size=2048)))
+    pages = range(panels.data_ptr() // mmap.PAGESIZE, (panels.data_ptr() + panels.nbytes - 1) // mmap.PAGESIZE + 1)
+
+    def is_present(page: int) -> bool:
+        with open("/proc/self/pagemap", "rb") as entries:
+            entries.seek(8 * page)
+            return bool(entries.read(8)[7] & 0x80)
+
+    assert not is_present(pages[-1])
+    _populate(panels, threading.Event())
+    assert all(map(is_present, pages))
+    assert not panels.any()

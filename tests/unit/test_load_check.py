@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from cluster.errors import ModelRefused
 from cluster.settings.engine_settings import EngineSettings
 from engine.attention.interface import ATTENTION_NAME
-from engine.model.load_check import difference, thresholds
+from engine.model.load_check import deviation, thresholds
 from engine.model.loaded import LoadedModel
 from engine.model.loading import load
 from tests.golden.families import FAMILIES, Family
@@ -122,7 +122,7 @@ def test_the_check_of_a_faster_forward_uses_the_logits_of_the_load_check(tmp_pat
     loaded = load_checked(tmp_path, transformers.LlamaConfig, LLAMA, "bfloat16", max_model_len=0)
     own = dict(loaded.own_logits)
 
-    assert difference(loaded, EngineSettings().max_prefill_tokens, loaded.forward) is None
+    assert deviation(loaded, EngineSettings().max_prefill_tokens, loaded.forward).fault is None
 
     assert len(own) == 2
     assert all(loaded.own_logits[key] is logits for key, logits in own.items())
