@@ -134,13 +134,13 @@ class WorkerHealth(ABC):
             silence, self._silence = self._silence, Silence()
             if silence.num_counted:
                 self._telemetry.count("tandem_false_suspicions_total", role=self.member.role)
+            self.trusted = self._registered
+            self._on_change()
             if self._registered:
-                self.trusted = True
-                self._on_change()
-            elif self.assigned == 0:
+                continue
+            if self.assigned == 0:
                 return "it left"
-            else:
-                asyncio.get_running_loop().call_later(_LAPSED_CHECK_S, self._suspected.set)
+            asyncio.get_running_loop().call_later(_LAPSED_CHECK_S, self._suspected.set)
 
     async def ask(self, timeout_s: float) -> None:
         """Check this worker's health once, for comparison with another worker that is silent. No answer has no

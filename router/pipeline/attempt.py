@@ -167,17 +167,23 @@ class TicketImport:
         return ticket, attempt
 
     async def _another(self, failure: AttemptFailed, prefill: Peer) -> Peer | None:
-        """Choose another importer. While the prefill runs, this waits for one."""
+        """Choose another importer. While the prefill runs, this waits for one. If the link failed, it waits until the
+        exporter has sent something since then: a ticket of a lost exporter would fail at every importer."""
         if not (failure.leaves_ticket and self._retry_budget.leaves_two_attempts_after(failure)):
             return None
-        fleet = self._context.fleet
+        fleet, failed_s = self._context.fleet, asyncio.get_running_loop().time()
+        if failure.is_of_pair:
+            prefill.suspect()
         while fleet.peer(self._exporter) is prefill:
-            decode = self._context.worker_choice.choose_importer(
-                self._admitted, self._choices, prefill, num_committed=len(self._committed), besides=self._tried
-            )
-            if decode is not None or self._first_tokens.done():
-                return decode
-            await asyncio.wait((fleet.next_change(), self._first_tokens), return_when=asyncio.FIRST_COMPLETED)
+            waits: set[asyncio.Future[None]] = {fleet.next_change()}
+            if not failure.is_of_pair or prefill.heard_s > failed_s:
+                decode = self._context.worker_choice.choose_importer(
+                    self._admitted, self._choices, prefill, num_committed=len(self._committed), besides=self._tried
+                )
+                if decode is not None or self._first_tokens.done():
+                    return decode
+                waits.add(self._first_tokens)
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         return None
 
     def _leg_at(self, decode: Peer) -> DecodeLeg:

@@ -1,4 +1,8 @@
-"""Schedules in which a decode worker dies before its sequences run: another one imports the prefilled KV."""
+"""Schedules in which one side of a hand-off dies.
+
+If the decode worker dies before its sequences run, another one imports the prefilled KV. If the prefill worker dies, no
+other decode worker is asked, and another prefill worker computes the prompt.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -14,6 +18,7 @@ from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, Schedule, p
 from tests.chaos.simulated.world import run_schedule
 
 _FIXED = range(16)
+_READ_FAILS_FIRST = (22, 115, 162)  # of `exporter_dies`: the failed read reaches the router before the death does
 _NUM_ASKS = 4
 _BEFORE_IT_RUNS = (Phase.QUEUED, Phase.PREFILLING, Phase.FIRST_TOKEN, Phase.PULLING)
 
@@ -54,6 +59,39 @@ def test_a_prompt_prefilled_for_a_dead_decode_worker_is_imported_by_another() ->
             num_without_a_prefill_more += bool(reissued) and num_prefills == _NUM_ASKS
     assert num_reissued >= len(_FIXED)
     assert num_without_a_prefill_more >= len(_FIXED) // 2  # in the others some sequences ran already
+
+
+def exporter_dies(seed: int) -> Schedule:
+    """Return a schedule in which one of two prefill workers dies while decode workers import from it."""
+    dice = Random(f"{seed} exporter dies")
+    asks = tuple(
+        Ask(dice.random() / 4, 0, number % 2, 8, dice.randint(40, 70), dice.randint(5, 20))
+        for number in range(_NUM_ASKS)
+    )
+    phase = dice.choice((Phase.PREFILLING, Phase.FIRST_TOKEN, Phase.PULLING))
+    death = Mishap(Kind.KILL, "prefill", 0, dice.random() / 50, for_s=5.0, phase=phase, occurrence=dice.choice((0, 1)))
+    return replace(
+        plain_schedule(seed),
+        num_routers=1,
+        num_prefills=2,
+        num_decodes=2,
+        step_s=0.1,
+        asks=asks,
+        mishaps=(death,),
+    )
+
+
+def test_the_death_of_a_prefill_worker_costs_one_attempt_and_no_prompt_is_prefilled_by_a_decode_worker() -> None:
+    """A decode worker may see the failed read before the router sees the death."""
+    reached: Counter[str] = Counter()
+    with simulated_machine():
+        for seed in (*_FIXED[:4], *_READ_FAILS_FIRST):
+            result = run_schedule(exporter_dies(seed))
+            assert not result.violations, f"seed {seed}: {result.violations}"
+            assert result.outcomes == Counter(ok=_NUM_ASKS)
+            reached.update(result.reached)
+    assert reached["counted: decode_import_failed read_failed"] >= len(_READ_FAILS_FIRST)
+    assert not [name for name in reached if name.startswith(("counted: tickets_reissued", "counted: local_prefills"))]
 
 
 _REISSUE = tickets.reissue
