@@ -77,8 +77,8 @@ async def test_renewals_keep_a_lease_during_prefill() -> None:
 
 
 async def test_a_lease_ends_at_its_deadline_without_a_request() -> None:
-    settings = TransferSettings(lease_s=0.05, max_lease_s=0.05)
-    async with handoff_rig("tcp", settings=settings) as rig:
+    settings = TransferSettings(lease_s=0.05, max_lease_s=0.05)  # of the exporter; the importer has time to attach
+    async with handoff_rig("tcp", settings=settings, importer_settings=TransferSettings()) as rig:
         prefill = rig.prefill(2 * BLOCK_SIZE)
         importing = rig.start_import(prefill)
         prefill.seal(1)
