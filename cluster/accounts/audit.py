@@ -14,6 +14,8 @@ from cluster.errors import ConfigError, MemberRefused
 
 _LOG = logging.getLogger("tandem.audit")
 _REFUSAL_EVERY_S = 1.0
+_MAX_SOURCES = 256  # of refusals that are told apart
+_OTHERS = "", "", ""  # the key of all further ones
 
 
 class Audit:
@@ -31,7 +33,7 @@ class Audit:
         """
         self._wall_clock, self._monotonic = wall_clock, monotonic
         self._lock = threading.Lock()  # over the next
-        self._refusals: dict[str, _Refusals] = {}  # by `what`
+        self._refusals: dict[tuple[str, str, str], _Refusals] = {}  # by `what`, reason and host
         self._log = _LOG
         if path:
             try:
@@ -57,19 +59,33 @@ class Audit:
         }
         self._log.info(json.dumps(line))
 
-    def record_refusal(self, *, what: str, origin: str, why: str, **details: object) -> None:
-        """Write a line for a peer that is no member, at most one per second for each `what`, since strangers can be
-        refused at any rate. Each line has the number of refusals that were left out before it.
+    def record_refusal(
+        self, *, what: str, origin: str, why: str = "", outcome: str = MemberRefused.reason, **details: object
+    ) -> None:
+        """Write a line for a peer that showed no key, at most one per second for each `what` and `why` of one host,
+        since strangers can be refused at any rate. Beyond 256 of these all others share a line. Each line has the
+        number of refusals that were left out before it.
         """
         with self._lock:
-            refusals, now_s = self._refusals.setdefault(what, _Refusals()), self._monotonic()
+            now_s = self._monotonic()
+            refusals = self._refusals_of((what, why, origin.rpartition(":")[0] or origin), now_s)  # without the port
             if now_s < refusals.next_s:
                 refusals.num_left_out += 1
                 return
             left_out, refusals.num_left_out = refusals.num_left_out, 0
             refusals.next_s = now_s + _REFUSAL_EVERY_S
-        outcome = MemberRefused.reason
-        self.record(who=None, what=what, origin=origin, outcome=outcome, why=why, left_out=left_out, **details)
+        if why:
+            details = {"why": why, **details}
+        self.record(who=None, what=what, origin=origin, outcome=outcome, left_out=left_out, **details)
+
+    def _refusals_of(self, key: tuple[str, str, str], now_s: float) -> "_Refusals":
+        if key not in self._refusals and len(self._refusals) >= _MAX_SOURCES:
+            others = self._refusals.pop(_OTHERS, _Refusals())
+            for known in [known for known, refusals in self._refusals.items() if refusals.next_s <= now_s]:
+                others.num_left_out += self._refusals.pop(known).num_left_out
+            self._refusals[_OTHERS] = others
+            key = key if len(self._refusals) < _MAX_SOURCES else _OTHERS
+        return self._refusals.setdefault(key, _Refusals())
 
 
 @dataclass(slots=True)

@@ -117,7 +117,7 @@ class MemberGate(grpc.aio.ServerInterceptor, worker_pb2_grpc.MemberAuthServicer)
         await abort(context, refusal, method)
 
     def _record(self, refusal: MemberRefused, method: str, context: _Context) -> None:
-        self._audit.record(who=None, what=method, origin=context.peer(), outcome=refusal.reason, why=refusal.refusal)
+        self._audit.record_refusal(what=method, origin=context.peer(), why=refusal.refusal)
         self._telemetry.count("tandem_refused_members_total", reason=refusal.refusal)
 
 

@@ -52,8 +52,10 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
 
     def _refusal(self, error: TandemError, caller: Caller, method: str) -> _Handler:
         async def refuse(_request: Any, context: _Context) -> None:
-            who = caller if caller.key_id else None
-            self._audit.record(who=who, what=method, origin=context.peer(), outcome=error.reason)
+            if caller.key_id:
+                self._audit.record(who=caller, what=method, origin=context.peer(), outcome=error.reason)
+            else:
+                self._audit.record_refusal(what=method, origin=context.peer(), outcome=error.reason)
             raise error
 
         return grpc.stream_stream_rpc_method_handler(refuse)  # fits every kind of call: it reads no request

@@ -123,13 +123,13 @@ class Edge:
             return
         caller: Caller = scope["state"].get("caller", ANY_CLIENT)
         host, port = scope.get("client") or ("", 0)
-        self._audit.record(
-            who=caller if caller.key_id else None,
-            what=f"{scope['method']} {scope['path']}",
-            origin=f"{host}:{port}",
-            outcome=outcome,
-            request=dict(QueryParams(scope.get("query_string", b""))),
-        )
+        what, origin = f"{scope['method']} {scope['path']}", f"{host}:{port}"
+        request = dict(QueryParams(scope.get("query_string", b"")))
+        if caller.key_id or outcome == "ok":
+            who = caller if caller.key_id else None
+            self._audit.record(who=who, what=what, origin=origin, outcome=outcome, request=request)
+        else:
+            self._audit.record_refusal(what=what, origin=origin, outcome=outcome, request=request)
 
     @contextmanager
     def _held(self, scope: Scope) -> Iterator[Callable[[int], None]]:

@@ -217,3 +217,18 @@ def test_refused_peers_are_audited_at_most_once_per_second_with_the_number_left_
     ]
     assert lines[2]["from"] == "ipv4:10.0.0.1:1.1" and lines[2]["claims"] == "d0@1\n" and lines[2]["who"] is None
     assert {line["outcome"] for line in lines} == {"member_refused"}
+
+
+def test_lines_about_refused_strangers_are_bounded_whatever_addresses_and_methods_they_have(tmp_path: Path) -> None:
+    now_s, path = [0.0], tmp_path / "audit.jsonl"
+    audit = Audit(str(path), monotonic=lambda: now_s[0])
+    for now_s[0] in (0.0, 1.5, 3.0):
+        num_lines = len(path.read_text().splitlines())
+        for number in range(2_000):
+            audit.record_refusal(what=f"/method{number}", origin=f"ipv4:10.0.0.{number % 256}:1", why="no_proof")
+        assert 256 <= len(path.read_text().splitlines()) - num_lines <= 257
+    now_s[0] = 4.5
+    for number in range(300):  # the last one has the count of all others
+        audit.record_refusal(what=f"/new{number}", origin="ipv4:10.0.0.1:1", why="no_proof")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(lines) + sum(line["left_out"] for line in lines) >= 3 * 2_000
