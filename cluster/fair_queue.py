@@ -6,8 +6,9 @@ time is the cost of what it was served, divided by its weight. Each piece of wor
 before it end, and the piece with the earliest beginning is served first. So tenants that always have work waiting are
 served in proportion to their weights, up to one piece of each, whatever they send.
 
-Without scarcity nothing is remembered: a tenant of which nothing waits is brought up to those that wait, so no tenant
-saves up for later, and none is in debt for what nobody else wanted.
+A tenant that uses less than its share saves up to `CREDIT`, so that a burst of a tenant that keeps to its share on
+average is served at once, whatever others send. Beyond that nothing is remembered: a tenant of which nothing waits is
+brought up to those that wait less the credit, and none is in debt for what nobody else wanted.
 """
 
 import math
@@ -18,8 +19,9 @@ from dataclasses import dataclass
 from cluster.messages import TenantShare
 
 MAX_IDLE_TENANTS = 1024  # whose virtual time is kept while they have no work here
-# How far ahead of the others a tenant begins that had no work: it overtakes pieces in progress, which began later.
-_HEAD_START = 1.0
+# How far ahead of the others a tenant may begin, in tokens of output: 512 tokens of a prompt, a chunk of most workers.
+# A tenant that comes back delays the others by no more.
+CREDIT = 64.0
 _KEPT_PART = 8  # beyond a full queue, one place for so many is kept for tenants below their share
 
 
@@ -56,7 +58,7 @@ class FairQueue:
         self._pieces: Counter[str] = Counter()  # that a tenant has here
         self._times: dict[str, float] = {}  # virtual: by the label of the tenant
         self._newcomers: set[str] = set()  # have work and no time yet that compares with those of the others
-        self._floor = 0.0  # below it no tenant begins
+        self._floor = 0.0  # more than the credit below it no tenant begins
 
     @property
     def is_contended(self) -> bool:
@@ -91,25 +93,26 @@ class FairQueue:
     def charge(self, tenant: TenantShare, cost: float) -> None:
         """Count what a tenant, which has work here, was served."""
         if tenant.label in self._newcomers:
-            self._begin(tenant.label)
+            self._begin(tenant)
         self._times[tenant.label] += cost / tenant.weight
 
     def starts(self, demands: Sequence[Demand]) -> list[float]:
         """Return the virtual time at which each piece of work begins; the earliest goes first. `demands`: those of all
         tenants, each tenant's in the order in which it would have them served."""
         places = {demand.tenant.label: 0.0 for demand in demands}
-        waiting = set()
+        tenants, waiting = dict[str, TenantShare](), set[str]()
         for demand in demands:
             label = demand.tenant.label
+            tenants[label] = demand.tenant
             places[label] -= demand.charged / demand.tenant.weight
             if demand.waits:
                 waiting.add(label)
         self._raise_floor({label: place for label, place in places.items() if label not in self._newcomers}, waiting)
-        for label in places:
+        for label, tenant in tenants.items():
             if label in self._newcomers:
-                self._begin(label)
+                self._begin(tenant)
             elif label not in waiting:
-                self._times[label] = max(self._times[label], self._floor)
+                self._times[label] = max(self._times[label], self._lowest(tenant))
             places[label] += self._times[label]
         starts = []
         for demand in demands:
@@ -126,16 +129,20 @@ class FairQueue:
 
     def _raise_floor(self, charged: dict[str, float], waiting: set[str]) -> None:
         """Raise the floor to the first beginning of those that wait; if none waits, to the latest virtual time. Forget
-        the tenants without work that are below it."""
+        the tenants without work that have all their credit."""
         if begins := [self._times[label] + place for label, place in charged.items() if label in waiting]:
             self._floor = max(self._floor, min(begins))
         elif charged:
             self._floor = max(self._floor, *(self._times[label] for label in charged))
         for label in [
-            label for label, time in self._times.items() if time <= self._floor and label not in self._pieces
+            label for label, time in self._times.items() if time <= self._floor - CREDIT and label not in self._pieces
         ]:
             del self._times[label]
 
-    def _begin(self, label: str) -> None:
-        self._newcomers.discard(label)
-        self._times[label] = max(self._times.get(label, -math.inf), self._floor - _HEAD_START)
+    def _begin(self, tenant: TenantShare) -> None:
+        self._newcomers.discard(tenant.label)
+        self._times[tenant.label] = max(self._times.get(tenant.label, -math.inf), self._lowest(tenant))
+
+    def _lowest(self, tenant: TenantShare) -> float:
+        """Return the virtual time of a tenant that has all its credit, which does not grow with its weight."""
+        return self._floor - CREDIT / tenant.weight

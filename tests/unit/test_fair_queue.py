@@ -3,10 +3,11 @@
 import random
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.fair_queue import MAX_IDLE_TENANTS, Demand, FairQueue, has_place
+from cluster.fair_queue import CREDIT, MAX_IDLE_TENANTS, Demand, FairQueue, has_place
 from cluster.messages import TenantShare
 
 _COSTS = st.integers(1, 40)
@@ -46,15 +47,16 @@ class Server:
 def test_tenants_that_always_wait_are_served_by_weight_up_to_a_piece_of_each(
     weights: list[int], costs: list[int], begins: list[int]
 ) -> None:
-    """Whatever sizes the pieces have, and whenever each tenant begins. The shares count from the last beginning."""
+    """Whatever sizes the pieces have, and whenever each tenant begins. The shares count once all credit is used."""
     server, tenants = Server(), [TenantShare(str(number), weight) for number, weight in enumerate(weights)]
     before: Counter[str] = Counter()
-    for step in range(200):
+    counted_from = max(begins[: len(tenants)]) + len(tenants) * int(CREDIT)
+    for step in range(counted_from + 150):
         for number, tenant in enumerate(tenants):
             waiting = sum(piece[0] is tenant for piece in server.pieces)
             if step >= begins[number] and waiting < 3:
                 server.add(tenant, costs[(step + number) % len(costs)])
-        if step == max(begins[: len(tenants)]):
+        if step == counted_from:
             before = server.served.copy()
         if server.pieces:
             server.serve()
@@ -78,21 +80,40 @@ def test_every_piece_is_served_and_nothing_is_remembered_when_all_is_done(work: 
     assert server.queue.num_tenants == 0
 
 
-def test_a_tenant_that_comes_back_saved_nothing_up_and_overtakes_one_piece_in_progress_once() -> None:
-    server, busy, rare = Server(), TenantShare("busy"), TenantShare("rare")
-    for _ in range(20):
+@settings(max_examples=12)
+@given(idle_for=st.integers(100, 200), weight=st.integers(1, 4))
+def test_a_tenant_that_comes_back_has_its_credit_ahead_of_the_others_and_no_more(idle_for: int, weight: int) -> None:
+    """However long it was away, and whatever its weight."""
+    server, busy, rare = Server(), TenantShare("busy"), TenantShare("rare", weight)
+    for _ in range(40):
         server.add(busy, 10)
-    for _ in range(55):
+    for _ in range(idle_for):
         server.serve()
-    for _ in range(20):
+    for _ in range(25):
         server.add(rare, 10)
-    order = [server.serve() for _ in range(60)]
-    assert order[:10] == ["rare"] * 10, "it does not wait for the rest of the piece in progress"
-    assert order[10:15] == ["busy"] * 5
-    assert 25 <= order.count("rare") <= 35
+    order = [server.serve() for _ in range(200)]
+    ahead = order.index("busy")
+    assert CREDIT <= ahead <= CREDIT + (1 + weight) * 10, "it does not wait for the rest of the piece in progress"
+    assert order[ahead:].count("rare") == pytest.approx((200 - ahead) * weight / (1 + weight), abs=20)
 
 
-def test_a_tenant_that_never_waits_gives_newcomers_no_credit() -> None:
+def test_a_tenant_that_is_idle_for_a_moment_has_saved_up_no_more_than_it_left_to_others() -> None:
+    """It used its share until then. So pauses do not give a tenant more than its share."""
+    server, busy, pauses = Server(), TenantShare("busy"), TenantShare("pauses")
+    for _ in range(200):
+        server.add(busy, 1)
+    order: list[str] = []
+    for _ in range(30):
+        for _ in range(4):
+            server.add(pauses, 1)
+        while any(tenant is pauses for tenant, _, _ in server.pieces):
+            order.append(server.serve())
+        order.append(server.serve())
+    used = order[int(CREDIT) :].count("pauses")
+    assert used <= (len(order) - CREDIT) / 2 + 2
+
+
+def test_a_tenant_that_never_waits_gives_newcomers_no_more_credit() -> None:
     """One tenant runs slowly without ever waiting, so its virtual time stays far behind that of another one."""
     queue, slow, busy, new = FairQueue(), TenantShare("slow"), TenantShare("busy"), TenantShare("new")
     queue.enter(slow)
@@ -104,7 +125,7 @@ def test_a_tenant_that_never_waits_gives_newcomers_no_credit() -> None:
         queue.charge(busy, 100.0)
     queue.enter(new)
     slow_start, busy_start, new_start = queue.starts([running, waiting, Demand(new, 10.0)])
-    assert new_start == busy_start - 1 and slow_start >= busy_start - 100
+    assert new_start == busy_start - CREDIT and slow_start >= busy_start - 100
 
 
 def test_tenants_without_work_are_forgotten_beyond_a_bound() -> None:
