@@ -87,8 +87,13 @@ def open_async_client(arguments: argparse.Namespace) -> AsyncClient:
 def ask(arguments: argparse.Namespace, call: Call[Answer]) -> Answer:
     """Make an operator's call at the first router that can be reached. Raises ConfigError as
     `open_client`, and the client library's errors."""
+    return ask_first(arguments, addresses(find_address(arguments.address)), call)
+
+
+def ask_first(arguments: argparse.Namespace, routers: Sequence[str], call: Call[Answer]) -> Answer:
+    """Do what `ask` does, at the first of these routers that can be reached; there is at least one."""
     failure: TandemError | None = None
-    for address in addresses(find_address(arguments.address)):
+    for address in routers:
         try:
             return ask_one(arguments, address, call)
         except TandemError as error:

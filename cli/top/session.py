@@ -81,16 +81,7 @@ class Cluster:
         return answer
 
     def _first(self, call: connection.Call[connection.Answer]) -> connection.Answer:
-        failure: TandemError | None = None
-        for address in self._known:
-            try:
-                return connection.ask_one(self._arguments, address, call)
-            except TandemError as error:
-                if not error.is_lost:
-                    raise
-                failure = error
-        assert failure is not None
-        raise failure
+        return connection.ask_first(self._arguments, self._known, call)
 
 
 def print_once(answer: admin_pb2.OverviewResponse, *, as_json: bool) -> None:

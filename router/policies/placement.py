@@ -116,9 +116,8 @@ class Policy(Protocol):
         ...
 
 
-class LeastLoaded:
-    """Chooses the pair with the lowest load. Of equal pairs it avoids those known to transfer KV slowly; the rest take
-    turns."""
+class _OfPairs:
+    """Compares pairs by their load. Of equal pairs it avoids those known to transfer KV slowly; the rest take turns."""
 
     def __init__(self) -> None:
         self._turns = _Turns()
@@ -128,6 +127,10 @@ class LeastLoaded:
         self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts
     ) -> Sequence[Pair]:
         return pairs(prefills, decodes, request)
+
+
+class LeastLoaded(_OfPairs):
+    """Chooses the pair with the lowest load."""
 
     def choose(
         self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts
@@ -139,18 +142,9 @@ class LeastLoaded:
         return self._turns.choose(best, found, PlacementReason.LOWEST_LOAD, request)
 
 
-class PrefixAware:
+class PrefixAware(_OfPairs):
     """Chooses the pair with the lowest cost: its load, plus the share of the prompt that its prefill worker has not
-    cached. A cached prefix therefore weighs less than one place in the queue. Ties are resolved as by LeastLoaded."""
-
-    def __init__(self) -> None:
-        self._turns = _Turns()
-        self._speeds = _Speeds()
-
-    def ways(
-        self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts
-    ) -> Sequence[Pair]:
-        return pairs(prefills, decodes, request)
+    cached. A cached prefix therefore weighs less than one place in the queue."""
 
     def choose(
         self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts

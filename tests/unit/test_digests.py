@@ -3,6 +3,7 @@ compiled digests, and with the reference."""
 
 import hashlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -26,13 +27,20 @@ FORGED_CHANGE = (
 LLAMA_BLOCK = bytes(range(256)) * 8192  # 2 MiB, as of an 8B Llama: folded once, to the sums of two pieces
 
 
-@pytest.fixture(params=["compiled", "reference"], autouse=True, scope="module")
-def form(request: pytest.FixtureRequest) -> Iterator[str]:
+@contextmanager
+def digests_by(implementation: str) -> Iterator[None]:
+    """Compute digests by the "compiled" library or the "reference". Skips the test where there is no such library."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.param == "reference":
+        if implementation == "reference":
             patch.setattr(digests, "compiled_digests", lambda: None)
         elif digests.compiled_digests() is None:
             pytest.skip("this machine has no compiler or no AVX-512 VNNI")
+        yield
+
+
+@pytest.fixture(params=["compiled", "reference"], autouse=True, scope="module")
+def form(request: pytest.FixtureRequest) -> Iterator[str]:
+    with digests_by(request.param):
         yield request.param
 
 

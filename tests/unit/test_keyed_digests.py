@@ -21,7 +21,7 @@ from kvtransfer.keyed_digests import (
     exported_definition,
 )
 from tests.contract.kv_pools import random_pool
-from tests.unit.test_digests import FORGED_CHANGE, PIECE
+from tests.unit.test_digests import FORGED_CHANGE, PIECE, digests_by
 
 OLD, NEW = b"o" * 32, b"n" * 32
 EXPORTER, TICKET = MemberId("p0", "a1"), b"t" * 16
@@ -30,11 +30,7 @@ _seeds = st.binary(min_size=32, max_size=32)
 
 @pytest.fixture(params=["compiled", "reference"])
 def form(request: pytest.FixtureRequest) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "reference":
-            patch.setattr(digests, "compiled_digests", lambda: None)
-        elif digests.compiled_digests() is None:
-            pytest.skip("this machine has no compiler or no AVX-512 VNNI")
+    with digests_by(request.param):
         yield
 
 
