@@ -93,7 +93,7 @@ class Peer(WorkerHealth):
     async def prefill(self, job: PrefillJob) -> AsyncIterator["PrefillCall"]:
         """Start a prefill. Leaving the block early cancels it."""
         work = PromptWork.of(len(job.token_ids), job.num_expected_cached)
-        with self._queued(work) as computed:
+        with self._queued(work, job.tenant) as computed:
             call = self._prefills.Prefill(
                 wire.prefill_job_to_wire(job), timeout=job.timeout_s, metadata=trace_metadata(job.trace_parent)
             )
@@ -127,16 +127,17 @@ class Peer(WorkerHealth):
 
     @contextmanager
     def open_sequences(
-        self, all_progress: Sequence[SequenceProgress], prompt: PromptWork | None = None
+        self, all_progress: Sequence[SequenceProgress], prompt: PromptWork | None, tenant: TenantShare
     ) -> Iterator[Sequences]:
         """Reserve handles on the stream for one attempt, one per sequence. On exit, cancel sequences that have not
-        ended. `prompt`: the part that the worker must compute before their first token; None: it imports the KV.
+        ended. `prompt`: the part that the worker must compute for this tenant before their first token; None: it
+        imports the KV.
         """
         with self.stream.open_sequences(all_progress) as sequences:
             if prompt is None:
                 yield sequences
                 return
-            with self._queued(prompt) as sequences.on_first_token:
+            with self._queued(prompt, tenant) as sequences.on_first_token:
                 yield sequences
 
     @contextmanager
@@ -192,9 +193,11 @@ class Peer(WorkerHealth):
             raise self.loss(f"did not answer within {_OWN_CALL_S:g} s") from error
 
     @contextmanager
-    def _queued(self, work: PromptWork) -> Iterator[Callable[[float], None]]:
-        """Count a prompt as queued at the worker. Yields a function to call with the time when it is computed."""
-        number = self.backlog.add_prompt(work, asyncio.get_running_loop().time())
+    def _queued(self, work: PromptWork, tenant: TenantShare) -> Iterator[Callable[[float], None]]:
+        """Count a tenant's prompt as queued at the worker. Yields a function to call with the time when it is
+        computed.
+        """
+        number = self.backlog.add_prompt(work, asyncio.get_running_loop().time(), tenant)
         try:
             yield partial(self.backlog.record_computed, number)
         finally:

@@ -56,7 +56,9 @@ class DecodeLeg:
         if opened is None:
             size, num_expected = admitted.size(), admitted.expected_output
             opened = decode.open_sequences(
-                [SequenceProgress(choice.num_missing, size, num_expected) for choice in choices], prompt
+                [SequenceProgress(choice.num_missing, size, num_expected) for choice in choices],
+                prompt,
+                admitted.tenant,
             )
         self.sequences = self._exit.enter_context(opened)
         self.owners = dict(zip(self.sequences.handles, choices, strict=True))

@@ -320,7 +320,7 @@ def facts_of(
         expected_output=max(1.0, admitted.expected_output - size.num_committed),
         targets=admitted.targets,
         grammar_engine=admitted.grammar_engine,
-        tenant=admitted.tenant.label,
+        tenant=admitted.tenant,
         cached_tokens=cached_tokens,
         excluded_pairs=excluded_pairs,
     )

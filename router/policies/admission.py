@@ -81,7 +81,7 @@ def early_refusal(
     never do."""
     fitting = (filter(request.fits_prefill, prefills), filter(request.fits_decode, decodes))
     for pool, loads in zip(("prefill", "decode"), map(list, fitting), strict=True):
-        full_for_s = [load.full_for_s.get(request.tenant, 0.0) for load in loads]
+        full_for_s = [load.full_for_s.get(request.tenant.label, 0.0) for load in loads]
         if loads and min(full_for_s) > 0:
             return QueueFull(
                 f"the queues of all {len(loads)} {pool} workers are full; try again",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cluster.member import Capacity
-from cluster.messages import LinkSpeed, MemberId, Role
+from cluster.messages import NO_TENANT, LinkSpeed, MemberId, Role, TenantShare
 from cluster.request_size import RequestSize, decode_shortage, handoff_shortage, prefill_shortage
 from router.policies.forecast import NOTHING_UNMODELLED, Unmodelled
 from router.policies.work_ahead import WorkAhead
@@ -89,7 +89,7 @@ class RequestFacts:
     expected_output: float = 1.0  # tokens of `max_tokens` that it is expected to generate, the first one included
     targets: SloTargets = NO_TARGETS  # of this request
     grammar_engine: str = ""  # that a worker must have; empty: the request has no grammar
-    tenant: str = ""  # its label
+    tenant: TenantShare = NO_TENANT
 
     @property
     def size(self) -> RequestSize:

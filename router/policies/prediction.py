@@ -8,7 +8,7 @@ delays that service times leave out are learned from earlier requests and added 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.messages import MemberId
 from cluster.outstanding_work import PromptWork
@@ -92,9 +92,9 @@ class _Predictor:
     def compute(self, load: WorkerLoad, *, is_export: bool) -> "_Computed":
         """Predict the prefill behind the worker's queue and beside its running sequences."""
         if not is_export:
-            return self._compute(load, _work(load))
+            return self._compute(load)
         if load.member not in self._exported:
-            self._exported[load.member] = self._compute(load, _work(load))
+            self._exported[load.member] = self._compute(load)
         return self._exported[load.member]
 
     def predict(self, prefill: WorkerLoad | None, decode: WorkerLoad, computed: "_Computed") -> Prediction:
@@ -114,8 +114,10 @@ class _Predictor:
     def _num_cached(self, load: WorkerLoad) -> int:
         return self._request.cached_tokens.get(load.member, 0)
 
-    def _compute(self, load: WorkerLoad, work: WorkAhead) -> _Computed:
-        forecast = Forecast(work)
+    def _compute(self, load: WorkerLoad) -> _Computed:
+        work = _work(load)
+        before = work.prompts.before(self._request.tenant, work.max_chunk)
+        forecast = Forecast(work if before is work.prompts else replace(work, prompts=before))
         forecast.wait(self._after_s)
         forecast.compute(PromptWork.of(self._request.num_prompt_tokens, self._num_cached(load)))
         return _Computed(

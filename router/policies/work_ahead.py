@@ -10,14 +10,24 @@ before its worker leaves.
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
+from cluster.messages import NO_TENANT, TenantShare
 from cluster.outstanding_work import NO_PROMPT, NO_SEQUENCE_WORK, OthersWork, PromptWork, SequenceWork, expected_left
 from cluster.request_size import RequestSize
 from cluster.service_times import ServiceTimes, StepLimit
 
 DEFAULT_MAX_CHUNK = 512  # of workers that do not register theirs
+
+
+@dataclass(frozen=True, slots=True)
+class TenantPrompts:
+    """The prompts of one tenant that this router has at a worker."""
+
+    tenant: TenantShare
+    work: PromptWork
+    is_first: bool = False  # the one that is computed now is among them
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +37,27 @@ class PromptQueue:
     work: PromptWork = NO_PROMPT  # of all of them
     first: PromptWork = NO_PROMPT  # of the one that is computed now
     elapsed_s: float = 0.0  # since the worker began with the first
+    tenants: tuple[TenantPrompts, ...] = ()  # of `work`, what this router sent
+
+    def before(self, newcomer: TenantShare, max_chunk: int) -> "PromptQueue":
+        """Return the prompts that the worker computes before a new one of this tenant: all of its own, and of each
+        other tenant as much as its weight allows meanwhile (cluster/fair_queue.py). The running step, of at most
+        `max_chunk` tokens, ends in any case. What other routers sent counts in full, because they do not report it by
+        tenant.
+        """
+        passed, first = NO_PROMPT, self.first
+        own = sum((each.work.num_new for each in self.tenants if each.tenant.label == newcomer.label), 0.0)
+        for other in self.tenants:
+            if other.tenant.label == newcomer.label:
+                continue
+            most = own * other.tenant.weight / newcomer.weight
+            most = max(most, min(self.first.num_new, max_chunk)) if other.is_first else most
+            if other.work.num_new > most:
+                share = most / other.work.num_new
+                passed = passed + other.work.times(1 - share)
+                if other.is_first and first.num_new > most:
+                    first = first.times(most / first.num_new)
+        return replace(self, work=self.work + passed.times(-1), first=first) if passed.num_new else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +102,22 @@ class PromptBacklog:
 
     def __init__(self) -> None:
         self._numbers = count()
-        self._prompts: dict[int, PromptWork] = {}
+        self._prompts: dict[int, tuple[PromptWork, TenantShare]] = {}
         self._work = NO_PROMPT  # of all prompts
+        self._tenants: dict[TenantShare, PromptWork] = {}
         self._since_s = 0.0  # when the worker began with the first one
         self.others = OthersWork()
         self._reported_s = 0.0  # when this router received `others`
         self._full_until_s: dict[str, float] = {}  # by label of the tenant that was refused
 
-    def add_prompt(self, work: PromptWork, now_s: float) -> int:
-        """Record that a prompt was sent to the worker. Returns its number."""
+    def add_prompt(self, work: PromptWork, now_s: float, tenant: TenantShare = NO_TENANT) -> int:
+        """Record that a prompt of a tenant was sent to the worker. Returns its number."""
         if not self._prompts:
             self._since_s = now_s
         number = next(self._numbers)
-        self._prompts[number] = work
+        self._prompts[number] = work, tenant
         self._work = self._work + work
+        self._tenants[tenant] = self._tenants.get(tenant, NO_PROMPT) + work
         return number
 
     def record_computed(self, number: int, now_s: float) -> None:
@@ -95,9 +128,13 @@ class PromptBacklog:
 
     def remove_prompt(self, number: int) -> None:
         """Remove a prompt that will not be computed. It has no effect on one that was."""
-        work = self._prompts.pop(number, None)
-        if work is not None:
-            self._work = self._work + work.times(-1) if self._prompts else NO_PROMPT
+        if number not in self._prompts:
+            return
+        work, tenant = self._prompts.pop(number)
+        self._work = self._work + work.times(-1) if self._prompts else NO_PROMPT
+        self._tenants[tenant] = self._tenants[tenant] + work.times(-1)
+        if self._tenants[tenant].num_new <= 0:
+            del self._tenants[tenant]
 
     def record_report(self, report: OthersWork, now_s: float) -> None:
         """Record what the worker reports about other routers. An older report than the present one has no effect."""
@@ -121,10 +158,15 @@ class PromptBacklog:
         work = self._work + self.others.prompts
         began_s = self._reported_s - self.others.elapsed_s  # with its first prompt, as of the report
         if self.others.first.num_new:
-            return PromptQueue(work, self.others.first, now_s - began_s)
+            return PromptQueue(work, self.others.first, now_s - began_s, self._by_tenant())
         if not self._prompts:
             return PromptQueue(work)
-        return PromptQueue(work, next(iter(self._prompts.values())), now_s - max(self._since_s, began_s))
+        first, tenant = next(iter(self._prompts.values()))
+        return PromptQueue(work, first, now_s - max(self._since_s, began_s), self._by_tenant(tenant))
+
+    def _by_tenant(self, first: TenantShare | None = None) -> tuple[TenantPrompts, ...]:
+        """Return the prompts by tenant. `first`: the tenant whose prompt is computed now; None: another router's is."""
+        return tuple(TenantPrompts(tenant, work, tenant == first) for tenant, work in self._tenants.items())
 
 
 _NEWEST_SHARE = 0.1  # of the newest token in the pace

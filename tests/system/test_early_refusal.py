@@ -3,9 +3,11 @@ that end at their deadline."""
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 
+from cluster.accounts.keys import Caller
 from cluster.errors import DeadlineExceeded, Overloaded, QueueFull
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
 from router.requests import GenerateRequest, TextPrompt
@@ -76,6 +78,31 @@ async def test_a_request_whose_turn_would_come_after_its_deadline_is_refused_wit
         await ahead
 
 
+async def test_a_flood_of_one_tenant_does_not_refuse_a_request_of_another_one_early() -> None:
+    flood, other = (Caller(name, name) for name in ("flood", "other"))
+    async with router_under_test() as router:
+        prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
+        prefill.service_times = decode.service_times = _OF_33_TOKENS_PER_S
+        await router.connected()
+        await router.knows_speeds()
+        prefill.before_first_tokens.close()
+        long = replace(ask(prompt=tuple(range(1, 1001)), max_tokens=2, timeout_s=120.0), caller=flood)
+        ahead = asyncio.create_task(answer_to(router, long))
+        async with asyncio.timeout(10):
+            await prefill.before_first_tokens.reached.wait()
+        with pytest.raises(Overloaded, match="first token is predicted in"):
+            await answer_to(router, replace(ask(timeout_s=22.0), caller=flood))
+        in_time = asyncio.create_task(answer_to(router, replace(ask(timeout_s=22.0), caller=other)))
+        async with asyncio.timeout(10):
+            while len(prefill.jobs) < 2:
+                assert not in_time.done()
+                await asyncio.sleep(0.01)
+        prefill.before_first_tokens.open()
+        assert len((await in_time).token_ids[0]) == 8
+        await ahead
+
+
+_OF_33_TOKENS_PER_S = ServiceTimes(PrefillTimes(0.0, 0.03, 0.0, 0.0), DecodeTimes(0.01, 0.0, 0.0, 0.0))
 _OF_100_TOKENS_PER_S = ServiceTimes(PrefillTimes(0.0, 0.01, 0.0, 0.0), DecodeTimes(0.01, 0.0, 0.0, 0.0))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.errors import Overloaded, QueueFull, SloUnattainable
 from cluster.member import Capacity
-from cluster.messages import MemberId
+from cluster.messages import MemberId, TenantShare
 from cluster.outstanding_work import PromptWork
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
 from router.policies.admission import AdmissionControl, early_refusal
@@ -94,7 +94,7 @@ def test_a_request_that_would_be_served_after_its_deadline_is_refused_with_both_
 
 
 def test_a_queue_that_is_full_for_one_tenant_refuses_no_request_of_another_one() -> None:
-    assert _refusal([FULL], [DECODE], 60.0, replace(REQUEST, tenant="below its share")) is None
+    assert _refusal([FULL], [DECODE], 60.0, replace(REQUEST, tenant=TenantShare("below its share"))) is None
 
 
 def test_a_full_queue_of_a_worker_that_is_too_small_does_not_count() -> None:

@@ -2,8 +2,13 @@
 
 import pytest
 
+from cluster.fair_queue import CREDIT
+from cluster.messages import TenantShare
 from cluster.outstanding_work import OthersWork, PromptWork
+from engine.scheduling.policies import FirstCome
 from router.policies.work_ahead import PromptBacklog
+from tests.unit.scheduling.prefilling import Prompt, prefill
+from tests.unit.scheduling.simulation import StepCost
 
 
 def test_a_sent_prompt_counts_at_once_and_until_it_is_computed() -> None:
@@ -47,6 +52,44 @@ def test_prompts_of_other_routers_count_until_the_next_report() -> None:
     assert backlog.queue(1.0).work.num_new == 200
     backlog.record_report(OthersWork(2), 1.0)
     assert backlog.queue(1.0).work.num_new == 0
+
+
+def test_a_new_prompt_waits_for_its_own_tenants_and_for_as_much_of_others_as_their_weights_allow() -> None:
+    flood, other, heavy = TenantShare("flood"), TenantShare("other"), TenantShare("other", 4)
+    backlog = PromptBacklog()
+    for _ in range(10):
+        backlog.add_prompt(PromptWork.of(100, 0), 0.0, flood)
+    queue = backlog.queue(0.0)
+    assert queue.before(flood, 64) is queue
+    passing = queue.before(other, 64)
+    assert passing.work.num_new == pytest.approx(64) and passing.first.num_new == 64, "the running step ends"
+    for _ in range(3):
+        number = backlog.add_prompt(PromptWork.of(100, 0), 0.0, other)
+    queue = backlog.queue(0.0)
+    assert queue.before(other, 64).work.num_new == pytest.approx(300 + 300)
+    assert queue.before(heavy, 64).work.num_new == pytest.approx(300 + 75)
+    assert queue.before(flood, 64).work.num_new == pytest.approx(1300)
+    backlog.record_report(OthersWork(1, prompts=PromptWork.of(50, 0)), 0.0)
+    assert backlog.queue(0.0).before(other, 64).work.num_new == pytest.approx(650), "other routers name no tenants"
+    backlog.remove_prompt(number)
+    assert backlog.queue(0.0).before(other, 64).work.num_new == pytest.approx(450)
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 4])
+def test_the_work_before_a_prompt_is_what_the_scheduler_computes_before_it(num_before: int) -> None:
+    """A tenant's prompt comes while a flood of another one waits, and `num_before` of its own."""
+    flood, other = TenantShare("flood"), TenantShare("other")
+    length, chunk = 160, 64
+    arrivals = [(0.0, flood)] * 20 + [(1.0, other)] * (num_before + 1)
+    prompts = [Prompt(arrives_s=at_s, num_tokens=length, tenant=tenant) for at_s, tenant in arrivals]
+    run = prefill(prompts, FirstCome(), StepCost(token_s=1e-3), max_prefill_tokens=chunk)
+    backlog = PromptBacklog()
+    for _, tenant in [*arrivals[:14], *arrivals[20:-1]]:  # after a second, about 14 are left
+        backlog.add_prompt(PromptWork.of(length, 0), 1.0, tenant)
+    predicted_s = (backlog.queue(1.0).before(other, chunk).work.num_new + length) * 1e-3
+    saved_s = (8 * CREDIT + chunk) * 1e-3  # the prediction does not count what a tenant has saved up
+    simulated_s = run.completion_s(prompts)[-1]
+    assert simulated_s - (length + chunk) * 1e-3 <= predicted_s <= simulated_s + saved_s
 
 
 def test_a_full_queue_counts_until_its_retry_time_or_until_a_prompt_is_computed() -> None:
