@@ -1,9 +1,10 @@
 """`python -m benchmarks.request_modules`: count the modules of Tandem that one plain request executes.
 
 A router, a prefill worker and a decode worker run the demo model. After a warm-up request every process records which
-functions it calls, first for a while without any request, then for one request over gRPC whose KV moves by shared
-memory; nothing fails and no prefix is found. A module counts if the request called a function of it that the idle
-cluster did not call. Generated stubs do not count. `--list` prints the modules.
+functions it calls, first for a while without any request, then for each of several requests over gRPC whose KV moves by
+shared memory; nothing fails and no prefix is found. A module counts if every request called a function of it that the
+idle cluster did not call: what happens to coincide with one request does not count. Generated stubs do not count.
+`--list` prints the modules.
 """
 
 import argparse
@@ -25,6 +26,7 @@ _MODEL = _ROOT / "examples" / "demo_model"
 _IDLE_S = 5.0  # long enough for heartbeats, registrations and health checks to have come several times
 _START_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 30.0
+_PROMPTS = (range(300, 500), range(500, 300, -1), range(400, 200, -1))  # without a common prefix
 _NOT_COUNTED = ("tandem/v1/", "tandem/internal/v1/", "benchmarks/", ".venv/")
 
 
@@ -97,10 +99,14 @@ async def count() -> Count:
             await cluster.calls()
             await asyncio.sleep(_IDLE_S)
             idle = await cluster.calls()
-            await cluster.ask(range(300, 500))
-            requested = await cluster.calls() - idle
-    modules = {module for module, function in requested if not module.startswith(_NOT_COUNTED)}
+            requested = [await _calls_of(cluster, prompt) for prompt in _PROMPTS]
+    modules = {module for module, _ in set.intersection(*requested) - idle if not module.startswith(_NOT_COUNTED)}
     return Count(tuple(sorted(modules)))
+
+
+async def _calls_of(cluster: RecordedCluster, token_ids: Sequence[int]) -> set[tuple[str, str]]:
+    await cluster.ask(token_ids)
+    return await cluster.calls()
 
 
 async def _until_line(process: asyncio.subprocess.Process, first_word: str, timeout_s: float) -> str:
