@@ -1,24 +1,40 @@
-"""Workers as actors of a Ray on this machine: what cannot start is named, and what ends leaves nothing behind.
+"""Workers as actors of a Ray of one node: what cannot start is named, what serves drains, and nothing is left behind.
 
-`test_ray_nodes.py` has a cluster that serves.
+`test_ray_nodes.py` has three nodes under load.
 """
 
 import asyncio
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from cli.local.child import ChildSpec
+from cluster.auth.key_file import load_keys
 from cluster.errors import ConfigError
 from cluster.messages import Role
+from tandem.client import AsyncClient
+from tests.system.local_cluster import DEMO_MODEL, LocalCluster
 
 pytest.importorskip("ray", reason="ray is not installed: it is the extra [ray]")
+
+from ray.cluster_utils import Cluster
 
 from deploy.ray.placement import NodeNeeds, connect, disconnect
 from deploy.ray.workers import RayWorkers
 
-pytestmark = pytest.mark.slow
+
+@pytest.fixture
+def node() -> Iterator[Cluster]:
+    """A Ray of one node, without the processes that these tests do not need: they cost a second of a core."""
+    handler = signal.getsignal(signal.SIGTERM)  # Ray sets its own
+    started = Cluster()
+    started.add_node(num_cpus=1, include_dashboard=False, include_log_monitor=False, no_monitor=True)
+    yield started
+    started.shutdown()  # type: ignore[no-untyped-call]
+    signal.signal(signal.SIGTERM, handler)
 
 
 def _spec(name: str, key: Path, port: int = 0) -> ChildSpec:
@@ -27,12 +43,12 @@ def _spec(name: str, key: Path, port: int = 0) -> ChildSpec:
 
 
 async def test_workers_that_cannot_start_on_ray_report_the_reason_and_leave_nothing(
-    cluster_name: str, tmp_path: Path
+    node: Cluster, cluster_name: str, tmp_path: Path
 ) -> None:
     key = tmp_path / "key"
     key.write_text("0" * 64)
     key.chmod(0o600)
-    placement = await asyncio.to_thread(connect, "local", cluster_name)
+    placement = await asyncio.to_thread(connect, node.gcs_address, cluster_name)
     said: list[str] = []
     needs = {Role.PREFILL: NodeNeeds({"CPU": 1.0, "no such": 1.0}), Role.DECODE: NodeNeeds({"CPU": 0.1})}
     workers = RayWorkers(
@@ -57,3 +73,33 @@ async def test_workers_that_cannot_start_on_ray_report_the_reason_and_leave_noth
     finally:
         await workers.close()
         await asyncio.to_thread(disconnect)
+
+
+@pytest.mark.slow
+async def test_a_worker_on_ray_serves_a_request_and_drains(node: Cluster, redis_url: str, tmp_path: Path) -> None:
+    cluster = LocalCluster(redis_url, tmp_path, flags=("--dtype", "float32", "--num-blocks", "128"))
+    load_keys(cluster.key_file)  # creates it, as the first member of a cluster does
+    placement = await asyncio.to_thread(connect, node.gcs_address, cluster.name)
+    workers = RayWorkers(
+        placement,
+        needs={Role.DECODE: NodeNeeds()},
+        arguments=(),
+        num_threads=1,
+        grace_s=5.0,
+        keep_at_stop=False,
+        say=lambda line: None,
+    )
+    flags = (*cluster.joining_flags(), f"--model={DEMO_MODEL}")
+    try:
+        workers.start([ChildSpec("decode-0", (sys.executable, "-m", "decode_worker", *flags))])
+        await workers.ready("decode-0")
+        await cluster.start(prefill=0, decode=0, router_flags=("--placement", "auto"))
+        async with AsyncClient(cluster.members["router0"].grpc_address) as client:
+            result = await client.generate("import os\n", max_tokens=4, ignore_eos=True).result()
+        assert len(result.token_ids) == 4
+        await workers.stop(["decode-0"], 30.0)
+        assert not workers.staying() and not await asyncio.to_thread(placement.names)
+    finally:
+        await workers.close()
+        await asyncio.to_thread(disconnect)
+        await cluster.stop()
