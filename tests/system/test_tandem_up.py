@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -124,6 +125,21 @@ def test_estimate_needs_no_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     figures = json.loads(capsys.readouterr().out)
     assert figures["bytes_per_token"] == 4 * 2 * 2 * 32 * 2  # layers, K and V, KV heads, head size, bytes of bf16
     assert figures["lengths"] == [{"tokens": 1024, "request_bytes": 1 << 20, "sequences": 1}]
+
+
+def test_the_example_of_sizing_prints_what_its_page_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (example,) = re.findall(
+        r"```console\n\$ tandem (.*)\n((?:.*\n)*?)```", (ROOT / "docs" / "operate" / "sizing.md").read_text()
+    )
+    (tmp_path / "llama-3.1-8b").mkdir()
+    layers = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+    config = {**layers, "dtype": "bfloat16", "max_position_embeddings": 131072}
+    (tmp_path / "llama-3.1-8b" / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    assert main(example[0].split()) == 0
+    assert capsys.readouterr().out.split() == example[1].split()
 
 
 def test_estimate_shows_no_length_beyond_the_models_longest_sequence(capsys: pytest.CaptureFixture[str]) -> None:
