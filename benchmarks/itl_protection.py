@@ -26,13 +26,13 @@ from benchmarks.engine.shapes import MODELS
 from benchmarks.machine import about
 from cluster.messages import DecodeJob, MemberId, PrefillJob, Sampling, SequenceStart, TokenStops
 from cluster.protocol.hashing import nameless_chains
-from cluster.service_times import ServiceTimes
+from cluster.service_times import ServiceTimes, TimedStep
 from cluster.settings.engine_settings import EngineSettings
 from engine.build import Engine, build_engine
 from engine.scheduling.commands import AdmitExport, AdmitLocal, Event, ExportFinished, Release
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.scheduler import SequenceScheduler
-from engine.timing.service_time_fit import ServiceTimeFit, TimedStep, step_work
+from engine.timing.service_time_fit import ServiceTimeFit, step_work
 from engine.timing.steps_at_load import time_steps
 
 _RESULTS = Path(__file__).parent / "results"

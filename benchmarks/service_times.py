@@ -26,11 +26,11 @@ from benchmarks.engine.shapes import MODELS
 from benchmarks.machine import about
 from cluster.messages import Sampling
 from cluster.request_size import blocks_for
-from cluster.service_times import StepWork
+from cluster.service_times import StepWork, TimedStep
 from cluster.settings.engine_settings import EngineSettings
 from engine.build import Engine, build_engine
 from engine.scheduling.step import Chunk, Sample, StepPlan
-from engine.timing.service_time_fit import ServiceTimeFit, TimedStep, step_work
+from engine.timing.service_time_fit import ServiceTimeFit, step_work
 from engine.timing.steps_at_load import time_steps
 
 _DEMO = Path(__file__).parents[1] / "examples" / "demo_model"

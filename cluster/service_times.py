@@ -37,6 +37,14 @@ class StepWork:
 
 
 @dataclass(frozen=True, slots=True)
+class TimedStep:
+    """A completed step and how long it took, without waiting for work."""
+
+    work: StepWork
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillTimes:
     """The model of steps that compute prompts: seconds = step_s + per_token_s * new tokens + per_token_context_s * (new
     tokens * their mean context).
@@ -111,6 +119,9 @@ class ServiceTimes:
     decode: DecodeTimes
     mixed: MixedTimes | None = None  # None: the worker has computed no mixed step yet, and the factor is taken as 1
     hand_off: HandOffTimes | None = None  # None: the worker has imported nothing yet
+    # Of the recent steps that compute prompts only, or decode only. None: too few were measured to compare workers.
+    typical_prefill: TimedStep | None = None
+    typical_decode: TimedStep | None = None
 
     def relative_errors(self) -> dict[str, float]:
         """Return the relative error of each model that has measured something, by name."""

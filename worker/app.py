@@ -17,7 +17,7 @@ from cluster.errors import Unhealthy
 from cluster.process import lasting
 from cluster.protocol.report_wire import link_speeds_to_wire
 from cluster.request_size import LengthLimits
-from cluster.service_times import ServiceTimes, StepLimit
+from cluster.service_times import ServiceTimes, StepLimit, TimedStep
 from cluster.settings.config import WorkerConfig
 from decode_worker.service import DecodeService
 from engine.build import Engine, build_engine
@@ -36,7 +36,7 @@ from engine.speculation.drafter import drafter_factory
 from engine.steps.prompt_scores import max_scored_tokens
 from engine.steps.step_loop import StepLoop, StepTime
 from engine.steps.step_profile import StepProfiler
-from engine.timing.service_time_fit import ServiceTimeFit, TimedStep, step_work
+from engine.timing.service_time_fit import ServiceTimeFit, step_work
 from engine.timing.steps_at_load import fixed_rows, time_steps
 from kvtransfer.link_check import Destination
 from kvtransfer.wire.wire_format import WireDtype

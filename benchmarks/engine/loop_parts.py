@@ -29,6 +29,7 @@ from cluster.clock import MonotonicClock
 from cluster.messages import DecodeJob, MemberId, Sampling, SequenceStart, TokenStops
 from cluster.protocol.hashing import keyed_chains
 from cluster.request_size import tail_length
+from cluster.service_times import TimedStep
 from engine.build import Engine
 from engine.scheduling.commands import AdmitImported, Command, Event, Reserve, Reserved
 from engine.scheduling.length_prediction import LengthPredictor
@@ -37,7 +38,7 @@ from engine.scheduling.scheduler import SequenceScheduler
 from engine.scheduling.step import StepPlan
 from engine.steps import runner as step_runner
 from engine.steps.step_loop import StepLoop, StepTime
-from engine.timing.service_time_fit import ServiceTimeFit, TimedStep, step_work
+from engine.timing.service_time_fit import ServiceTimeFit, step_work
 from engine.timing.steps_at_load import time_steps
 
 _RESULTS = Path(__file__).parents[1] / "results"

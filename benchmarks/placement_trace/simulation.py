@@ -20,8 +20,8 @@ from typing import Protocol
 from benchmarks.placement_trace.trace import BLOCK_TOKENS, Request
 from cluster.messages import CacheEvents, MemberId
 from cluster.outstanding_work import OthersWork, OutstandingWork, PromptWork
-from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes, StepWork, attended_tokens
-from engine.timing.service_time_fit import ServiceTimeFit, TimedStep
+from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes, StepWork, TimedStep, attended_tokens
+from engine.timing.service_time_fit import ServiceTimeFit
 from router.policies.candidates import RequestFacts, WorkerLoad
 from router.policies.placement import Placement
 from router.policies.prefix_index import PrefixIndex

@@ -245,7 +245,14 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
     },
     worker_pb2.ServiceTimes: {
         **dict.fromkeys(("prefill", "decode"), _REQUIRED),
-        **dict.fromkeys(("mixed", "hand_off"), _OPTIONAL),
+        **dict.fromkeys(("mixed", "hand_off", "typical_prefill", "typical_decode"), _OPTIONAL),
+    },
+    worker_pb2.TimedStep: {
+        "num_new": _COUNT,
+        "attended": Real(most=1e18),
+        "batch": _COUNT,
+        "context": _COUNT,
+        "seconds": Real(excludes_least=True),
     },
     worker_pb2.PrefillTimes: {
         "step_s": _SECONDS,

@@ -12,7 +12,7 @@ from cluster.outstanding_work import OthersWork, PromptWork, SequenceWork
 from cluster.protocol.hashing import MAX_PREFIX_BLOCKS, split_hashes
 from cluster.protocol.received import checked
 from cluster.protocol.wire import member_from_wire
-from cluster.service_times import DecodeTimes, HandOffTimes, MixedTimes, PrefillTimes, ServiceTimes
+from cluster.service_times import DecodeTimes, HandOffTimes, MixedTimes, PrefillTimes, ServiceTimes, StepWork, TimedStep
 from tandem.internal.v1 import worker_pb2
 from tandem.v1 import admin_pb2
 
@@ -36,7 +36,10 @@ def link_speeds_from_wire(messages: Iterable[admin_pb2.LinkSpeed]) -> tuple[Link
 
 def service_times_to_wire(times: ServiceTimes) -> worker_pb2.ServiceTimes:
     """Convert models. Their fields have the same names in the message."""
-    return worker_pb2.ServiceTimes(**{name: model for name, model in asdict(times).items() if model is not None})
+    models = {name: model for name, model in asdict(times).items() if model is not None}
+    for name in models.keys() & {"typical_prefill", "typical_decode"}:
+        models[name] = {**models[name]["work"], "seconds": models[name]["seconds"]}
+    return worker_pb2.ServiceTimes(**models)
 
 
 def service_times_of(heartbeat: worker_pb2.Heartbeat) -> ServiceTimes | None:
@@ -50,6 +53,8 @@ def service_times_of(heartbeat: worker_pb2.Heartbeat) -> ServiceTimes | None:
         decode=DecodeTimes(decode.step_s, decode.per_sequence_s, decode.per_context_token_s, decode.relative_error),
         mixed=MixedTimes(mixed.factor, mixed.relative_error) if times.HasField("mixed") else None,
         hand_off=HandOffTimes(hand_off.fixed_s, hand_off.relative_error) if times.HasField("hand_off") else None,
+        typical_prefill=_timed_step(times.typical_prefill) if times.HasField("typical_prefill") else None,
+        typical_decode=_timed_step(times.typical_decode) if times.HasField("typical_decode") else None,
     )
 
 
@@ -110,6 +115,10 @@ def cache_events_from_wire(message: worker_pb2.CacheEvents) -> CacheEvents:
         split_hashes(message.removed),
         message.cleared,
     )
+
+
+def _timed_step(message: worker_pb2.TimedStep) -> TimedStep:
+    return TimedStep(StepWork(message.num_new, message.attended, message.batch, message.context), message.seconds)
 
 
 def _link_speed_from_wire(message: admin_pb2.LinkSpeed) -> LinkSpeed:

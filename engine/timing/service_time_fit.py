@@ -15,6 +15,9 @@ Four rules protect a model:
 - Sizes are divided into ranges, and every range that was ever measured keeps a small weight. A worker that has decoded
   one sequence for an hour still predicts a batch.
 
+`TypicalSteps` finds what workers are compared by: measured steps, because fits to different sizes of steps differ where
+they are extrapolated, however fast the workers are.
+
 `NormalEquations` solves the least-squares problems with coefficients that are not negative.
 """
 
@@ -24,10 +27,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
-from statistics import median
+from statistics import fmean, median
 from typing import TypeAlias
 
-from cluster.service_times import DecodeTimes, MixedTimes, PrefillTimes, ServiceTimes, StepWork, attended_tokens
+from cluster.service_times import (
+    DecodeTimes,
+    MixedTimes,
+    PrefillTimes,
+    ServiceTimes,
+    StepWork,
+    TimedStep,
+    attended_tokens,
+)
 from engine.scheduling.step import StepPlan
 
 FORGETTING = 0.97  # per step: about the last thirty count
@@ -43,15 +54,10 @@ _NUM_ERRORS = 64
 _NUM_FACTORS = 15
 _MIN_SECONDS = 1e-7
 IDLE_S = 30.0
+_PREFILL_GROUP, _DECODE_GROUP = 4, 32  # steps at least
+_GROUP_S = 0.5  # of computed steps at least: on a busy machine shorter means differ by chance
+_LEAST_GROUPS, _MOST_GROUPS = 4, 9
 _SOLVE_EVERY_S = 0.02  # of computed steps: quick steps must not wait for the fit
-
-
-@dataclass(frozen=True, slots=True)
-class TimedStep:
-    """A completed step and how long it took, without waiting for work."""
-
-    work: StepWork
-    seconds: float
 
 
 class ServiceTimeFit:
@@ -59,6 +65,7 @@ class ServiceTimeFit:
 
     def __init__(self) -> None:
         self._prefill, self._decode, self._mixed = _ModelFit(), _ModelFit(), _FactorFit()
+        self._typical_prefill, self._typical_decode = TypicalSteps(_PREFILL_GROUP), TypicalSteps(_DECODE_GROUP)
         self._unsolved_s = 0.0
         self.times: ServiceTimes | None = None  # None until a step of each kind was measured
         self._quickest: ServiceTimes | None = None  # the same at the quickest speed so far
@@ -77,8 +84,10 @@ class ServiceTimeFit:
                 self._mixed.add(self.times, work, seconds)
         elif work.num_new:
             self._prefill.add(_sample(step))
+            self._typical_prefill.add(TimedStep(work, seconds))
         elif work.batch:
             self._decode.add(_sample(step))
+            self._typical_decode.add(TimedStep(work, seconds))
         self._unsolved_s += seconds
         if self._unsolved_s >= _SOLVE_EVERY_S or self.times is None:
             self._publish()
@@ -102,6 +111,8 @@ class ServiceTimeFit:
             prefill=PrefillTimes(*prefill, self._prefill.relative_error),
             decode=DecodeTimes(*decode, self._decode.relative_error),
             mixed=self._mixed.times,
+            typical_prefill=self._typical_prefill.newest,
+            typical_decode=self._typical_decode.newest,
         )
 
 
@@ -245,6 +256,34 @@ class _ModelFit:
 def _divided(coefficients: _Coefficients, by: float) -> _Coefficients:
     fixed, per_number, per_total = coefficients
     return fixed / by, per_number / by, per_total / by
+
+
+class TypicalSteps:
+    """The means of groups of consecutive steps. The median one of the last groups is typical: a pause of the process
+    changes one group only, and a worker that gets a part of its core now and then is slower in all of them."""
+
+    def __init__(self, least_steps: int) -> None:
+        self._size = least_steps  # of a group
+        self._group, self._group_s = list[TimedStep](), 0.0
+        self._means: deque[TimedStep] = deque(maxlen=_MOST_GROUPS)
+        self.newest: TimedStep | None = None  # None: there are fewer than `_LEAST_GROUPS` groups
+
+    def add(self, step: TimedStep) -> None:
+        self._group.append(step)
+        self._group_s += step.seconds
+        if len(self._group) < self._size or self._group_s < _GROUP_S:
+            return
+        works = [step.work for step in self._group]
+        work = StepWork(
+            num_new=round(fmean(work.num_new for work in works)),
+            attended=fmean(work.attended for work in works),
+            batch=round(fmean(work.batch for work in works)),
+            context=round(fmean(work.context for work in works)),
+        )
+        self._means.append(TimedStep(work, fmean(step.seconds for step in self._group)))
+        self._group, self._group_s = [], 0.0
+        if len(self._means) >= _LEAST_GROUPS:
+            self.newest = sorted(self._means, key=lambda mean: mean.seconds)[len(self._means) // 2]
 
 
 class _FactorFit:

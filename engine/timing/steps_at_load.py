@@ -10,10 +10,10 @@ import torch
 
 from cluster.messages import Sampling
 from cluster.request_size import blocks_for
-from cluster.service_times import StepWork
+from cluster.service_times import StepWork, TimedStep
 from engine.build import Engine
 from engine.scheduling.step import Chunk, Runner, Sample, StepPlan
-from engine.timing.service_time_fit import TimedStep, step_work
+from engine.timing.service_time_fit import step_work
 
 # A slow model has time for the first ones only, so the third one already tells size and context apart.
 _PREFILLS = ((16, 0), (16, 1008), (64, 0), (256, 0))  # (new tokens, tokens before them)

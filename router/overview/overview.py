@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from statistics import median_low
 from typing import TypeAlias
 
@@ -20,7 +20,7 @@ from cluster.member import Member, MemberState
 from cluster.messages import LinkSpeed, MemberId, Role
 from cluster.observe.metrics import METRICS
 from cluster.observe.telemetry import Telemetry
-from cluster.service_times import ServiceTimes
+from cluster.service_times import ServiceTimes, StepWork, TimedStep
 from cluster.serving.rpc_errors import error_from_rpc
 from router.drain.operator_commands import ScaleTargetView, target_to_wire
 from router.fleet.fleet import Fleet
@@ -263,9 +263,7 @@ _FULL = 0.95  # of a KV pool's blocks
 _PREEMPTIONS = 3  # a minute; deploy/observability/alerts.py has the same bound
 _IDLE = ("blocks_free", "blocks_cached")
 _READ_BYTES = 1 << 20
-# Of the steps whose predicted times are compared. They are small: fits to short contexts, extrapolated to long ones,
-# would differ for workers that are equally fast.
-_NUM_SEQUENCES, _CONTEXT, _PROMPT = 8, 256, 512
+_MIN_S = 1e-9
 
 
 def slow_links(links: Mapping[MemberId, Iterable[LinkSpeed]]) -> Iterator[str]:
@@ -285,18 +283,37 @@ def slow_links(links: Mapping[MemberId, Iterable[LinkSpeed]]) -> Iterator[str]:
 
 
 def slow_workers(decodes: Mapping[MemberId, ServiceTimes], prefills: Mapping[MemberId, ServiceTimes]) -> Iterator[str]:
-    """Describe each worker that computes much more slowly than the others of its leg."""
-    decode_s = {
-        member: times.decode.seconds(_NUM_SEQUENCES, _NUM_SEQUENCES * _CONTEXT) for member, times in decodes.items()
-    }
-    prefill_s = {member: times.prefill_s(_PROMPT) for member, times in prefills.items()}
-    for what, seconds in (("decodes", decode_s), ("prefills", prefill_s)):
-        if len(seconds) < _LEAST_WORKERS:
+    """Describe each worker that computes much more slowly than the others of its leg. Workers that have not measured
+    enough steps are not compared."""
+    decode_steps = {member: (times, times.typical_decode) for member, times in decodes.items()}
+    prefill_steps = {member: (times, times.typical_prefill) for member, times in prefills.items()}
+    for what, steps in (("decodes", decode_steps), ("prefills", prefill_steps)):
+        measured = {member: (times, step) for member, (times, step) in steps.items() if step is not None}
+        if len(measured) < _LEAST_WORKERS:
             continue
-        usual_s = median_low(seconds.values())
-        for member, taken_s in seconds.items():
-            if taken_s > SLOW_WORKER * usual_s:
-                yield f"{member.id} {what} {taken_s / usual_s:.1f} times slower than the other workers"
+        for member, own in measured.items():
+            times = median_low(_times_slower(*own, *other) for name, other in measured.items() if name != member)
+            if times > SLOW_WORKER:
+                yield f"{member.id} {what} {times:.1f} times slower than the other workers"
+
+
+def _times_slower(times: ServiceTimes, step: TimedStep, others: ServiceTimes, others_step: TimedStep) -> float:
+    """Return how many times slower a worker is than another one.
+
+    The measured steps give bounds, because more work takes at least as long, and at most in proportion. Between these,
+    each measured step is compared with what the other worker predicts for the same work, and the smaller factor counts:
+    a prediction may be far off where a worker has not measured such work."""
+    measured = step.seconds / others_step.seconds
+    least = measured / max(1.0, _times_more(step.work, others_step.work))
+    most = measured * max(1.0, _times_more(others_step.work, step.work))
+    own_step = step.seconds / max(others.seconds(step.work), _MIN_S)
+    return min(max(least, min(own_step, times.seconds(others_step.work) / others_step.seconds)), most)
+
+
+def _times_more(work: StepWork, others: StepWork) -> float:
+    """Return how many times more work a step has than another one of the same kind."""
+    pairs: Iterable[tuple[float, float]] = zip(astuple(work), astuple(others), strict=True)
+    return max((own / other for own, other in pairs if other), default=1.0)
 
 
 def full_pools(workers: Iterable[tuple[str, Role, Mapping[str, float]]]) -> Iterator[str]:

@@ -16,10 +16,11 @@ from cluster.service_times import (
     PrefillTimes,
     ServiceTimes,
     StepWork,
+    TimedStep,
     attended_tokens,
 )
 from engine.scheduling.step import BlockSwap, Chunk, Sample, StepPlan
-from engine.timing.service_time_fit import IDLE_S, ServiceTimeFit, TimedStep, step_work
+from engine.timing.service_time_fit import IDLE_S, ServiceTimeFit, TypicalSteps, step_work
 
 TRUE = ServiceTimes(PrefillTimes(0.02, 6e-4, 1e-7, 0.0), DecodeTimes(0.01, 8e-4, 2e-6, 0.0))
 
@@ -242,3 +243,36 @@ def test_draft_tokens_count_as_rows_of_the_batch() -> None:
 
 def test_a_step_that_copies_to_host_memory_is_not_measured() -> None:
     assert step_work(StepPlan((_chunk(9, 1),), swaps_out=(BlockSwap(0, 0),))) is None
+
+
+def test_a_typical_step_is_reported_once_enough_steps_were_measured() -> None:
+    fit = started()
+    for number in range(4 * 32):
+        assert fit.times is not None and fit.times.typical_decode is None, f"after {number} steps"
+        fit.add(TimedStep(decode(4, 256), 0.02))
+    fit.add(TimedStep(decode(4, 256), 0.02))
+    assert fit.times is not None and fit.times.typical_decode is not None
+    assert fit.times.typical_decode.work == decode(4, 256)
+    assert fit.times.typical_decode.seconds == pytest.approx(0.02)
+    assert fit.times.typical_prefill is None
+    idle = fit.times_after(IDLE_S)
+    assert idle is not None and idle.typical_decode == fit.times.typical_decode
+
+
+def test_a_typical_step_shows_a_part_of_a_core_and_not_one_long_pause() -> None:
+    """Every third step of one worker takes five times as long; another one stands still once, for a whole minute."""
+    shared, paused = TypicalSteps(12), TypicalSteps(12)
+    for number in range(60):
+        shared.add(TimedStep(decode(1, 16), 0.25 if number % 3 == 0 else 0.05))
+        paused.add(TimedStep(decode(1, 16), 60.0 if number == 20 else 0.05))
+    assert shared.newest is not None and paused.newest is not None
+    assert shared.newest.seconds == pytest.approx((0.25 + 2 * 0.05) / 3)
+    assert paused.newest.seconds == pytest.approx(0.05)
+
+
+def test_quick_steps_are_not_compared_before_they_have_taken_two_seconds() -> None:
+    steps = TypicalSteps(32)
+    for number in range(2000):
+        assert steps.newest is None, f"after {number} steps"
+        steps.add(TimedStep(decode(1, 16), 0.001001))
+    assert steps.newest is not None

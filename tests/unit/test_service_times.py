@@ -18,6 +18,7 @@ from cluster.service_times import (
     ServiceTimes,
     StepLimit,
     StepWork,
+    TimedStep,
     attended_tokens,
 )
 from tandem.internal.v1 import worker_pb2
@@ -106,8 +107,11 @@ def test_a_step_may_take_its_target_and_more_the_longer_a_prompt_has_waited() ->
 
 @pytest.mark.parametrize("mixed", [None, MixedTimes(1.2, 0.3)])
 @pytest.mark.parametrize("hand_off", [None, HandOffTimes(0.003, 0.2)])
-def test_service_times_keep_their_values_on_the_wire(mixed: MixedTimes | None, hand_off: HandOffTimes | None) -> None:
-    times = replace(TIMES, mixed=mixed, hand_off=hand_off)
+@pytest.mark.parametrize("typical", [None, TimedStep(StepWork(9, 45.0, 3, 600), 0.012)])
+def test_service_times_keep_their_values_on_the_wire(
+    mixed: MixedTimes | None, hand_off: HandOffTimes | None, typical: TimedStep | None
+) -> None:
+    times = replace(TIMES, mixed=mixed, hand_off=hand_off, typical_prefill=typical, typical_decode=typical)
     sent = worker_pb2.Heartbeat(service_times=service_times_to_wire(times))
     assert service_times_of(checked(worker_pb2.Heartbeat.FromString(sent.SerializeToString()))) == times
 

@@ -1,15 +1,28 @@
 """Slow links, slow workers and full KV pools are named, and differences that are usual are not."""
 
+from dataclasses import replace
+
 from cluster.messages import LinkSpeed, MemberId, Role
-from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
+from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes, StepWork, TimedStep
 from router.overview.overview import full_pools, slow_links, slow_workers
 
 _PREFILL = MemberId("prefill-0", "a")
 _DECODES = [MemberId(f"decode-{number}", "a") for number in range(4)]
 
 
-def _times(factor: float) -> ServiceTimes:
-    return ServiceTimes(PrefillTimes(0.01 * factor, 1e-4, 0.0, 0.0), DecodeTimes(0.01 * factor, 0.0, 0.0, 0.0))
+def _times(factor: float, *, batch: int = 4, step: float | None = None, is_measured: bool = True) -> ServiceTimes:
+    """Return the times of a worker that takes `factor` times as long as others, by its fits and by the mean of its
+    measured steps. `step`: the factor of the steps alone."""
+    fits = ServiceTimes(PrefillTimes(0.01 * factor, 1e-4 * factor, 0.0, 0.0), DecodeTimes(0.01 * factor, 0.0, 0.0, 0.0))
+    if not is_measured:
+        return fits
+    prefill, decode = StepWork(num_new=100, attended=5050.0), StepWork(batch=batch, context=100 * batch)
+    ratio = 1.0 if step is None else step / factor
+    return replace(
+        fits,
+        typical_prefill=TimedStep(prefill, ratio * fits.seconds(prefill)),
+        typical_decode=TimedStep(decode, ratio * fits.seconds(decode)),
+    )
 
 
 def _links(*bytes_per_s: float) -> dict[MemberId, list[LinkSpeed]]:
@@ -27,6 +40,10 @@ def test_twice_the_time_of_other_links_is_usual_and_two_links_are_too_few_to_com
     assert not list(slow_links(_links(1e9, 1e7)))
 
 
+def _slow(*times: ServiceTimes) -> list[str]:
+    return list(slow_workers(dict(zip(_DECODES, times, strict=False)), {}))
+
+
 def test_a_worker_with_half_its_core_is_named() -> None:
     decodes = {member: _times(factor) for member, factor in zip(_DECODES, (1.0, 2.0), strict=False)}
     [slow] = slow_workers(decodes, {_PREFILL: _times(9.0)})
@@ -34,9 +51,46 @@ def test_a_worker_with_half_its_core_is_named() -> None:
 
 
 def test_the_slow_prefill_worker_of_three_is_named_and_small_differences_are_not() -> None:
-    prefills = {MemberId(f"prefill-{number}", "a"): _times(factor) for number, factor in enumerate((1.0, 1.2, 12.0))}
+    prefills = {MemberId(f"prefill-{number}", "a"): _times(factor) for number, factor in enumerate((1.0, 1.2, 2.9))}
     [slow] = slow_workers({member: _times(1.0 + number / 10) for number, member in enumerate(_DECODES)}, prefills)
-    assert slow.startswith("prefill-2 prefills 2.")
+    assert slow == "prefill-2 prefills 2.4 times slower than the other workers"
+
+
+def test_a_worker_is_not_compared_before_it_has_measured_enough_steps() -> None:
+    assert not _slow(_times(1.0), _times(9.0, is_measured=False))
+    assert not _slow(_times(1.0, is_measured=False), _times(9.0))
+    [slow] = _slow(_times(1.0), _times(9.0, is_measured=False), _times(2.0))
+    assert slow.startswith("decode-2 ")
+
+
+def test_a_fit_that_is_far_off_where_it_is_extrapolated_names_no_worker() -> None:
+    """One worker measured one sequence at a time and its fit makes a batch forty times too dear, or too cheap."""
+    for per_sequence_s in (0.1, 0.0):
+        alone = replace(_times(1.0, batch=1), decode=DecodeTimes(0.01 - per_sequence_s / 10, per_sequence_s, 0.0, 0.0))
+        assert not _slow(alone, _times(1.0, batch=8)) and not _slow(_times(1.0, batch=8), alone)
+
+
+def test_a_slow_worker_with_more_work_is_named_by_what_both_predict() -> None:
+    """Slow workers gather sequences, whose steps take longer, though not in proportion."""
+    [slow] = _slow(_times(1.0, batch=2), _times(2.0, batch=6))
+    assert slow == "decode-1 decodes 2.0 times slower than the other workers"
+
+
+def test_a_slow_worker_with_less_work_is_named_by_its_steps_before_its_fit_has_followed() -> None:
+    [slow] = _slow(_times(1.0, batch=6), _times(1.0, batch=2, step=2.5))
+    assert slow == "decode-1 decodes 2.5 times slower than the other workers"
+    assert not _slow(_times(1.0, batch=2), _times(1.0, batch=6, step=2.5)), "the work may explain it"
+
+
+def test_predictions_that_the_measured_steps_contradict_name_no_worker() -> None:
+    """Fits follow the last steps, of which a few may have been slow. The same work took the same time."""
+    one, other = _times(1.0), replace(_times(1.0), decode=DecodeTimes(0.03, 0.0, 0.0, 0.0))
+    assert not _slow(replace(one, decode=DecodeTimes(0.004, 0.0, 0.0, 0.0)), other)
+
+
+def test_slow_workers_are_found_beside_another_slow_one() -> None:
+    slow = _slow(_times(1.0), _times(2.0), _times(3.0), _times(1.0))
+    assert [text.split(" ")[0] for text in slow] == ["decode-1", "decode-2"]
 
 
 def _pool(role: Role = Role.DECODE, used: float = 80.0, leased: float = 0.0, **figures: float) -> list[str]:

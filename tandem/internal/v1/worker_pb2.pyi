@@ -451,16 +451,34 @@ class OthersWork(_message.Message):
     def __init__(self, number: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., prompt_attended: _Optional[float] = ..., first_tokens: _Optional[int] = ..., first_attended: _Optional[float] = ..., elapsed_s: _Optional[float] = ..., num_exported: _Optional[int] = ..., num_running: _Optional[int] = ..., num_joining: _Optional[int] = ..., context: _Optional[int] = ..., left: _Optional[float] = ...) -> None: ...
 
 class ServiceTimes(_message.Message):
-    __slots__ = ("prefill", "decode", "mixed", "hand_off")
+    __slots__ = ("prefill", "decode", "mixed", "hand_off", "typical_prefill", "typical_decode")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     MIXED_FIELD_NUMBER: _ClassVar[int]
     HAND_OFF_FIELD_NUMBER: _ClassVar[int]
+    TYPICAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    TYPICAL_DECODE_FIELD_NUMBER: _ClassVar[int]
     prefill: PrefillTimes
     decode: DecodeTimes
     mixed: MixedTimes
     hand_off: HandOffTimes
-    def __init__(self, prefill: _Optional[_Union[PrefillTimes, _Mapping]] = ..., decode: _Optional[_Union[DecodeTimes, _Mapping]] = ..., mixed: _Optional[_Union[MixedTimes, _Mapping]] = ..., hand_off: _Optional[_Union[HandOffTimes, _Mapping]] = ...) -> None: ...
+    typical_prefill: TimedStep
+    typical_decode: TimedStep
+    def __init__(self, prefill: _Optional[_Union[PrefillTimes, _Mapping]] = ..., decode: _Optional[_Union[DecodeTimes, _Mapping]] = ..., mixed: _Optional[_Union[MixedTimes, _Mapping]] = ..., hand_off: _Optional[_Union[HandOffTimes, _Mapping]] = ..., typical_prefill: _Optional[_Union[TimedStep, _Mapping]] = ..., typical_decode: _Optional[_Union[TimedStep, _Mapping]] = ...) -> None: ...
+
+class TimedStep(_message.Message):
+    __slots__ = ("num_new", "attended", "batch", "context", "seconds")
+    NUM_NEW_FIELD_NUMBER: _ClassVar[int]
+    ATTENDED_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    num_new: int
+    attended: float
+    batch: int
+    context: int
+    seconds: float
+    def __init__(self, num_new: _Optional[int] = ..., attended: _Optional[float] = ..., batch: _Optional[int] = ..., context: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class PrefillTimes(_message.Message):
     __slots__ = ("step_s", "per_token_s", "per_token_context_s", "relative_error")

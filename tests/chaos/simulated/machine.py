@@ -17,10 +17,9 @@ from unittest import mock
 from cluster.auth.keys import ClusterKeys
 from cluster.clock import Clock
 from cluster.member import from_json, to_json
-from cluster.service_times import StepWork
+from cluster.service_times import StepWork, TimedStep
 from cluster.settings.config import WorkerConfig
 from engine.kv.host_blocks import SwappingRunner
-from engine.timing.service_time_fit import TimedStep
 from kvtransfer.exporter.exporter import Exporter
 from kvtransfer.transports.available import Available
 from kvtransfer.transports.base import TransportSetup
