@@ -41,7 +41,7 @@ from router.http.endpoints import add_models, add_operations, add_tokens
 from router.http.errors import error_response, invalid_body, status_response
 from router.http.openai_responses import CompletionShape, Envelope, ScoredPrompts, Shape
 from router.http.openai_schema import ChatCompletionRequest, CompletionRequest
-from router.http.openai_stream import EventStream, Generates, WholeResponse
+from router.http.openai_stream import EventStream, Generates, PromptsOnly, WholeResponse
 from router.request.divided_answers import ChatSettings
 from router.request.live_requests import LiveRequests
 from router.requests import GenerateRequest
@@ -198,9 +198,10 @@ class _Answers:
             options.include_usage and options.continuous_usage_stats,
             headers.wants_ledger,
         )
+        pipeline = PromptsOnly(self.pipeline) if body.max_tokens == 0 else self.pipeline
         if body.stream:
-            return EventStream(self.pipeline, requests, shape, envelope, prompts)
-        return WholeResponse(self.pipeline, self.live_requests, requests, shape, envelope, prompts)
+            return EventStream(pipeline, requests, shape, envelope, prompts)
+        return WholeResponse(pipeline, self.live_requests, requests, shape, envelope, prompts)
 
 
 @dataclass(frozen=True, slots=True)

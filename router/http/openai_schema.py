@@ -299,6 +299,11 @@ class CompletionRequest(_Request):
     asks_for_nothing = _COMPLETION_ASKS_FOR_NOTHING
     default_max_tokens = 16  # OpenAI's own
 
+    max_tokens: int | None = Field(
+        None,
+        description="0: nothing is generated; with echo and logprobs the prompt is scored",
+        json_schema_extra=_range(0),
+    )
     prompt: Annotated[list[Prompt], PlainValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
     logprobs: int | None = Field(
         None,
@@ -320,8 +325,9 @@ class CompletionRequest(_Request):
         """Return one request per prompt. With several prompts each label gets the number of its prompt appended. Raises
         InvalidGrammar."""
         labels = [label] if len(self.prompt) == 1 else [f"{label}-{i}" for i in range(len(self.prompt))]
+        max_tokens = 1 if self.max_tokens == 0 and not self.min_tokens else self.max_tokens  # openai_stream.PromptsOnly
         return [
-            self.request(prompt, one_label, max_tokens=self.max_tokens, logprobs=self.logprobs)
+            self.request(prompt, one_label, max_tokens=max_tokens, logprobs=self.logprobs)
             for prompt, one_label in zip(self.prompt, labels, strict=True)
         ]
 

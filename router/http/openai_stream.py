@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.errors import TandemError
+from cluster.messages import FinishReason
 from router.http.edge import ClientGone, ClientStalled, DirectChunks, chunks_of, while_connected
 from router.http.errors import error_body, internal_error, json_bytes
 from router.http.openai_responses import Envelope, ScoredPrompts, Shape, UsageSoFar
@@ -34,6 +35,27 @@ class Generates(Protocol):
     """The part of Pipeline that this module uses."""
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Output, None]: ...
+
+
+class PromptsOnly:
+    """Answers requests for prompts only, with `max_tokens` 0. Workers draw one token, which no client receives."""
+
+    def __init__(self, pipeline: Generates) -> None:
+        self._pipeline = pipeline
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Output, None]:
+        """Yield the outputs of a request of one token without that token."""
+        async with aclosing(self._pipeline.generate(replace(request, reader=None))) as outputs:
+            async for output in outputs:
+                deltas, summary = tuple(map(_without_tokens, output.deltas)), output.summary
+                if summary is not None:
+                    summary = replace(summary, usage=replace(summary.usage, completion_tokens=0))
+                yield replace(output, deltas=deltas, summary=summary)
+
+
+def _without_tokens(delta: ChoiceDelta) -> ChoiceDelta:
+    end = None if delta.finish_reason is None else FinishReason.LENGTH
+    return ChoiceDelta(delta.choice, first_index=0, finish_reason=end)
 
 
 class DeltaEvents(Protocol):

@@ -188,3 +188,16 @@ async def test_every_member_serves_its_metrics_on_a_port_of_its_own(
     for name in cluster.workers():
         for metric in ("tandem_step_seconds_count", "tandem_handoffs_total{", "process_cpu_seconds_total"):
             assert f"\n{metric}" in texts[name], f"{name} has no {metric}"
+
+
+async def test_a_prompt_is_scored_without_a_generated_token(client: openai.AsyncOpenAI) -> None:
+    """Tools that evaluate models send this: the log-probabilities are those of the same prompt with an answer."""
+    plain = await client.completions.create(model="", prompt=_PROMPT, max_tokens=1, echo=True, logprobs=1)
+    answer = await client.completions.create(model="", prompt=_PROMPT, max_tokens=0, echo=True, logprobs=1)
+    (choice,), (whole,) = answer.choices, plain.choices
+    assert (choice.text, choice.finish_reason) == (_PROMPT, "length")
+    assert answer.usage is not None and answer.usage.completion_tokens == 0
+    num_tokens = answer.usage.prompt_tokens
+    assert choice.logprobs is not None and whole.logprobs is not None and choice.logprobs.token_logprobs is not None
+    assert len(choice.logprobs.token_logprobs) == num_tokens == len(whole.logprobs.token_logprobs or ()) - 1
+    assert choice.logprobs.token_logprobs[1:] == pytest.approx((whole.logprobs.token_logprobs or [])[1:num_tokens])

@@ -133,3 +133,27 @@ def test_echoed_tokens_are_the_first_of_the_log_probabilities(shared: Endpoint, 
         assert found["top_logprobs"][3:] == generated["top_logprobs"]
         assert found["text_offset"][:4] == [sum(map(len, map(name, prompt[:place]))) for place in range(4)]
         assert "".join(choice["text"] for choice in choices).startswith("".join(map(name, prompt)))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_tokens_with_echo_score_the_prompt_and_generate_nothing(shared: Endpoint, stream: bool) -> None:
+    prompts = [list(shared.pipeline.tokenization.encode("def f(x): return"))[:3], [5, 6]]
+    body = {"prompt": prompts, "max_tokens": 0, "echo": True, "logprobs": 1, "n": 2, "stream": stream}
+    answer = shared.post("/v1/completions", body | {"stream_options": {"include_usage": True}} if stream else body)
+    bodies = [answer.json()] if not stream else events_of(answer.text)
+    name = shared.pipeline.tokenization.token_name
+    for number in range(4):
+        prompt = prompts[number // 2]
+        choices = [choice for body in bodies for choice in body["choices"] if choice["index"] == number]
+        assert "".join(choice["text"] for choice in choices) == "".join(map(name, prompt))
+        assert [choice["finish_reason"] for choice in choices][-1] == "length"
+        (found,) = (choice["logprobs"] for choice in choices if choice["logprobs"] is not None)
+        assert found["tokens"] == list(map(name, prompt))
+        assert found["token_logprobs"] == [None, -1.0, -2.0][: len(prompt)]
+    assert bodies[-1]["usage"]["completion_tokens"] == 0
+    assert bodies[-1]["usage"]["prompt_tokens"] == sum(map(len, prompts))
+
+
+def test_no_tokens_without_echo_are_an_empty_answer(shared: Endpoint) -> None:
+    (choice,) = shared.post("/v1/completions", {"prompt": [5, 6], "max_tokens": 0}).json()["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["logprobs"]) == ("", "length", None)
