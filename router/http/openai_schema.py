@@ -299,11 +299,7 @@ class CompletionRequest(_Request):
     asks_for_nothing = _COMPLETION_ASKS_FOR_NOTHING
     default_max_tokens = 16  # OpenAI's own
 
-    max_tokens: int | None = Field(
-        None,
-        description="0: nothing is generated; with echo and logprobs the prompt is scored",
-        json_schema_extra=_range(0),
-    )
+    max_tokens: int | None = Field(None, description="0: nothing is generated", json_schema_extra=_range(0))
     prompt: Annotated[list[Prompt], PlainValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
     logprobs: int | None = Field(
         None,
@@ -322,8 +318,7 @@ class CompletionRequest(_Request):
         return {i * n + k: prompt for i, prompt in enumerate(self.prompt) for k in range(n)}
 
     def requests(self, label: str) -> list[GenerateRequest]:
-        """Return one request per prompt. With several prompts each label gets the number of its prompt appended. Raises
-        InvalidGrammar."""
+        """Return one request per prompt; each label of several has the number of its prompt. Raises InvalidGrammar."""
         labels = [label] if len(self.prompt) == 1 else [f"{label}-{i}" for i in range(len(self.prompt))]
         max_tokens = 1 if self.max_tokens == 0 and not self.min_tokens else self.max_tokens  # openai_stream.PromptsOnly
         return [
