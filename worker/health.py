@@ -300,7 +300,7 @@ class Canaries:
             outcome = await self._fly_once()
         if outcome is not CanaryOutcome.DISTURBED:
             self._has_failed = outcome is not CanaryOutcome.OK
-            self._health.found(_CANARY, f"a canary generation {_PROBLEMS[outcome]}" if self._has_failed else "")
+            self._health.found(_CANARY, f"a canary {_PROBLEMS[outcome]}" if self._has_failed else "")
         return outcome
 
     async def _fly_once(self) -> CanaryOutcome:

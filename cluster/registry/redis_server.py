@@ -70,7 +70,8 @@ class RedisServer:
             await _end(process)
             if port or "Address already in use" not in log:  # otherwise another process took the free port: retry
                 break
-        raise ConfigError(f"redis-server did not start on port {chosen}: {log.strip().splitlines()[-1:]}")
+        reason = (log.strip().splitlines() or ["its log is empty"])[-1]
+        raise ConfigError(f"redis-server did not start on port {chosen}: {reason}")
 
     async def stop(self) -> None:
         await _end(self._process)

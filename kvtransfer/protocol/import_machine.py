@@ -153,7 +153,7 @@ def _offered(state: ImporterState, message: Sealed, now_s: float, guards: Guards
     offered = list(state.offered)
     for place, block in zip(places, message.blocks, strict=True):
         if offered[place] not in (None, block):
-            return fail(state, now_s, guards, HandOffReason.PROTOCOL, f"block {place} was offered twice, differently")
+            return fail(state, now_s, guards, HandOffReason.PROTOCOL, f"block {place} was offered with two contents")
         offered[place] = block
     return _go_on(changed(state, offered=tuple(offered)), now_s, guards)
 
@@ -162,7 +162,7 @@ def _finished(state: ImporterState, message: Finished, now_s: float, guards: Gua
     if state.finished is not None:
         if message == state.finished:
             return state, ()
-        return fail(state, now_s, guards, HandOffReason.PROTOCOL, "finished twice, differently")
+        return fail(state, now_s, guards, HandOffReason.PROTOCOL, "the exporter finished twice with different contents")
     plan = state.plan
     counts = (
         (plan.num_tokens, message.num_tokens),
@@ -192,7 +192,7 @@ def _finished(state: ImporterState, message: Finished, now_s: float, guards: Gua
 
 def _settled(state: ImporterState, valid: bool, now_s: float, guards: Guards) -> Step:
     if state.phase is not ImporterPhase.SETTLING:
-        return fail(state, now_s, guards, HandOffReason.PROTOCOL, "settled unasked")
+        return fail(state, now_s, guards, HandOffReason.PROTOCOL, "the exporter sent Settled before it received Settle")
     if not guards.delivered_when_valid(valid):
         return fail(state, now_s, guards, HandOffReason.LEASE_LAPSED)
     return _deliver(state)
@@ -328,7 +328,7 @@ def _tick(state: ImporterState, now_s: float, guards: Guards) -> Step:
         return destroy_channel(state, now_s) if is_past(state.deadline_s) else (state, ())
     if is_past(state.wait_until_s):
         # No answer to Settle counts as invalid.
-        return fail(state, now_s, guards, HandOffReason.EXPORTER_LOST, f"no answer while {state.phase}")
+        return fail(state, now_s, guards, HandOffReason.EXPORTER_LOST, f"it did not answer while {state.phase}")
     reading = state.reading
     if is_past(state.deadline_s) or (reading is not None and is_past(reading.deadline_s)):
         if (
@@ -338,7 +338,7 @@ def _tick(state: ImporterState, now_s: float, guards: Guards) -> Step:
             and not is_past(state.deadline_s)
         ):
             return _break_off(state, reading, now_s, guards, FallBackReason.READ_TIMEOUT)
-        return fail(state, now_s, guards, HandOffReason.READ_TIMEOUT, f"while {state.phase}")
+        return fail(state, now_s, guards, HandOffReason.READ_TIMEOUT, f"the read timed out while {state.phase}")
     if is_past(state.renew_at_s):
         return changed(state, renew_at_s=now_s + state.lease_s / 3), (Send(Renew(state.plan.epoch)),)
     return state, ()

@@ -219,7 +219,7 @@ async def test_an_exporter_that_does_not_answer_attach_counts_as_lost_after_a_le
     settings = TransferSettings(lease_s=0.3)
     async with handoff_rig("loopback", settings=settings) as rig, asyncio.timeout(settings.read_timeout_s / 2):
         importing = rig.start_import(rig.prefill(BLOCK_SIZE))
-        assert await rig.failure(importing, match="no answer while attaching") is HandOffReason.EXPORTER_LOST
+        assert await rig.failure(importing, match="did not answer while attaching") is HandOffReason.EXPORTER_LOST
 
 
 async def test_a_read_that_does_not_end_has_its_channel_destroyed() -> None:

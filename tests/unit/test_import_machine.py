@@ -325,7 +325,7 @@ def test_kv_of_another_prompt_is_refused(finished: Finished, reason: HandOffReas
         (Sealed(EPOCH, 1, BLOCKS), HandOffReason.COUNT_MISMATCH),
         (ExportFailed(EPOCH, HandOffReason.PREFILL_FAILED, "out of memory"), HandOffReason.PREFILL_FAILED),
     ],
-    ids=["settled unasked", "block changed", "too many blocks", "failed"],
+    ids=["settled before Settle", "block changed", "too many blocks", "failed"],
 )
 def test_a_peer_that_breaks_the_order_or_fails_ends_the_hand_off(
     message: ExporterMessage, reason: HandOffReason

@@ -146,4 +146,5 @@ def _openssl(*arguments: object) -> None:
         [program, *map(str, arguments)], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
     )
     if ended.returncode:
-        raise ConfigError(f"openssl {arguments[0]} failed: {ended.stderr.strip().splitlines()[-1:]}")
+        reason = (ended.stderr.strip().splitlines() or [f"status {ended.returncode}"])[-1]
+        raise ConfigError(f"openssl {arguments[0]} failed: {reason}")

@@ -163,7 +163,7 @@ class NcclExporter:
         try:
             version = self._library.version()
             if hello.version != version:
-                raise messages.Refusal(f"NCCL {version} here, {hello.version} there")
+                raise messages.Refusal(f"the exporter has NCCL {version}, and the importer has {hello.version}")
             messages.send(connection, messages.Ready(version))
             messages.expect(connection, messages.Ready)
             link.agreed()
@@ -201,7 +201,7 @@ class NcclExporter:
         if not self._is_admitted(read.entry):
             return "the exporter has not admitted this epoch"
         if any(run.first_block + run.num_blocks > self._num_blocks for run in read.runs):
-            return f"a block past the {self._num_blocks} of the exporter's pool"
+            return f"the read names a block past the {self._num_blocks} of the exporter's pool"
         return ""
 
     def _is_admitted(self, entry: messages.Entry) -> bool:

@@ -110,14 +110,14 @@ def receive_message(connection: socket.socket) -> Message | None:
         return None
     magic, kind, num_bytes = _HEADER.unpack(header)
     if magic != _MAGIC or kind not in _UNPACK or num_bytes > _MAX_BYTES:
-        raise TransportError("not a message of this transport")
+        raise TransportError("the message is not one of this transport")
     body = receive(connection, num_bytes) if num_bytes else b""
     if body is None:
         raise TransportError("the peer ended the connection in the middle of a message")
     try:
         return _UNPACK[kind](body)
     except (struct.error, ValueError) as error:
-        raise TransportError(f"a malformed message: {error}") from error
+        raise TransportError(f"the peer sent a malformed message: {error}") from error
 
 
 def expect(connection: socket.socket, kind: type[_Expected]) -> _Expected:

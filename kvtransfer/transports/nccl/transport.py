@@ -262,7 +262,8 @@ def _ask(connection: socket.socket, read: messages.Read, pieces: Sequence[Piece]
     if answer.refusal:
         raise messages.Refusal(answer.refusal)
     if answer.num_bytes != sum(piece.num_bytes for piece in pieces):
-        raise TransportError(f"{answer.num_bytes} bytes for {sum(piece.num_bytes for piece in pieces)}")
+        wanted = sum(piece.num_bytes for piece in pieces)
+        raise TransportError(f"the exporter announced {answer.num_bytes} bytes, and the read needs {wanted}")
 
 
 def _agree(link: NcclLink, hello: messages.Hello, limits: CommunicatorLimits) -> None:
@@ -285,7 +286,7 @@ def _make_communicator(link: NcclLink, hello: messages.Hello, limits: Communicat
     messages.send(connection, hello)
     ready = messages.expect(connection, messages.Ready)
     if ready.version != hello.version:
-        raise TransportError(f"NCCL {hello.version} here, {ready.version} there")
+        raise TransportError(f"this worker has NCCL {hello.version}, and the exporter has {ready.version}")
     messages.send(connection, ready)
     link.agreed()
     unique_id = messages.expect(connection, messages.UniqueId).unique_id
@@ -316,7 +317,7 @@ def _parse_endpoint(endpoint: bytes) -> tuple[_Address, bytes]:
         token, port = ENDPOINT.unpack_from(endpoint)
         return (endpoint[ENDPOINT.size :].decode(), port), token
     except (struct.error, UnicodeDecodeError) as error:
-        raise TransportError("not an endpoint of this transport") from error
+        raise TransportError("the endpoint is not one of this transport") from error
 
 
 def unavailable(setup: TransportSetup) -> str:

@@ -72,15 +72,15 @@ class NixlEndpoint:
         """Parse an endpoint that the epoch's exporter signed. Raises TransportError."""
         signature, body = packed[len(MAGIC) : _SIGNED_AT], packed[_SIGNED_AT:]
         if not packed.startswith(MAGIC):
-            raise TransportError("not an endpoint of this transport")
+            raise TransportError("the endpoint is not one of this transport")
         if not proofs.is_sealed(signature, NAME, epoch.exporter, _for_epoch(epoch, body)):
-            raise TransportError(f"an endpoint that {epoch.exporter} has not signed for this epoch")
+            raise TransportError(f"{epoch.exporter} has not signed the endpoint for this epoch")
         if not _FIELDS.size < len(body) <= _FIELDS.size + _MAX_METADATA_BYTES:
-            raise TransportError(f"an endpoint of {len(body)} bytes")
+            raise TransportError(f"the endpoint has {len(body)} bytes")
         slot, token, address, num_blocks, block_bytes, device, table, num_slots, size = _FIELDS.unpack_from(body)
         metadata = body[_FIELDS.size :]
         if len(metadata) != size or slot >= num_slots or device < -1 or token == bytes(TOKEN_BYTES):
-            raise TransportError("an endpoint that contradicts itself")
+            raise TransportError("the endpoint contradicts itself")
         pool = Region(address, num_blocks, block_bytes, None if device < 0 else device)
         return cls(slot, token, pool, Region(table, num_slots, TOKEN_BYTES), metadata)
 

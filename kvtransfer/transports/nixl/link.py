@@ -193,7 +193,7 @@ class NixlLink:
                 read.ended.set_result(None)
                 pace.hurry(now_s)
             elif now_s > read.deadline_s:
-                raise NixlError(f"no answer from the exporter within {self._timeout_s:g} s")
+                raise NixlError(f"the exporter did not answer within {self._timeout_s:g} s")
         if reads and (rest_s := pace.rest_s(now_s)):
             with self._changed:
                 self._changed.wait_for(lambda: self._posted or self._closing, rest_s)

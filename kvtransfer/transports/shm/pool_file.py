@@ -282,7 +282,7 @@ class PoolFileChannel(Generic[Mapped]):
         if self._pool is None or self._read is not None:
             raise TransportError("the channel is closed or poisoned")
         if remote_block_ids and not 0 <= min(remote_block_ids) <= max(remote_block_ids) < self._pool.num_blocks:
-            raise TransportError(f"a block past the {self._pool.num_blocks} of the exporter's pool")
+            raise TransportError(f"the read names a block past the {self._pool.num_blocks} of the exporter's pool")
         started = start_copy(self._pool.memory, remote_block_ids, local_block_ids)
         if not isinstance(started, Future):
             return started
@@ -311,7 +311,7 @@ async def receive_descriptor(
 ) -> tuple[socket.socket, bytes, int]:
     """Return (connection, geometry, descriptor), which the caller then owns. Raises TransportError."""
     if len(token) != _TOKEN_BYTES:
-        raise TransportError("not an endpoint of this transport")
+        raise TransportError("the endpoint is not one of this transport")
     hello = _HELLO.pack(epoch.ticket_id, epoch.attempt, token)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

@@ -75,7 +75,7 @@ class LoopReceiver:
         if self._stall is not None:
             self._stall.cancel()
         if not self._received.done():
-            self._received.set_exception(ConnectionAbortedError("given up"))
+            self._received.set_exception(ConnectionAbortedError("the channel was closed"))
         self._received = None
 
     def _on_readable(self, received: asyncio.Future[None]) -> None:
@@ -346,7 +346,9 @@ class TcpChannel:
         if refused:
             raise TransportError("the exporter has not admitted this epoch, or has no such blocks")
         if num_bytes != num_blocks * self._block_bytes:
-            raise TransportError(f"{num_bytes} bytes for {num_blocks} blocks of {self._block_bytes}")
+            raise TransportError(
+                f"the exporter announced {num_bytes} bytes for {num_blocks} blocks of {self._block_bytes}"
+            )
 
 
 async def _connected(
