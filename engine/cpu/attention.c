@@ -90,8 +90,8 @@ TD_INLINE void pack_columns(const Rows *rows, int64_t column, __mmask32 there, c
         const bf16 *odd = rows->base + rows->places[row + 1] + column;
         __m512i a = whole ? _mm512_loadu_si512(even) : _mm512_maskz_loadu_epi16(row < rows->count ? there : 0, even);
         __m512i b = whole ? _mm512_loadu_si512(odd) : _mm512_maskz_loadu_epi16(row + 1 < rows->count ? there : 0, odd);
-        _mm_prefetch((const char *)(ahead->base + ahead->places[row] + column), _MM_HINT_T0);
-        _mm_prefetch((const char *)(ahead->base + ahead->places[row + 1] + column), _MM_HINT_T0);
+        _mm_prefetch((const char *)(ahead->base + ahead->places[row] + column), _MM_HINT_T1);
+        _mm_prefetch((const char *)(ahead->base + ahead->places[row + 1] + column), _MM_HINT_T1);
         _mm512_store_si512(out, _mm512_permutex2var_epi16(a, low, b));
         _mm512_store_si512(out + 2 * LANES, _mm512_permutex2var_epi16(a, high, b));
     }

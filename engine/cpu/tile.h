@@ -48,7 +48,9 @@ TD_INLINE void store_bf16(bf16 *place, __mmask16 lanes, __m512 x) {
 
 /* acc[rows][vectors] += a[rows][2 * pairs] times the panel b; `rows` and `vectors` are constants where it is inlined.
  * One accumulator runs through all of k, so a row's sums do not know how many rows go with it. Of what `ahead` points
- * to, `fetched` cache lines are asked for with each pair.
+ * to, `fetched` cache lines are asked for with each pair: all of a pair's go to the first-level cache, since they are
+ * used within 8 KB, a part of them to the second level, where whole slabs have room. A request that goes no further
+ * than the second level leaves the few misses that the first level can have outstanding to the loads.
  */
 TD_INLINE void multiply(__m512 acc[TILE_ROWS][TILE_VECTORS], const int rows, const bf16 *a, int64_t a_stride,
                         const bf16 *b, int64_t pairs, const char *ahead, const int fetched) {
@@ -63,7 +65,10 @@ TD_INLINE void multiply(__m512 acc[TILE_ROWS][TILE_VECTORS], const int rows, con
             TD_UNROLL for (int v = 0; v < TILE_VECTORS; v++) acc[r][v] = _mm512_dpbf16_ps(acc[r][v], x, w[v]);
         }
         TD_UNROLL for (int line = 0; line < fetched; line++)
-            _mm_prefetch(ahead + (pair * fetched + line) * 64, _MM_HINT_T0);
+            if (fetched == TILE_VECTORS)
+                _mm_prefetch(ahead + (pair * fetched + line) * 64, _MM_HINT_T0);
+            else
+                _mm_prefetch(ahead + (pair * fetched + line) * 64, _MM_HINT_T1);
     }
 }
 
@@ -134,14 +139,14 @@ TD_INLINE void pack_square(const Rows *rows, int64_t first, int64_t pair, int64_
 }
 
 /* One panel of rows of `width` elements (even). Each read of a row asks for the same place in the row of `ahead` that
- * has its number. */
+ * has its number, up to the second-level cache as in multiply(). */
 TD_INLINE void pack_rows(const Rows *rows, int64_t width, const Rows *ahead, bf16 *panel) {
     for (int64_t pair = 0; pair < width / 2; pair += LANES) {
         int64_t pairs = td_min(width / 2 - pair, LANES);
         for (int64_t first = 0; first < PANEL; first += LANES) {
             bf16 *out = panel + (pair * PANEL + first) * 2;
             TD_UNROLL for (int r = 0; r < LANES; r++)
-                _mm_prefetch((const char *)(ahead->base + ahead->places[first + r] + pair * 2), _MM_HINT_T0);
+                _mm_prefetch((const char *)(ahead->base + ahead->places[first + r] + pair * 2), _MM_HINT_T1);
             if (pairs == LANES && first + LANES <= rows->count)
                 pack_square(rows, first, pair, pairs, 1, out);
             else
