@@ -44,7 +44,7 @@ WHEEL_PLATFORMS := $(foreach tag,2_28 2_27 2_17,--platform manylinux_$(tag)_x86_
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-clients compose-test test-repeat soak chaos chaos-simulated fuzz bench-engine bench-overlap bench-kv bench-placement bench-router bench-start bench-step-loop gpu-check gpu-wheels check proto clean
+.PHONY: help demo test test-all test-clients compose-test test-repeat soak chaos chaos-simulated fuzz bench-engine bench-overlap bench-kv bench-placement bench-router bench-start bench-step-loop bench-tenants gpu-check gpu-wheels check proto clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -98,6 +98,9 @@ bench-kv: $(VENV)/.test ## how fast KV moves by each transport, beside the limit
 
 bench-overlap: $(VENV)/.test ## how much of a transfer prefill hides, and what digests cost; about two minutes
 	@$(BIN)/python -m benchmarks.overlap
+
+bench-tenants: $(VENV)/.test ## what a tenant at ten times its share does to another one's TTFT; four minutes; BENCH_ARGS=--write
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.tenants $(BENCH_ARGS)
 
 bench-placement: $(VENV)/.test ## separate pools, colocated workers and `auto` beside each other; hours, point by point; BENCH_ARGS=--quick
 	@$(BIN)/python -m benchmarks.placement $(BENCH_ARGS)

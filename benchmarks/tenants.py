@@ -1,0 +1,186 @@
+"""Measure what a tenant that sends ten times its share does to the time to first token of another one.
+
+A real cluster with one worker and two recorded keys of equal weight. Each round runs two arms in alternating order:
+both tenants at their share of the load, and the other one at ten times its share. Before each arm and after the last
+one it measures the rate at which the worker serves both, because other processes of the machine change it: an arm's
+arrivals follow that rate, and a round in which it changed by more than half does not count. Arrivals are random
+(Poisson), those of the measured tenant the same in both arms. Prompts are random tokens, so no prefix is shared; one
+token is asked for.
+
+    python -m benchmarks.tenants [--write]
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median, quantiles
+
+from benchmarks.machine import about
+from cluster.serving.serving import open_channel
+from tandem.client import AsyncClient
+from tandem.errors import TandemError
+from tandem.local_cluster import LocalCluster
+from tandem.v1 import admin_pb2, admin_pb2_grpc
+
+_RESULT = Path(__file__).parent / "results" / "tenants.json"
+_LENGTHS = 256, 768  # tokens of a prompt
+_CHUNK = 256  # --max-prefill-tokens
+_LOAD, _FLOOD = 0.7, 10
+_CAPACITY_S, _MOST_AT_ONCE, _STEADY = 3.0, 8, 1.5
+_ADMIN_KEY = "operator"
+_AT_SHARE, _FLOODED = "both at their share", "the other at ten times its share"
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Times in seconds."""
+
+    requests_per_s: list[float]  # that the worker served when both tenants always had requests waiting
+    ttft_s: dict[str, list[float]]  # of the measured tenant, by arm
+
+    @property
+    def is_steady(self) -> bool:
+        return max(self.requests_per_s) <= _STEADY * min(self.requests_per_s)
+
+    @property
+    def chunk_s(self) -> float:
+        return _CHUNK / (median(self.requests_per_s) * sum(_LENGTHS) / 2)
+
+
+class Bench:
+    """Two tenants of a running cluster."""
+
+    def __init__(self, measured: AsyncClient, other: AsyncClient, dice: random.Random) -> None:
+        self._measured, self._other, self._dice = measured, other, dice
+
+    async def round(self, arms: Sequence[str], duration_s: float) -> Round:
+        rates, seed, ttft_s = [await self._capacity()], self._dice.random(), dict[str, list[float]]()
+        for arm in arms:
+            factor = _FLOOD if arm == _FLOODED else _LOAD
+            ttft_s[arm] = await self._arm(seed, rates[-1] / 2 * _LOAD, rates[-1] / 2 * factor, duration_s)
+            rates.append(await self._capacity())
+        return Round(rates, ttft_s)
+
+    async def _capacity(self) -> float:
+        """Return the requests per second that are served while both tenants always have some waiting."""
+        ends: list[float] = []
+
+        async def ask_on(client: AsyncClient) -> None:
+            while True:
+                await self._ask(client, self._dice)
+                ends.append(time.monotonic())
+
+        clients = (self._measured, self._other) * (_MOST_AT_ONCE // 2)
+        tasks = [asyncio.create_task(ask_on(client)) for client in clients]
+        await asyncio.sleep(_CAPACITY_S)
+        await _cancel(tasks)
+        return (len(ends) - 1) / (ends[-1] - ends[0])
+
+    async def _arm(self, seed: float, rate: float, other_rate: float, duration_s: float) -> list[float]:
+        """Return the times to first token of the measured tenant's requests."""
+        flood = asyncio.create_task(self._send(self._other, random.Random(self._dice.random()), other_rate, duration_s))
+        try:
+            return await self._send(self._measured, random.Random(seed), rate, duration_s)
+        finally:
+            await _cancel([flood])
+            await self._ask(self._measured, self._dice)  # cancelled requests have left
+
+    async def _send(self, client: AsyncClient, dice: random.Random, rate: float, duration_s: float) -> list[float]:
+        """Send requests for `duration_s`; return the times to first token of those that were not refused."""
+        end_s = time.monotonic() + duration_s
+        async with asyncio.TaskGroup() as asking:
+            tasks = []
+            while (now_s := time.monotonic()) < end_s:
+                tasks.append(asking.create_task(self._ask(client, dice)))
+                await asyncio.sleep(min(dice.expovariate(rate), end_s - now_s))
+        return [task.result() for task in tasks if task.result() >= 0]
+
+    async def _ask(self, client: AsyncClient, dice: random.Random) -> float:
+        """Return the time to first token; -1 if the cluster refuses the request. It counts from the arrival at the
+        router: before, both tenants' requests wait for this process, which sends the flood."""
+        tokens = [dice.randrange(10, 500) for _ in range(dice.choice(_LENGTHS))]
+        asked = client.generate(token_ids=tokens, max_tokens=1, temperature=0.0, timeout_s=120.0)
+        try:
+            return (await asked.result()).ledger.ttft_s
+        except TandemError:
+            return -1.0
+
+
+async def _cancel(tasks: Sequence["asyncio.Task[None] | asyncio.Task[list[float]]"]) -> None:
+    for task in tasks:
+        task.cancel()
+    for task in tasks:
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def _key(address: str, tenant: str) -> str:
+    async with open_channel(address) as channel:
+        record = admin_pb2.KeyRecord(tenant=tenant, access=[admin_pb2.KEY_ACCESS_INFERENCE], weight=1)
+        request = admin_pb2.AddKeyRequest(record=record)
+        shown = (("authorization", f"Bearer {_ADMIN_KEY}"),)
+        added = await admin_pb2_grpc.AdminStub(channel).AddKey(request, metadata=shown, timeout=20)
+        return str(added.key)
+
+
+async def _measure(address: str, num_rounds: int, duration_s: float) -> list[Round]:
+    keys = [await _key(address, tenant) for tenant in ("measured", "other")]
+    async with AsyncClient(address, keys[0]) as measured, AsyncClient(address, keys[1]) as other:
+        bench, arms = Bench(measured, other, random.Random(18)), (_AT_SHARE, _FLOODED)
+        return [await bench.round(arms[:: 1 - 2 * (number % 2)], duration_s) for number in range(num_rounds)]
+
+
+def _p99(values: Sequence[float]) -> float:
+    return quantiles(values, n=100, method="inclusive")[98]
+
+
+def summary(all_rounds: Sequence[Round]) -> dict[str, float]:
+    """Return the figures of the goal: within 1.3 times, after one chunk is subtracted. Only steady rounds count."""
+    rounds = [each for each in all_rounds if each.is_steady]
+    if not rounds:
+        return {"rounds": len(all_rounds), "steady_rounds": 0}
+    at_share, flooded = ([ttft for each in rounds for ttft in each.ttft_s[arm]] for arm in (_AT_SHARE, _FLOODED))
+    chunk_s = median(each.chunk_s for each in rounds)
+    pairs = [(_p99(each.ttft_s[_FLOODED]) - each.chunk_s) / _p99(each.ttft_s[_AT_SHARE]) for each in rounds]
+    return {
+        "rounds": len(all_rounds),
+        "steady_rounds": len(rounds),
+        "requests": len(at_share),
+        "requests_flooded": len(flooded),
+        "chunk_s": chunk_s,
+        "p50_s": median(at_share),
+        "p50_flooded_s": median(flooded),
+        "p99_s": _p99(at_share),
+        "p99_flooded_s": _p99(flooded),
+        "p99_ratio": (_p99(flooded) - chunk_s) / _p99(at_share),
+        "p99_ratio_median_of_rounds": median(pairs),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="What a flooding tenant does to another tenant's first tokens.")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--duration-s", type=float, default=10.0, help="of each arm of a round")
+    parser.add_argument("--write", action="store_true", help=f"keep the figures in {_RESULT.name}")
+    parsed = parser.parse_args(arguments)
+    environment = os.environ | {"TANDEM_ADMIN_KEY": _ADMIN_KEY, "TANDEM_KEYS": "redis"}
+    flags = (f"--max-prefill-tokens={_CHUNK}",)
+    with LocalCluster(colocated=1, flags=flags, environment=environment) as cluster:
+        rounds = asyncio.run(_measure(cluster.grpc, parsed.rounds, parsed.duration_s))
+    figures = summary(rounds)
+    for name, value in figures.items():
+        print(f"{name:28} {value:.3f}")
+    if parsed.write:
+        kept = {"about": about(), "summary": figures, "rounds": [asdict(each) for each in rounds]}
+        _RESULT.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
