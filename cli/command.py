@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from cluster.errors import ConfigError, TandemError
-from cluster.process import ExitStatus
+from cluster.process import ExitStatus, full_disk
 from cluster.settings.config_sources import refuse_unknown
 from tandem.errors import TandemError as ClientError
 
@@ -58,6 +58,11 @@ def run(arguments: Sequence[str] | None) -> int:
     except BrokenPipeError:  # the reader of our output closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitStatus.OK
+    except OSError as error:
+        if not (line := full_disk(error)):
+            raise
+        sys.stderr.write(f"tandem: {line}\n")
+        return ExitStatus.CRASHED
     except ConfigError as error:
         sys.stderr.write(f"tandem: {error.message}\n")
         return ExitStatus.CONFIG

@@ -54,7 +54,7 @@ def run_process(
         sys.stderr.write(f"{name}: {error.reason}: {error.message}\n")
         return _status(error)
     except OSError as error:
-        if not (line := _full_disk(error)):
+        if not (line := full_disk(error)):
             _LOG.exception("%s crashed", name)
         else:
             sys.stderr.write(f"{name}: {line}\n")
@@ -65,7 +65,7 @@ def run_process(
     return ExitStatus.OK
 
 
-def _full_disk(error: OSError) -> str:
+def full_disk(error: OSError) -> str:
     """Return the line for a file that could not be written, or an empty string if the error is another one."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         place = f": {error.filename}" if error.filename else ""

@@ -83,6 +83,19 @@ def test_a_port_in_use_is_reported_at_once(tmp_path: Path) -> None:
             up.end()
 
 
+def test_a_full_disk_is_one_line_that_says_what_to_do(tmp_path: Path) -> None:
+    """No file may have a byte, so no folder for temporary files is usable."""
+    key = tmp_path / "key"
+    key.write_text("0" * 64)
+    key.chmod(0o600)
+    up = Up(tmp_path, program=("prlimit", "--fsize=0", sys.executable, "-m", "cli"))
+    try:
+        assert up.process.wait(DEADLINE_S) == 1
+        assert up.lines == [up.until("free some space in one of them, or set TMPDIR")]
+    finally:
+        up.end()
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -92,6 +105,8 @@ def test_a_port_in_use_is_reported_at_once(tmp_path: Path) -> None:
         (("--block-size", "0"), "--block-size"),
         (("--kv-transports", "pigeon"), "pigeon"),
         (("--redis", "http://127.0.0.1:1"), "--redis must be a URL"),
+        (("--cluster-key-file", "/etc/hostname"), "is readable by other users; run: chmod 600 /etc/hostname"),
+        (("--cluster-key-file", "/proc/nowhere/key"), "choose another --cluster-key-file"),
         (("--redis", "redis://127.0.0.1:1/0"), "cannot reach Redis at 127.0.0.1:1"),
     ],
 )

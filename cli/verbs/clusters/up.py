@@ -18,7 +18,7 @@ from cli.local.layout import Pools, Ports, router_ports, threads_per_worker
 from cli.local.local_cluster import LocalCluster, Plan, first_of
 from cluster.accounts.key_store import configured_key
 from cluster.accounts.keys import new_secret
-from cluster.auth.key_file import key_path, load_keys
+from cluster.auth.key_file import cluster_keys, key_path
 from cluster.errors import ConfigError
 from cluster.process import announce_ready
 from cluster.registry.registration import advertised_host
@@ -90,6 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     plan, config = plan_from(arguments)
     _check_ports_are_free(config.host, plan.routers)
+    cluster_keys(config)  # before any member, which would refuse the same file
     options = ray_options(arguments)
     asyncio.run(_up(plan, local_cluster if options is None else _on_ray(options, config)))
     return 0
@@ -146,13 +147,12 @@ async def local_cluster(plan: Plan, *, say: Callable[[str], None], echo: Callabl
 
 
 def _on_ray(options: RayOptions, config: UpConfig) -> MakeCluster:
-    """Return the maker of a cluster on Ray. Creates the cluster's key if it is missing. Raises ConfigError."""
+    """Return the maker of a cluster on Ray. Raises ConfigError."""
     try:
         from deploy.ray.up import ray_cluster
     except ImportError as error:
         raise ConfigError(f"--ray needs Ray, which is not installed: pip install 'ray>=2.55' ({error})") from error
     key_file = key_path(config).absolute()
-    load_keys(key_file)
     return partial(ray_cluster, options=options, num_threads=config.num_threads, key_file=key_file)
 
 
