@@ -33,6 +33,10 @@ class LiveHandles:
         self._arrivals: dict[Key, Arrival] = {}
         self._waiting = WaitingJobs(max_waiting_jobs)
 
+    def limit_waiting_jobs(self, max_waiting_jobs: int) -> None:
+        """Refuse further jobs while this many wait. Those that wait already stay."""
+        self._waiting.max_jobs = max_waiting_jobs
+
     def __len__(self) -> int:
         return sum(map(len, self._live.values()))
 
@@ -89,7 +93,7 @@ class WaitingJobs:
     """The jobs that the worker has accepted and not started."""
 
     def __init__(self, max_jobs: int) -> None:
-        self._max_jobs = max_jobs
+        self.max_jobs = max_jobs
         self._jobs: dict[int, set[Key]] = {}
         self._tenants: dict[int, TenantShare] = {}  # by job
         self._job_of: dict[Key, int] = {}
@@ -101,7 +105,7 @@ class WaitingJobs:
 
     def refusal(self, tenant: TenantShare) -> QueueFull | None:
         """Return the error with which one more job of this tenant is refused, or None."""
-        if has_place(tenant, [*self._tenants.values()], self._max_jobs):
+        if has_place(tenant, [*self._tenants.values()], self.max_jobs):
             return None
         return QueueFull(
             f"{len(self._jobs)} jobs wait here for their KV or a place, the maximum for --max-queue and --max-num-seqs:"

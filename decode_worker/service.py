@@ -200,6 +200,10 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self._streams.beat(worker_pb2.WorkerMessage(heartbeat=heartbeat))
         self._reports.send_to_all()
 
+    def limit_waiting_jobs(self, max_waiting_jobs: int) -> None:
+        """Refuse further jobs while this many wait."""
+        self._handles.limit_waiting_jobs(max_waiting_jobs)
+
     async def drain(self, grace_s: float) -> None:
         """Refuse new jobs and notify every router, now or when it connects, so that it moves sequences that will not
         end in time. Return when no sequence is left and the last tokens are sent. Raises DrainIncomplete."""

@@ -73,7 +73,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         self._cache_events = cache_events
         self._outstanding = outstanding
         self._vocab_size = vocab_size
-        self._max_calls = max_calls
+        self.max_calls = max_calls
         self._rate = ServiceRate()
         self._keys, self._hash_key = keys, keys.hash_key
         self._grammars = grammars
@@ -178,7 +178,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         self._refuse_if_unhealthy()
         if self._draining:
             raise Draining("this prefill worker is draining; try another")
-        if not has_place(job.tenant, [call.job.tenant for call in self._calls.values()], self._max_calls):
+        if not has_place(job.tenant, [call.job.tenant for call in self._calls.values()], self.max_calls):
             self._telemetry.count("tandem_prefill_refused_total", reason=QueueFull.reason)
             raise QueueFull(
                 f"{len(self._calls)} prefills wait or run here, the maximum for --max-queue and --max-num-seqs: try"

@@ -125,7 +125,8 @@ class WorkerApp:
         ]
         profile, watch = self._transfer.profile(self._capacity, self._grammars.engine_id), self._watch.health.watch
         try:
-            await self._life.live(profile, announce=announce, drain=self._drain, watch=watch)
+            setters = {"max_queue": self._set_max_queue}
+            await self._life.live(profile, announce=announce, drain=self._drain, watch=watch, setters=setters)
         finally:
             for task in tasks:
                 task.cancel()
@@ -240,6 +241,12 @@ class WorkerApp:
         for outcome in outcomes:
             if outcome is not None:
                 raise outcome
+
+    def _set_max_queue(self, max_queue: int) -> None:
+        self._steps.post(commands.LimitQueue(max_queue))
+        most = max_queue + self._life.config.max_num_seqs
+        self._decode.limit_waiting_jobs(most)
+        self._prefill.service.max_calls = most
 
     def _end_work(self, error: Unhealthy) -> None:
         """End every call and stream that a router has here with this error."""

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -201,8 +201,10 @@ class WorkerLife:
         announce: Callable[..., None],
         drain: Drain,
         watch: Callable[[Registration], Coroutine[Any, Any, None]],
+        setters: Mapping[str, Callable[[Any], None]],
     ) -> None:
-        """Serve until the worker is asked to stop, then drain and return. `drain` gets the grace in seconds. Raises
+        """Serve until the worker is asked to stop, then drain and return. `drain` gets the grace in seconds. `setters`:
+        by the name of each setting of the worker's work that can change, what receives its new value. Raises
         DrainIncomplete if work is left after the grace, Fenced if a newer member has this name, InternalError after
         `fatal`, and ConfigError if the worker does not fit into the cluster."""
         registration = Registration(self._registry, self._as_member(profile))
@@ -214,7 +216,7 @@ class WorkerLife:
         keep = asyncio.create_task(registration.keep(), name="keep registration")
         watching = asyncio.create_task(watch(registration), name="watch over health")
         stopped = asyncio.create_task(self._stop.wait(), name="wait for stop")
-        reloading = asyncio.create_task(self._follow_settings(), name="follow settings")
+        reloading = asyncio.create_task(self._follow_settings(setters), name="follow settings")
         breaks = (keep, watching, self._fatal)
         try:
             if not self._stop.is_set():
@@ -261,15 +263,15 @@ class WorkerLife:
             publishing.cancel()
             await asyncio.gather(draining, publishing, return_exceptions=True)
 
-    async def _follow_settings(self) -> None:
+    async def _follow_settings(self, setters: Mapping[str, Callable[[Any], None]]) -> None:
         if self._source is None:
             return
 
         def set_grace(grace_s: float) -> None:
             self._drain_grace_s = grace_s
 
-        setters: dict[str, Callable[[Any], None]] = {"log_level": set_log_level, "drain_grace_s": set_grace}
-        await SettingsReload(self.config, self._source, setters=setters, tls=self.tls).run()
+        own: dict[str, Callable[[Any], None]] = {"log_level": set_log_level, "drain_grace_s": set_grace}
+        await SettingsReload(self.config, self._source, setters=own | dict(setters), tls=self.tls).run()
 
     def _as_member(self, profile: WorkerProfile) -> Member:
         return Member(

@@ -31,6 +31,7 @@ class SequenceAdmission:
         lengths: LengthPredictor | None,
     ) -> None:
         self._limits = limits
+        self.max_queue = limits.max_queue
         self._batch = batch
         self._pool = pool
         self._reservations = reservations
@@ -42,8 +43,8 @@ class SequenceAdmission:
     def reserve(self, command: Reserve, now_s: float) -> tuple[Event, ...]:
         refusal = self._limits.reservation_refusal(command.num_blocks)
         tenant, waiting = NO_TENANT if command.job is None else command.job.tenant, self._reservations.waiting_tenants
-        if refusal is None and not has_place(tenant, waiting, self._limits.max_queue):
-            problem = f"{len(waiting)} hand-offs wait for blocks and --max-queue is {self._limits.max_queue}"
+        if refusal is None and not has_place(tenant, waiting, self.max_queue):
+            problem = f"{len(waiting)} hand-offs wait for blocks and --max-queue is {self.max_queue}"
             refusal = QueueFull(f"{problem}: try later")
         if refusal is not None:
             return (Unreservable(command.handoff_id, refusal),)
@@ -73,8 +74,8 @@ class SequenceAdmission:
 
     def admit_local(self, job: DecodeJob, now_s: float) -> tuple[Event, ...]:
         refusal, waiting = self._refusal(job), self._batch.waiting_tenants
-        if refusal is None and not has_place(job.tenant, waiting, self._limits.max_queue):
-            refusal = QueueFull(f"{len(waiting)} sequences wait and --max-queue is {self._limits.max_queue}: try later")
+        if refusal is None and not has_place(job.tenant, waiting, self.max_queue):
+            refusal = QueueFull(f"{len(waiting)} sequences wait and --max-queue is {self.max_queue}: try later")
         if refusal is not None:
             return (_refused(job, refusal),)
         group = self._live.new_group(self._live.next_arrival(), job, now_s)

@@ -156,6 +156,13 @@ class Thaw:
     new_handle: int
 
 
+@dataclass(frozen=True, slots=True)
+class LimitQueue:
+    """Refuse further requests while `max_queue` wait. Those that wait already stay."""
+
+    max_queue: int
+
+
 Command = (
     Reserve
     | Discard
@@ -169,6 +176,7 @@ Command = (
     | Freeze
     | Thaw
     | Release
+    | LimitQueue
     | Inspect
     | CacheCommand
 )

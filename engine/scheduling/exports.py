@@ -163,6 +163,7 @@ class PromptExports:
         new_chain: NewChain,
     ) -> None:
         self._limits = limits
+        self.max_queue = limits.max_queue
         self._batch = batch
         self._pool = pool
         self._tables = tables
@@ -257,9 +258,9 @@ class PromptExports:
         if self._is_draining:
             return Draining("this worker is draining; try another")
         refusal, waiting = self._limits.export_refusal(job), self._batch.waiting_tenants
-        if refusal is None and not has_place(job.tenant, waiting, self._limits.max_queue):
+        if refusal is None and not has_place(job.tenant, waiting, self.max_queue):
             refusal = QueueFull(
-                f"{len(waiting)} sequences wait and --max-queue is {self._limits.max_queue}: try later",
+                f"{len(waiting)} sequences wait and --max-queue is {self.max_queue}: try later",
                 retry_after_s=self._rate.retry_after_s(),
             )
         return refusal

@@ -43,6 +43,7 @@ from engine.scheduling.commands import (
     Freeze,
     Inspect,
     Inspected,
+    LimitQueue,
     Quiet,
     Release,
     Reserve,
@@ -148,6 +149,8 @@ class SequenceScheduler:
                 events = self._exports.drain()
             case Release(ticket_id):
                 self._exports.release(ticket_id)
+            case LimitQueue(max_queue):
+                self._admission.max_queue = self._exports.max_queue = max_queue
             case Inspect(inspection_id):
                 events = (self._inspect(inspection_id, now_s),)
             case _:

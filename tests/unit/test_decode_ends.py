@@ -15,7 +15,7 @@ from cluster.errors import (
     WorkerTooSmall,
 )
 from cluster.messages import DecodeJob, FinishReason
-from engine.scheduling.commands import AdmitImported, AdmitLocal, Failed
+from engine.scheduling.commands import AdmitImported, AdmitLocal, Failed, LimitQueue
 from tests.unit.export_bench import limits
 from tests.unit.scheduler_bench import SchedulerBench
 
@@ -117,6 +117,9 @@ def test_a_full_queue_and_a_handle_in_use_are_refused() -> None:
     for job in jobs:
         bench.admit(job)
     assert isinstance(bench.failures[0].error, QueueFull)
+    bench.scheduler.apply(LimitQueue(3), 0.0)
+    bench.admit(bench.job([1, 2]))
+    assert len(bench.failures) == 1
 
     bench.step()
     (duplicate,) = bench.scheduler.apply(AdmitLocal(jobs[0]), 0.0)

@@ -58,6 +58,14 @@ def test_a_job_beyond_the_limit_is_refused_until_a_waiting_job_has_begun() -> No
     assert waiting.refusal(NO_TENANT) is None
 
 
+def test_a_changed_limit_applies_to_the_next_job() -> None:
+    live = LiveHandles(max_waiting_jobs=1)
+    live.add_job(_ROUTER, (1,), NO_TENANT)
+    assert isinstance(live.refusal(NO_TENANT), QueueFull)
+    live.limit_waiting_jobs(2)
+    assert live.refusal(NO_TENANT) is None
+
+
 def test_jobs_of_one_tenant_that_fill_the_queue_do_not_keep_another_one_out() -> None:
     waiting, flood, other = WaitingJobs(2), TenantShare("flood"), TenantShare("other")
     for handle in range(2):

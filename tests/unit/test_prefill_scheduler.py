@@ -15,6 +15,7 @@ from engine.scheduling.commands import (
     CancelExport,
     DrainExports,
     ExportFinished,
+    LimitQueue,
     Sealed,
     Tail,
 )
@@ -246,6 +247,21 @@ def test_prompts_that_are_too_long_empty_or_too_many_are_refused() -> None:
     assert isinstance(too_long, WorkerTooSmall) and "41 tokens" in str(too_long) and "holds at most 40" in str(too_long)
     assert isinstance(empty, InvalidRequest)
     assert isinstance(full, QueueFull) and "--max-queue is 1" in str(full)
+
+
+def test_a_changed_limit_of_the_queue_applies_to_the_next_prompt_and_those_that_wait_stay() -> None:
+    bench = export_bench(num_blocks=10, max_queue=2)
+    kept = [bench.admit_export(export_job([token])) for token in (1, 2)]
+    bench.scheduler.apply(LimitQueue(1), 0.0)
+    bench.admit_export(export_job([3]))
+    bench.scheduler.apply(LimitQueue(3), 0.0)
+    kept.append(bench.admit_export(export_job([4])))
+
+    bench.run()
+
+    (full,) = (refused.error for refused in bench.refused)
+    assert isinstance(full, QueueFull) and "2 sequences wait and --max-queue is 1" in str(full)
+    assert all(bench.tickets[ticket_id].finished for ticket_id in kept)
 
 
 def test_an_exceeded_deadline_names_the_phase_of_the_prompt() -> None:

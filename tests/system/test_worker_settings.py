@@ -1,0 +1,45 @@
+"""A worker's settings change while it runs, with the file of --config; one that needs a restart is named."""
+
+import asyncio
+from pathlib import Path
+
+from tandem.client import AsyncClient
+from tandem.errors import Overloaded
+from tests.system.local_cluster import LocalCluster
+from tests.system.polling import until
+
+
+async def test_a_workers_queue_gets_another_limit_and_a_setting_of_its_memory_is_named(
+    redis_url: str, tmp_path: Path
+) -> None:
+    settings = tmp_path / "worker.yaml"
+    settings.write_text("max_queue: 100\n")
+    flags = ("--config", str(settings), "--max-num-seqs", "1", "--num-blocks", "128")
+    cluster = LocalCluster(redis_url, tmp_path, flags=flags)
+    try:
+        await cluster.start(prefill=0, router_flags=("--placement", "auto", "--max-attempts", "1"))
+        assert await _num_refused(cluster) == 0
+        settings.write_text("max_queue: 1\nblock_size: 32\n")
+        await _until_logged(cluster, "--max-queue is now 1")
+        await _until_logged(cluster, "--block-size cannot change while the process runs: restart it to use 32")
+        assert await _num_refused(cluster) > 0
+    finally:
+        await cluster.stop()
+
+
+async def _num_refused(cluster: LocalCluster) -> int:
+    """Send eight requests at once to the worker, which runs one at a time. Return how many are refused."""
+    async with AsyncClient(cluster.members["router0"].grpc_address) as client:
+        asking = (client.generate(f"def f{number}(", max_tokens=16, ignore_eos=True).result() for number in range(8))
+        answers = await asyncio.gather(*asking, return_exceptions=True)
+    refusals = [answer for answer in answers if isinstance(answer, BaseException)]
+    assert all(isinstance(refusal, Overloaded) for refusal in refusals), refusals
+    return len(refusals)
+
+
+async def _until_logged(cluster: LocalCluster, text: str) -> None:
+    async def logged() -> bool:
+        await cluster.status()
+        return any(text in line for line in cluster.members["decode0"].output)
+
+    await until(logged, what=f"decode0 logs {text}")
