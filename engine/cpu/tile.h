@@ -49,8 +49,8 @@ TD_INLINE void store_bf16(bf16 *place, __mmask16 lanes, __m512 x) {
 /* acc[rows][vectors] += a[rows][2 * pairs] times the panel b; `rows` and `vectors` are constants where it is inlined.
  * One accumulator runs through all of k, so a row's sums do not know how many rows go with it. Of what `ahead` points
  * to, `fetched` cache lines are asked for with each pair: all of a pair's go to the first-level cache, since they are
- * used within 8 KB, a part of them to the second level, where whole slabs have room. A request that goes no further
- * than the second level leaves the few misses that the first level can have outstanding to the loads.
+ * used within 8 KB, a part of them to the second level, where whole slabs have room. That is measured
+ * (benchmarks/results/cpu_engine.md), not derived.
  */
 TD_INLINE void multiply(__m512 acc[TILE_ROWS][TILE_VECTORS], const int rows, const bf16 *a, int64_t a_stride,
                         const bf16 *b, int64_t pairs, const char *ahead, const int fetched) {
