@@ -103,15 +103,18 @@ class Imports:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def reserve(self, handoff_id: int, num_blocks: int) -> Reservation:
+    async def reserve(self, handoff_id: int, num_blocks: int, *, is_announced: bool) -> Reservation:
         """Return when the step thread has reserved all the blocks. `discard` must follow unless the hand-off is
         admitted. Raises HandOffFailed if the pool can never hold that many.
         """
-        command = commands.Reserve(handoff_id, num_blocks)
+        command = commands.Reserve(handoff_id, num_blocks, is_announced=is_announced)
         if (entry := self._imports.get(handoff_id)) is not None:
             command = replace(command, block_hashes=self._block_hashes(entry.job), job=entry.job)
         reserved = await self._steps.ask(command)
         return Reservation(reserved.block_ids, reserved.num_cached)
+
+    def announce(self, handoff_id: int) -> None:
+        self._steps.post(commands.Announce(handoff_id))
 
     def discard(self, handoff_id: int, quarantined: frozenset[int]) -> None:
         self._steps.post(commands.Discard(handoff_id, quarantined))

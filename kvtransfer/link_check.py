@@ -231,7 +231,7 @@ class LinkCheck:
         try:
             try:
                 async with asyncio.timeout(_RESERVE_S):
-                    reservation = await source.reserve(reserved.check_id, num_blocks)
+                    reservation = await source.reserve(reserved.check_id, num_blocks, is_announced=True)
             except TimeoutError:
                 raise Overloaded(f"no {num_blocks} blocks became free within {_RESERVE_S} s") from None
             reserved.block_ids = reservation.block_ids[reservation.num_cached :]

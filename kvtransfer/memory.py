@@ -100,10 +100,15 @@ class Reservation:
 
 
 class BlockSource(Protocol):
-    async def reserve(self, handoff_id: int, num_blocks: int) -> Reservation:
+    async def reserve(self, handoff_id: int, num_blocks: int, *, is_announced: bool) -> Reservation:
         """Wait until all blocks can be reserved at once. Raises a TandemError if they never can.
 
-        After a cancellation `discard` follows and drops the reservation, whether it was made or not."""
+        `is_announced`: the exporter has begun to compute. If it has not, `announce` follows when it has. After a
+        cancellation `discard` follows and drops the reservation, whether it was made or not."""
+        ...
+
+    def announce(self, handoff_id: int) -> None:
+        """Report that the exporter has begun to compute, and so has all blocks that it needs."""
         ...
 
     def discard(self, handoff_id: int, quarantined: frozenset[int]) -> None:

@@ -58,9 +58,12 @@ class ChosenBlocks:
     def __init__(self, block_ids: tuple[int, ...]) -> None:
         self._block_ids = block_ids
 
-    async def reserve(self, handoff_id: int, num_blocks: int) -> Reservation:
+    async def reserve(self, handoff_id: int, num_blocks: int, *, is_announced: bool) -> Reservation:
         assert num_blocks == len(self._block_ids)
         return Reservation(self._block_ids)
+
+    def announce(self, handoff_id: int) -> None:
+        pass
 
     def discard(self, handoff_id: int, quarantined: frozenset[int]) -> None:
         pass

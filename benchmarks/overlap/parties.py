@@ -80,11 +80,14 @@ class _Blocks:
         self._pool = BlockPool(num_blocks)
         self._granted: dict[int, tuple[int, ...]] = {}
 
-    async def reserve(self, handoff_id: int, num_blocks: int) -> Reservation:
+    async def reserve(self, handoff_id: int, num_blocks: int, *, is_announced: bool) -> Reservation:
         block_ids = self._pool.reserve(num_blocks)
         assert block_ids is not None, "one hand-off at a time, and each fits"
         self._granted[handoff_id] = block_ids
         return Reservation(block_ids)
+
+    def announce(self, handoff_id: int) -> None:
+        pass
 
     def discard(self, handoff_id: int, quarantined: frozenset[int]) -> None:
         assert not quarantined, "a read was broken off"

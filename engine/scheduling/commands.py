@@ -61,16 +61,25 @@ class Inspect(Question[Inspected]):
 class Reserve(Question["Reserved"]):
     """Reserve blocks for one hand-off, all at once, in the order of the policy and above the watermark. Answered by
     Reserved, or by Unreservable if the pool can never hold so many. `block_hashes`: of the leading full blocks; those
-    found in the prefix cache are not transferred. `job`: the job whose sequences will join; None if none will."""
+    found in the prefix cache are not transferred. `job`: the job whose sequences will join; None if none will.
+    `is_announced`: the exporter has begun to compute."""
 
     handoff_id: int
     num_blocks: int
     block_hashes: tuple[bytes, ...] = ()
     job: DecodeJob | None = None
+    is_announced: bool = False
 
     @property
     def key(self) -> Key:
         return Reserve, self.handoff_id
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """The exporter of a hand-off that waits for blocks has begun to compute."""
+
+    handoff_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +174,7 @@ class LimitQueue:
 
 Command = (
     Reserve
+    | Announce
     | Discard
     | Quiet
     | AdmitImported

@@ -13,6 +13,7 @@ from cluster.request_size import (
     NO_LIMITS,
     LengthLimits,
     RequestSize,
+    blocks_for,
     blocks_shortage,
     decode_shortage,
     handoff_blocks,
@@ -45,6 +46,11 @@ class SchedulerLimits:
     @property
     def num_watermark_blocks(self) -> int:
         return int(self.watermark * self.num_blocks)
+
+    @property
+    def num_longest_blocks(self) -> int:
+        """The blocks of a sequence of the maximum length."""
+        return blocks_for(self.max_model_len, self.block_size)
 
     @property
     def capacity(self) -> Capacity:

@@ -33,6 +33,7 @@ from engine.scheduling.commands import (
     AdmitExport,
     AdmitImported,
     AdmitLocal,
+    Announce,
     CancelExport,
     CancelSequences,
     Command,
@@ -85,7 +86,9 @@ class SequenceScheduler:
         swaps = self._swaps = SwapSpace(limits.num_swap_slots, self._cost)
         tables = self._tables = BlockTables(limits, new_chain, pool, swaps)
         tenants = self._tenants = FairQueue()
-        reservations = self._reservations = Reservations(pool, tenants)
+        reservations = self._reservations = Reservations(
+            pool, tenants, num_longest=limits.num_longest_blocks, num_watermark=limits.num_watermark_blocks
+        )
         batch = self._batch = Batch(
             limits,
             pool=pool,
@@ -126,6 +129,8 @@ class SequenceScheduler:
         match command:
             case Reserve():
                 events = self._admission.reserve(command, now_s)
+            case Announce(handoff_id):
+                self._reservations.announce(handoff_id)
             case Discard(handoff_id, quarantined):
                 self._reservations.discard(handoff_id, quarantined)
             case Quiet(block_ids):

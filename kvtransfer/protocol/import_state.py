@@ -299,6 +299,11 @@ class ImporterState:
         return self.phase in (ImporterPhase.DELIVERED, ImporterPhase.ENDED)
 
     @property
+    def is_announced(self) -> bool:
+        """Return whether the exporter has announced a block or the end of the prefill, so that it computes."""
+        return self.finished is not None or any(self.offered)
+
+    @property
     def next_deadline_s(self) -> float | None:
         """Return the time of the next Tick, or None if nothing is waited for or (in DRAINING) the worker must
         restart."""

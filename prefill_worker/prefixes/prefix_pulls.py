@@ -129,7 +129,7 @@ class PrefixPulls:
         pull = choose_pull(job, await self._facts(job, chain))
         return await self._pull_in_time(job, pull, chain) if pull is not None else 0
 
-    async def reserve(self, handoff_id: int, num_blocks: int) -> Reservation:
+    async def reserve(self, handoff_id: int, num_blocks: int, *, is_announced: bool) -> Reservation:
         """Reserve the blocks of a pull. Raises HandOffFailed."""
         hashes = self._hashes[handoff_id]
         assert len(hashes) == num_blocks, f"a pull of {len(hashes)} blocks reserves {num_blocks}"
@@ -137,6 +137,9 @@ class PrefixPulls:
         if reserved.block_ids is None:
             raise HandOffFailed(HandOffReason.NOT_ENOUGH_BLOCKS, "the pool has too few blocks for the pull")
         return Reservation(reserved.block_ids, reserved.num_cached)
+
+    def announce(self, handoff_id: int) -> None:
+        """Do nothing: a pull gets its blocks at once or not at all."""
 
     def discard(self, handoff_id: int, quarantined: frozenset[int]) -> None:
         self._steps.post(commands.Discard(handoff_id, quarantined))

@@ -166,11 +166,19 @@ class DecodeBlocks:
         self.granted: dict[int, tuple[int, ...]] = {}
         self.cached: dict[int, tuple[int, ...]] = {}  # by hand-off: leading blocks that it shares
         self.asked = asyncio.Event()
+        self.announced: set[int] = set()  # hand-offs whose exporter has begun to compute
 
-    async def reserve(self, handoff_id: int, num_blocks: int) -> Reservation:
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """The hand-offs that wait for blocks, the next one first."""
+        return tuple(self._waiting)
+
+    async def reserve(self, handoff_id: int, num_blocks: int, *, is_announced: bool) -> Reservation:
         if num_blocks > self.pool.num_blocks:
             raise HandOffFailed(HandOffReason.NOT_ENOUGH_BLOCKS, f"{num_blocks} of {self.pool.num_blocks} blocks")
         self._waiting.append(handoff_id)
+        if is_announced:
+            self.announced.add(handoff_id)
         self.asked.set()
         try:
             cached = self.cached.get(handoff_id, ())
@@ -182,6 +190,9 @@ class DecodeBlocks:
         self.pool.add_references(cached)
         self.granted[handoff_id] = cached + fresh
         return Reservation(cached + fresh, len(cached))
+
+    def announce(self, handoff_id: int) -> None:
+        self.announced.add(handoff_id)
 
     def discard(self, handoff_id: int, quarantined: frozenset[int]) -> None:
         block_ids = self.granted.pop(handoff_id, ())

@@ -1,7 +1,7 @@
 """Hand-offs in time and in space: leases that lapse, waits that end, pools that are too small, reads that never end."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
 import pytest
@@ -17,6 +17,11 @@ from tests.contract.kv_pools import BLOCK_SIZE
 from tests.loopback import Fault
 
 TRANSPORTS = ["loopback", "tcp", "shm", "nixl", "nccl", "cuda_ipc"]
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 -- no event tells
+        await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -159,6 +164,29 @@ async def test_an_importer_without_blocks_waits_and_holds_nothing() -> None:
             await prefill.released.wait()
         assert waited_s <= imported.queue_s <= imported.total_s - imported.exposed_transfer_s
         rig.decode.finish(1)
+        rig.check_clean()
+
+
+async def test_an_importer_that_waits_for_blocks_reports_when_its_exporter_computes() -> None:
+    async with handoff_rig("tcp", num_decode_blocks=3) as rig, asyncio.timeout(DEADLINE_S):
+        running = rig.decode.pool.reserve(1)
+        assert running is not None
+        prefills = [rig.prefill(2 * BLOCK_SIZE + 1) for _ in range(2)]
+        imports = [rig.start_import(prefill, handoff_id) for handoff_id, prefill in enumerate(prefills)]
+        await _until(lambda: len(rig.decode.waiting) == 2)
+        assert not rig.decode.announced
+        prefills[1].seal(1)
+        await _until(lambda: rig.decode.announced == {1})
+        for prefill in prefills:
+            prefill.compute()
+        await _until(lambda: rig.decode.announced == {0, 1})
+        in_order = rig.decode.waiting
+        rig.decode.granted[2] = running
+        rig.decode.finish(2)
+        for handoff_id in in_order:
+            assert rig.holds(prefills[handoff_id], await imports[handoff_id])
+            await prefills[handoff_id].released.wait()
+            rig.decode.finish(handoff_id)
         rig.check_clean()
 
 

@@ -211,7 +211,7 @@ class SchedulerBench(ExportBench):
         num_blocks = self.limits.num_needed(len(handoff.token_ids), len(job.sequences))
         chain = self.new_chain(job.cache_salt, self.wire_dtype)
         chain.extend(handoff.token_ids)
-        self.apply(Reserve(handoff.handoff_id, num_blocks, tuple(chain.hashes), job))
+        self.apply(Reserve(handoff.handoff_id, num_blocks, tuple(chain.hashes), job, is_announced=True))
         return handoff
 
     def finish(self, handoff: HandOff, *, is_verified: bool = True) -> None:

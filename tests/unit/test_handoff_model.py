@@ -31,7 +31,7 @@ class _Twin:
         shared = self.pool.reserve(self.num_shared) or ()
         for ticket, block_id in enumerate(shared):
             self.pool.keep([block_id], [bytes([ticket])], b"root")
-        self._reservations = Reservations(self.pool, FairQueue())
+        self._reservations = Reservations(self.pool, FairQueue(), num_longest=0, num_watermark=0)
         self._ours: dict[int, tuple[int, ...]] = {}  # by hand-off: our ids of the blocks that were granted
         self._model_ids: dict[int, tuple[int, ...]] = {}
         self._decoding: dict[int, tuple[int, ...]] = {}
@@ -39,9 +39,8 @@ class _Twin:
     def apply(self, handoff: int, action: Do) -> None:
         match action:
             case import_state.Reserve(num_blocks):
-                self._reservations.add(
-                    block_request_of(Reserve(handoff, num_blocks, (bytes([handoff]),)), handoff, 0.0, 1, None)
-                )
+                command = Reserve(handoff, num_blocks, (bytes([handoff]),), is_announced=True)
+                self._reservations.add(block_request_of(command, handoff, 0.0, 1, None))
             case import_state.Discard(quarantined):
                 self._reservations.discard(handoff, frozenset(self._translated(handoff, quarantined)))
             case import_state.ReleaseQuarantined(block_ids):

@@ -63,7 +63,7 @@ class _Importer:
     ) -> ImportedBlocks:
         self.expected.append(expected)
         try:
-            reservation = await blocks.reserve(handoff_id, expected.num_tokens // _BLOCK)
+            reservation = await blocks.reserve(handoff_id, expected.num_tokens // _BLOCK, is_announced=True)
             self.then()
             if self.hangs:
                 await asyncio.Event().wait()

@@ -29,8 +29,9 @@ decides, then the policy (by default the earlier arrival ranks first). The seque
 
 There is no deadlock. In every plan the first in rank can get every block except those of exports, of frozen sequences,
 of hand-offs in progress in either direction and of quarantine; these are freed without waiting for anything here but a
-slot, and a sequence that cannot grow gives up its slot to an export. A job that does not fit into the whole pool is
-refused at admission.
+slot, and a sequence that cannot grow gives up its slot to an export. Hand-offs whose exporter has not begun to compute
+are the exception: it may be full of prompts that wait for blocks here, so all of them together leave enough blocks for
+the longest sequence. A job that does not fit into the whole pool is refused at admission.
 """
 
 import math

@@ -1,7 +1,9 @@
 """The hand-offs that wait for blocks or hold them, and the pulls that hold them. Pure. Owned by the scheduler.
 
-A hand-off gets all its blocks at once or none, in the order of ranks, so there is no hold-and-wait. A pull gets all its
-blocks at once or is refused: it may speed up a prompt, and must never delay another one.
+A hand-off gets all its blocks at once or none, in the order of ranks. Its exporter does the same, and may be full of
+finished prompts that wait for blocks here. So blocks that are granted before the exporter has begun to compute leave
+enough for a hand-off whose exporter has: that one ends without anything more from its exporter's pool. A pull gets all
+its blocks at once or is refused: it may speed up a prompt, and must never delay another one.
 """
 
 import math
@@ -33,6 +35,7 @@ class BlockRequest:
     num_to_grow: int  # further blocks that its sequences are predicted to need
     tenant: TenantShare = NO_TENANT
     num_output_left: int = 1  # tokens that its sequences are expected to generate
+    is_announced: bool = False  # the exporter has begun to compute, so it has all blocks that it needs
     rank: Rank = ()  # at the last sort; lower ranks go first
 
 
@@ -47,8 +50,12 @@ class Reservations:
     """Requests wait in the order of their ranks; grants are held until their hand-off is admitted or discarded.
     `tenants` counts both."""
 
-    def __init__(self, pool: BlockPool, tenants: FairQueue) -> None:
+    def __init__(self, pool: BlockPool, tenants: FairQueue, *, num_longest: int, num_watermark: int) -> None:
+        """`num_longest`: the blocks of a sequence of the maximum length. `num_watermark`: blocks that every grant
+        leaves."""
         self._pool = pool
+        self._num_longest = num_longest
+        self._num_watermark = num_watermark
         self._tenants = tenants
         self._requests: dict[int, BlockRequest] = {}  # by hand-off, in the order of their ranks
         self._grants: dict[int, BlockGrant] = {}
@@ -90,7 +97,14 @@ class Reservations:
 
     @property
     def first(self) -> BlockRequest | None:
-        return next(iter(self._requests.values()), None)
+        """The first request that is not to wait for its announcement."""
+        requests = self._requests.values()
+        if not requests:
+            return None
+        num_left = max(self._num_longest, *(request.num_blocks for request in requests)) + self._num_watermark
+        num_early = sum(len(grant.block_ids) for grant in self._grants.values() if not grant.request.is_announced)
+        room = self._pool.num_blocks - num_left - num_early
+        return next((request for request in requests if request.is_announced or request.num_blocks <= room), None)
 
     def add(self, request: BlockRequest) -> None:
         assert request.handoff_id not in self._requests and request.handoff_id not in self._grants, (
@@ -98,6 +112,11 @@ class Reservations:
         )
         self._requests[request.handoff_id] = request
         self._tenants.enter(request.tenant)
+
+    def announce(self, handoff_id: int) -> None:
+        """Record that the exporter has begun to compute. Does nothing if the request does not wait."""
+        if (request := self._requests.get(handoff_id)) is not None:
+            self._requests[handoff_id] = replace(request, is_announced=True)
 
     def sort(self, rank: Callable[[BlockRequest, float], Rank], now_s: float) -> None:
         ranked = sorted(
@@ -199,6 +218,7 @@ def block_request_of(
         work=work,
         since_s=now_s,
         num_to_grow=num_to_grow,
+        is_announced=command.is_announced,
         tenant=tenant,
         num_output_left=num_output_left,
     )

@@ -208,7 +208,7 @@ class Worker:
         """Register the hashes by which the blocks of a hand-off may be found."""
         self._claims[handoff_id] = Claim(0, hashes, asyncio.get_running_loop().create_future())
 
-    async def reserve(self, handoff_id: int, num_blocks: int) -> Reservation:
+    async def reserve(self, handoff_id: int, num_blocks: int, *, is_announced: bool) -> Reservation:
         if num_blocks > self.pool.num_blocks:
             raise HandOffFailed(HandOffReason.NOT_ENOUGH_BLOCKS, f"{num_blocks} of {self.pool.num_blocks}")
         claim = self._claims.pop(handoff_id)
@@ -216,6 +216,9 @@ class Worker:
         self._claims[handoff_id] = claim  # the youngest
         self._grant()
         return await asyncio.shield(claim.granted)
+
+    def announce(self, handoff_id: int) -> None:
+        pass
 
     def discard(self, handoff_id: int, quarantined: frozenset[int]) -> None:
         self._claims.pop(handoff_id, None)
