@@ -191,7 +191,7 @@ class _Serving:
         job, block_hashes = next(self._jobs)
         handle = job.sequences[0].handle
         self._pending[handle] = job
-        self._post(Reserve(handle, _CONTEXT // _BLOCK_SIZE, block_hashes, job))
+        self._post(Reserve(handle, _CONTEXT // _BLOCK_SIZE, block_hashes, job, is_announced=True))
 
     def _emit(self, events: tuple[Event, ...]) -> None:
         for event in events:

@@ -170,7 +170,7 @@ def _filled(built: Engine, load: Load, fit: ServiceTimeFit, num_tokens: int) -> 
         stops = TokenStops(num_tokens)
         job = DecodeJob("bench", 0, _ROUTER, tokens, Sampling(), stops, (start,), None, 1e6)
         needed = limits.num_needed(context, 1)
-        (reserved,) = scheduler.apply(Reserve(number, needed, (), job), 0.0)
+        (reserved,) = scheduler.apply(Reserve(number, needed, (), job, is_announced=True), 0.0)
         assert isinstance(reserved, Reserved), reserved
         num_tails = 1 if tail_length(context, size) else 0
         sealed, tail = reserved.block_ids[: needed - num_tails], reserved.block_ids[needed - num_tails :]

@@ -96,7 +96,7 @@ def _filled(decodes: Decodes) -> SequenceScheduler:
         prompt = (_TOKEN,) * decodes.context
         job = DecodeJob("bench", 0, _ROUTER, prompt, Sampling(), TokenStops(num_tokens), (start,), None, 1e6)
         needed = limits.num_needed(decodes.context, 1)
-        (reserved,) = scheduler.apply(Reserve(number, needed, (), job), 0.0)
+        (reserved,) = scheduler.apply(Reserve(number, needed, (), job, is_announced=True), 0.0)
         assert isinstance(reserved, Reserved), reserved
         num_tails = 1 if tail_length(decodes.context, decodes.block_size) else 0
         sealed, tail = reserved.block_ids[: needed - num_tails], reserved.block_ids[needed - num_tails :]

@@ -193,7 +193,9 @@ class Simulation:
             _TIMEOUT_S,
         )
         computing.send(AdmitExport(hand_off.ticket_id, export))
-        decode.send(Reserve(handle, blocks_for(arrival.prompt_tokens, _BLOCK_SIZE), (), job), num_messages=2)
+        decode.send(
+            Reserve(handle, blocks_for(arrival.prompt_tokens, _BLOCK_SIZE), (), job, is_announced=True), num_messages=2
+        )
 
     def first_token(self, handle: int, worker: "_Worker") -> None:
         worker.backlog.record_computed(worker.prompts.pop(handle), self.now_s)
