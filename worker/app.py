@@ -14,6 +14,7 @@ from functools import partial
 
 from cluster.clock import MonotonicClock
 from cluster.errors import Unhealthy
+from cluster.messages import Role
 from cluster.process import lasting
 from cluster.protocol.report_wire import link_speeds_to_wire
 from cluster.request_size import LengthLimits
@@ -119,6 +120,7 @@ class WorkerApp:
         self._life.phases.end("step_times")
         await self._transfer.start()
         self._steps.start()
+        self._steps.post(commands.ExpectImports(self._life.role.decodes))
         tasks = [
             asyncio.create_task(self._heartbeats.run(), name="heartbeats"),
             asyncio.create_task(self._watch.canaries.run(), name="canaries"),
@@ -205,7 +207,7 @@ class WorkerApp:
             inspections=self._watch.inspections,
             more_figures=self._figures,
             request_drain=self._life.request_drain,
-            set_role=self._life.set_role,
+            set_role=self._set_role,
             check_link=self._link_check.measure,
             profile=StepProfiler(self._steps).profile,
             publish_cache_events=self._prefill.cache_events.subscribe,
@@ -241,6 +243,12 @@ class WorkerApp:
         for outcome in outcomes:
             if outcome is not None:
                 raise outcome
+
+    async def _set_role(self, role: Role) -> Role:
+        self._steps.post(commands.ExpectImports(is_expected=True))  # those of the former role may still come
+        former = await self._life.set_role(role)
+        self._steps.post(commands.ExpectImports(role.decodes))
+        return former
 
     def _set_max_queue(self, max_queue: int) -> None:
         self._steps.post(commands.LimitQueue(max_queue))

@@ -64,6 +64,10 @@ class BlockPool:
         return self.num_available - sum(map(self._cache.is_idle, block_ids))
 
     @property
+    def num_leased(self) -> int:
+        return len(self._leases)
+
+    @property
     def num_evicted(self) -> int:
         """The number of cached blocks that were evicted since the start."""
         return self._cache.num_evicted

@@ -166,6 +166,13 @@ class Thaw:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpectImports:
+    """Hand-offs may come to this worker from now on, or come no more. Exports leave room for them."""
+
+    is_expected: bool
+
+
+@dataclass(frozen=True, slots=True)
 class LimitQueue:
     """Refuse further requests while `max_queue` wait. Those that wait already stay."""
 
@@ -187,6 +194,7 @@ Command = (
     | Thaw
     | Release
     | LimitQueue
+    | ExpectImports
     | Inspect
     | CacheCommand
 )

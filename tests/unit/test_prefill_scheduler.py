@@ -14,6 +14,7 @@ from cluster.messages import FinishReason, TokenStops
 from engine.scheduling.commands import (
     CancelExport,
     DrainExports,
+    ExpectImports,
     ExportFinished,
     LimitQueue,
     Sealed,
@@ -37,6 +38,30 @@ def test_blocks_are_sealed_chunk_by_chunk_before_the_prompt_is_done() -> None:
     bench.step()
     finished = bench.tickets[ticket_id].finished
     assert finished is not None and isinstance(finished.tail, Tail) and finished.tail.num_valid == 2
+
+
+def test_exports_leave_room_for_the_longest_hand_off_where_hand_offs_may_come() -> None:
+    bench = export_bench()  # 64 blocks; the longest sequence has 50
+    bench.apply(ExpectImports(is_expected=True))
+    tickets = [bench.tickets[bench.admit_export(export_job(range(first, first + 40)))] for first in (1, 101, 201)]
+    bench.run()
+    assert [ticket.is_live for ticket in tickets] == [False, True, True] and not tickets[1].sealed
+
+    bench.release_export(next(iter(bench.tickets)))
+    bench.run()
+    assert [ticket.is_live for ticket in tickets] == [False, False, True]
+
+    bench.apply(ExpectImports(is_expected=False))
+    bench.run()
+    assert not tickets[2].is_live
+
+
+def test_an_export_that_would_leave_too_few_blocks_starts_alone() -> None:
+    bench = export_bench()
+    bench.apply(ExpectImports(is_expected=True))
+    ticket_id = bench.admit_export(export_job(range(1, 101)))
+    bench.run()
+    assert not bench.tickets[ticket_id].is_live
 
 
 def test_blocks_that_a_running_step_has_written_are_announced_once_and_leased() -> None:

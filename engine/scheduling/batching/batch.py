@@ -29,9 +29,10 @@ decides, then the policy (by default the earlier arrival ranks first). The seque
 
 There is no deadlock. In every plan the first in rank can get every block except those of exports, of frozen sequences,
 of hand-offs in progress in either direction and of quarantine; these are freed without waiting for anything here but a
-slot, and a sequence that cannot grow gives up its slot to an export. Hand-offs whose exporter has not begun to compute
-are the exception: it may be full of prompts that wait for blocks here, so all of them together leave enough blocks for
-the longest sequence. A job that does not fit into the whole pool is refused at admission.
+slot, and a sequence that cannot grow gives up its slot to an export. Two kinds may wait for another worker that waits
+for this one: hand-offs whose exporter has not begun to compute, and exports on a worker that also imports. So these
+together leave enough blocks for the longest hand-off whose exporter computes; only one export may leave fewer. A job
+that does not fit into the whole pool is refused at admission.
 """
 
 import math
@@ -42,7 +43,7 @@ from cluster.fair_queue import FairQueue
 from cluster.messages import TenantShare
 from engine.kv.block_pool import BlockPool
 from engine.scheduling.batching.block_tables import BlockTables, SwapSpace
-from engine.scheduling.batching.preemption import Preemption, Watermark
+from engine.scheduling.batching.preemption import ExportRoom, Preemption, Watermark
 from engine.scheduling.batching.queues import SequenceQueues
 from engine.scheduling.batching.ranking import Ranking, prompt_cost
 from engine.scheduling.batching.reservations import BlockGrant, Reservations
@@ -78,8 +79,11 @@ class Batch:
         self._tenants = tenants
         self._ranking = Ranking(policy, tenants)
         self._queues = SequenceQueues(self._ranking, reservations, limits.max_num_seqs)
-        self._watermark = Watermark(limits, self._queues, tables)
-        self._preemption = Preemption(self._ranking, self._queues, tables, pool, reservations, self._watermark)
+        self.export_room = ExportRoom(self._queues, tables, pool, reservations)
+        self._watermark = Watermark(limits, self._queues, tables, self.export_room)
+        self._preemption = Preemption(
+            self._ranking, self._queues, tables, pool, reservations, self._watermark, self.export_room
+        )
         self._ended_in_flight: set[Sequence] = set()  # ended, but a step in flight writes to their blocks
         self._lacked_room_s = -math.inf  # when prompts last waited for blocks or slots, not for their part of a step
 
@@ -166,7 +170,7 @@ class Batch:
         """Start the leading waiting sequences that were swapped out while they decoded. They decode in this step and
         use nothing of the prompts' budget."""
         resumed = []
-        while (sequence := self._queues.waiting.first) is not None:
+        while (sequence := self.export_room.first_waiting) is not None:
             if sequence.swapped is None or sequence.num_left > 1 or self._start_waiting(now_s) is not sequence:
                 break
             resumed.append(sequence)
@@ -288,7 +292,7 @@ class Batch:
         """Give free slots to ready sequences, except slots that a waiting sequence which ranks before them can use
         now."""
         self._preemption.free_stalled_slot(now_s)
-        head = self._queues.waiting.first
+        head = self.export_room.first_waiting
         if head is not None and not self._can_start(head):
             head = None
         for sequence in tuple(self._queues.ready):
@@ -314,7 +318,7 @@ class Batch:
     def _next_prompt(self, running: deque[Sequence], now_s: float) -> Sequence | None:
         """Return the prompt that comes next: the first waiting one if it displaces the first of `running` and can
         start, or else the first of `running`, which is removed from there."""
-        head = self._queues.waiting.first
+        head = self.export_room.first_waiting
         goes_first = head is not None and (not running or self._ranking.overtakes(head, running[0], now_s))
         if goes_first and self._start_waiting(now_s) is head:
             return head
@@ -323,7 +327,7 @@ class Batch:
     def _start_waiting(self, now_s: float) -> Sequence | None:
         """Start the first waiting sequence and return it, or return None if it has to wait. It gets the blocks of all
         its known tokens; the KV of cached and swapped blocks counts as computed."""
-        sequence = self._queues.waiting.first
+        sequence = self.export_room.first_waiting
         if sequence is None or sequence.num_slots > self._queues.num_free_slots:
             return None
         if not self._can_start(sequence) or not self._tables.can_allocate(sequence):

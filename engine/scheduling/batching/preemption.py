@@ -12,7 +12,7 @@ sequences start, so a plan never preempts what it has just started.
 import heapq
 import itertools
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from cluster.request_size import blocks_for
@@ -56,11 +56,55 @@ def peak_growth(growths: Iterable[PredictedGrowth], block_size: int) -> int:
     return most
 
 
+class ExportRoom:
+    """Holds back exports that would leave too few blocks for hand-offs from other workers: two workers that are full of
+    exports to each other would wait for each other. `expects_imports`: hand-offs may come to this worker."""
+
+    def __init__(
+        self, queues: SequenceQueues, tables: BlockTables, pool: BlockPool, reservations: Reservations
+    ) -> None:
+        self.expects_imports = False
+        self._queues = queues
+        self._tables = tables
+        self._pool = pool
+        self._reservations = reservations
+        reservations.num_exported = self._num_exported
+
+    @property
+    def first_waiting(self) -> Sequence | None:
+        return next(self.waiting(), None)
+
+    def waiting(self) -> Iterator[Sequence]:
+        """Return the waiting sequences that are not held back. An export is held back with all exports behind it."""
+        is_full = False
+        for sequence in self._queues.waiting:
+            if self.expects_imports and sequence.group.export is not None:
+                is_full = is_full or self._lacks_room(sequence)
+                if is_full:
+                    continue
+            yield sequence
+
+    def _lacks_room(self, export: Sequence) -> bool:
+        """Return whether an export would leave too few blocks. The only export never does, or it would never start."""
+        num_exported = self._num_exported()
+        return num_exported > 0 and num_exported + self._tables.num_needed(export) > self._reservations.num_spare
+
+    def _num_exported(self) -> int:
+        """Return the blocks of leases and of exports that will be leased. They are freed only when another worker has
+        read them."""
+        exports = [(sequence, sequence.group.export) for sequence in self._queues.holders]
+        num_to_lease = sum(len(s.block_ids) - e.num_leased for s, e in exports if e is not None and e.has_importer)
+        return self._pool.num_leased + num_to_lease
+
+
 class Watermark:
-    def __init__(self, limits: SchedulerLimits, queues: SequenceQueues, tables: BlockTables) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, queues: SequenceQueues, tables: BlockTables, export_room: ExportRoom
+    ) -> None:
         self._limits = limits
         self._queues = queues
         self._tables = tables
+        self._export_room = export_room
 
     def for_sequence(self, sequence: Sequence) -> int:
         """Return the number of blocks that must remain when this waiting sequence starts."""
@@ -71,7 +115,7 @@ class Watermark:
     def for_handoff(self, request: BlockRequest) -> int:
         """Return the number of blocks that must remain when this hand-off gets its blocks. They include the blocks with
         which waiting sequences that rank before it start."""
-        before = [sequence for sequence in self._queues.waiting if sequence.rank < request.rank]
+        before = [sequence for sequence in self._export_room.waiting() if sequence.rank < request.rank]
         num_needed = self._limits.num_watermark_blocks
         if before or self._queues.last_preemptible is not None:
             growths = [growth for sequence in before for growth in self._growth_of(sequence)]
@@ -106,6 +150,7 @@ class Preemption:
         pool: BlockPool,
         reservations: Reservations,
         watermark: Watermark,
+        export_room: ExportRoom,
     ) -> None:
         self.preemptions = 0
         self.displaced = 0
@@ -116,6 +161,7 @@ class Preemption:
         self._pool = pool
         self._reservations = reservations
         self._watermark = watermark
+        self._export_room = export_room
 
     def num_last_minute(self, now_s: float) -> int:
         """Return how many sequences lost their blocks within the last 60 s."""
@@ -139,7 +185,7 @@ class Preemption:
         self._preempt_for_handoff(last, now_s)
         num_slots = num_blocks = num_promised = 0
         waiting, request = set(self._queues.waiting), self._reservations.first
-        candidates = (tuple(self._queues.ready), tuple(self._queues.waiting))
+        candidates = (tuple(self._queues.ready), tuple(self._export_room.waiting()))
         for sequence in heapq.merge(*candidates, key=lambda candidate: candidate.rank):
             last = self._queues.last_holder
             if last is None or not self._ranking.displaces(sequence, last, now_s):

@@ -56,6 +56,7 @@ class Reservations:
         self._pool = pool
         self._num_longest = num_longest
         self._num_watermark = num_watermark
+        self.num_exported: Callable[[], int] = lambda: 0  # blocks of exports, which wait for other workers too
         self._tenants = tenants
         self._requests: dict[int, BlockRequest] = {}  # by hand-off, in the order of their ranks
         self._grants: dict[int, BlockGrant] = {}
@@ -101,10 +102,17 @@ class Reservations:
         requests = self._requests.values()
         if not requests:
             return None
-        num_left = max(self._num_longest, *(request.num_blocks for request in requests)) + self._num_watermark
-        num_early = sum(len(grant.block_ids) for grant in self._grants.values() if not grant.request.is_announced)
-        room = self._pool.num_blocks - num_left - num_early
+        room = self.num_spare - self.num_exported()
         return next((request for request in requests if request.is_announced or request.num_blocks <= room), None)
+
+    @property
+    def num_spare(self) -> int:
+        """The number of blocks that may wait for other workers, besides those of grants that do: then the longest
+        hand-off whose exporter computes will fit. Negative: too many wait already."""
+        waiting = (request.num_blocks for request in self._requests.values())
+        num_left = max(self._num_longest, *waiting, 0) + self._num_watermark
+        num_early = sum(len(grant.block_ids) for grant in self._grants.values() if not grant.request.is_announced)
+        return self._pool.num_blocks - num_left - num_early
 
     def add(self, request: BlockRequest) -> None:
         assert request.handoff_id not in self._requests and request.handoff_id not in self._grants, (
