@@ -100,8 +100,9 @@ class Reservations:
     def first(self) -> BlockRequest | None:
         """The first request that is not to wait for its announcement."""
         requests = self._requests.values()
-        if not requests:
-            return None
+        head = next(iter(requests), None)
+        if head is None or head.is_announced:
+            return head
         room = self.num_spare - self.num_exported()
         return next((request for request in requests if request.is_announced or request.num_blocks <= room), None)
 
