@@ -245,7 +245,6 @@ class WorkerApp:
                 raise outcome
 
     async def _set_role(self, role: Role) -> Role:
-        self._steps.post(commands.ExpectImports(is_expected=True))  # those of the former role may still come
         former = await self._life.set_role(role)
         self._steps.post(commands.ExpectImports(role.decodes))
         return former

@@ -10,7 +10,7 @@ from dataclasses import replace
 from random import Random
 
 from tests.chaos.simulated.machine import simulated_machine
-from tests.chaos.simulated.mix import DirectAsk, Mix
+from tests.chaos.simulated.mix import DirectAsk, Flip, Mix
 from tests.chaos.simulated.schedule import Ask, Schedule, plain_schedule
 from tests.chaos.simulated.world import run_schedule
 
@@ -26,13 +26,14 @@ def crowded(seed: int) -> Schedule:
     return _with_small_pools(replace(plain_schedule(seed), num_decodes=dice.choice((1, 2)), asks=asks))
 
 
-def crossed(seed: int) -> Schedule:
-    """Return a schedule in which two workers of both roles export prompts to each other."""
-    dice, ways = Random(f"{seed} crossed"), (("prefill0", "decode0"), ("decode0", "prefill0"))
+def crossed(seed: int, one: str, other: str, *, flips: tuple[Flip, ...] = (), from_s: float = 0.0) -> Schedule:
+    """Return a schedule in which two workers of both roles export prompts to each other, from `from_s` on."""
+    dice, ways = Random(f"{seed} crossed"), ((one, other), (other, one))
     asks = tuple(
-        DirectAsk(dice.random() / 100, *ways[number % 2], 0, 0, dice.randint(60, 70), 4) for number in range(_NUM_ASKS)
+        DirectAsk(from_s + dice.random() / 100, *ways[number % 2], 0, 0, dice.randint(60, 70), 4)
+        for number in range(_NUM_ASKS)
     )
-    mix = Mix(direct_asks=asks, of_both=("prefill0", "decode0"))
+    mix = Mix(direct_asks=asks, of_both=() if flips else (one, other), flips=flips)
     return _with_small_pools(replace(plain_schedule(seed), num_decodes=1, asks=(Ask(0.0, 0, 0, 0, 8, 4),), mix=mix))
 
 
@@ -63,4 +64,13 @@ def test_hand_offs_that_wait_at_both_sides_do_not_wait_for_each_other() -> None:
 def test_workers_that_export_to_each_other_do_not_wait_for_each_other() -> None:
     with simulated_machine():
         for seed in _FIXED:
-            assert _reached(crossed(seed), Counter(ok=1))["direct request: ok"] == _NUM_ASKS
+            schedule = crossed(seed, "prefill0", "decode0")
+            assert _reached(schedule, Counter(ok=1))["direct request: ok"] == _NUM_ASKS
+
+
+def test_workers_that_were_given_both_roles_do_not_wait_for_each_other() -> None:
+    places = ("prefill0", "prefill1")
+    flips = tuple(Flip(at_s=0.0, place=place, role="both", for_s=5.0) for place in places)
+    with simulated_machine():
+        schedule = replace(crossed(_FIXED[0], *places, flips=flips, from_s=1.0), num_prefills=2)
+        assert _reached(schedule, Counter(ok=1))["direct request: ok"] == _NUM_ASKS

@@ -32,10 +32,14 @@ def importer_dies(seed: int) -> Schedule:
     )
     phase = dice.choice(_BEFORE_IT_RUNS)
     death = Mishap(Kind.KILL, "decode", 0, dice.random() / 50, for_s=1.0, phase=phase, occurrence=dice.choice((0, 1)))
+    return _with_two_decode_workers(seed, asks, death, num_prefills=1)
+
+
+def _with_two_decode_workers(seed: int, asks: tuple[Ask, ...], death: Mishap, *, num_prefills: int) -> Schedule:
     return replace(
         plain_schedule(seed),
         num_routers=1,
-        num_prefills=1,
+        num_prefills=num_prefills,
         num_decodes=2,
         step_s=0.1,
         asks=asks,
@@ -70,15 +74,7 @@ def exporter_dies(seed: int) -> Schedule:
     )
     phase = dice.choice((Phase.PREFILLING, Phase.FIRST_TOKEN, Phase.PULLING))
     death = Mishap(Kind.KILL, "prefill", 0, dice.random() / 50, for_s=5.0, phase=phase, occurrence=dice.choice((0, 1)))
-    return replace(
-        plain_schedule(seed),
-        num_routers=1,
-        num_prefills=2,
-        num_decodes=2,
-        step_s=0.1,
-        asks=asks,
-        mishaps=(death,),
-    )
+    return _with_two_decode_workers(seed, asks, death, num_prefills=2)
 
 
 def test_the_death_of_a_prefill_worker_costs_one_attempt_and_no_prompt_is_prefilled_by_a_decode_worker() -> None:
