@@ -23,6 +23,7 @@ from cluster.settings.engine_settings import PRIORITY_POLICY
 from router.fleet.membership import DeregisteredWorkers
 from router.fleet.peer import Peer
 from router.fleet.supervision import Supervisors, WorkerTimeouts
+from router.fleet.worker_health import LEFT
 from router.fleet.worker_stream import RouterSide
 from router.policies.candidates import WorkerLoad
 from router.policies.work_ahead import DEFAULT_MAX_CHUNK, WorkAhead
@@ -141,7 +142,7 @@ class Fleet:
         """Return the capacities of the workers for a role that do not drain, whether they answer now or not: registered
         workers, and workers whose registration expired but that are still connected. Empty if the capacity of one of
         them is not known."""
-        leaving = {peer.member.id for peer in self._peers.values() if peer.drain_deadline_s is not None}
+        leaving = {peer.member.id for peer in self._peers.values() if peer.is_draining}
         return _known_capacities(
             member
             for member in self._workers(role)
@@ -174,7 +175,7 @@ class Fleet:
 
     def draining(self) -> list[Peer]:
         """Return the workers that drain. They finish or hand over their sequences until `drain_deadline_s`."""
-        return [peer for peer in self._peers.values() if peer.drain_deadline_s is not None]
+        return [peer for peer in self._peers.values() if peer.is_draining]
 
     def members(self) -> tuple[Member, ...]:
         """Return all registered members, routers included."""
@@ -200,7 +201,7 @@ class Fleet:
 
     def _may_get_work(self, peer: Peer) -> bool:
         registered = self._registered.get(peer.member.id)
-        is_staying = registered is not None and registered.state is MemberState.READY and peer.drain_deadline_s is None
+        is_staying = registered is not None and registered.state is MemberState.READY and not peer.is_draining
         return is_staying and peer.is_reachable
 
     def _loads(self, does_work: Callable[[Role], bool]) -> list[WorkerLoad]:
@@ -273,8 +274,8 @@ class Fleet:
     def _supervise(self, member: Member) -> None:
         self._supervisors.supervise(member, self._serve)
 
-    async def _serve(self, member: Member, channel: grpc.aio.Channel) -> str:
-        """Serve a worker until it is lost, and return the reason."""
+    async def _serve(self, member: Member, channel: grpc.aio.Channel) -> None:
+        """Serve a worker until it is lost, and log the reason."""
         detail = "a newer incarnation of it registered, or this router stops"
         member = self._registered.get(member.id, member)  # its role may have changed while it was being connected
         peer = Peer(member, channel, self._side, lambda: self._others(member.id))
@@ -287,7 +288,10 @@ class Fleet:
             del self._peers[member.id]
             peer.fail_calls(detail)
             self._notify()
-        return detail
+        if peer.is_draining or detail == LEFT:
+            _LOG.info("the worker has left", extra={"worker": str(member.id), "detail": detail})
+        else:
+            _LOG.warning("the worker is lost", extra={"worker": str(member.id), "detail": detail})
 
     def _count_changes(self, workers: Sequence[Member]) -> None:
         before = {member.id.id: member for member in self._registered.values()}

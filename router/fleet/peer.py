@@ -43,7 +43,14 @@ class Peer(WorkerHealth):
         super().__init__(member, channel, side, others)
         self.unmodelled = UnmodelledTimes()
         self.kv_format = sys.intern(repr(member.fingerprint))
-        self.stream = WorkerStream(member, channel, side, on_draining=self.mark_draining, on_others=self._on_others)
+        self.stream = WorkerStream(
+            member,
+            channel,
+            side,
+            on_draining=self.mark_draining,
+            is_draining=lambda: self.is_draining,
+            on_others=self._on_others,
+        )
         self.moves = asyncio.Semaphore(MAX_CONCURRENT_MOVES)  # one permit per sequence being moved away
         self._num_exported = 0  # sequences of this router's prefills there
         self._prefills = worker_pb2_grpc.PrefillWorkerStub(channel)

@@ -102,7 +102,7 @@ _LOG = logging.getLogger("tandem.router.supervision")
 _PAUSE_S = 0.2
 _MAX_PAUSE_S = 5.0
 
-Serve = Callable[[Member, grpc.aio.Channel], Awaitable[str]]
+Serve = Callable[[Member, grpc.aio.Channel], Awaitable[None]]
 
 
 class Supervisors:
@@ -127,7 +127,7 @@ class Supervisors:
         return member in self._tasks
 
     def supervise(self, member: Member, serve: Serve) -> None:
-        """Supervise a worker. `serve` returns why the worker was lost."""
+        """Supervise a worker. `serve` returns when the worker is lost, and logs why."""
         task = self._tasks[member.id] = asyncio.create_task(
             self._serve_while_wanted(member, serve), name=f"supervise {member.id}"
         )
@@ -169,8 +169,7 @@ class Supervisors:
             if reason and reason != logged:
                 _LOG.warning("the worker does not answer", extra={"worker": str(member.id), "reason": reason})
             if not reason:
-                detail = await serve(member, channel)
-                _LOG.warning("the worker is lost", extra={"worker": str(member.id), "detail": detail})
+                await serve(member, channel)
             return reason
         finally:
             await channel.close()

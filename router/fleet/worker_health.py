@@ -33,6 +33,7 @@ from router.policies.silence import Silence
 from router.policies.work_ahead import PromptBacklog
 from router.running import running
 
+LEFT = "it left"  # why a router ends its connection to a worker that has no work and is not registered
 _CHECK_S = 1.0
 _LATE_S = 0.5  # a timeout that fires this much late shows that this router itself was stopped or busy
 _CHECK_PAUSE_S = 0.2
@@ -95,6 +96,11 @@ class WorkerHealth(ABC):
         """
         return self._silence.num_missed(self.heard_s)
 
+    @property
+    def is_draining(self) -> bool:
+        """Return whether the worker has announced that it will leave."""
+        return self.drain_deadline_s is not None
+
     def suspect(self) -> None:
         """Give the worker no new work until a health check has passed, because a call failed."""
         self.trusted = False
@@ -139,7 +145,7 @@ class WorkerHealth(ABC):
             if self._registered:
                 continue
             if self.assigned == 0:
-                return "it left"
+                return LEFT
             asyncio.get_running_loop().call_later(_LAPSED_CHECK_S, self._suspected.set)
 
     async def ask(self, timeout_s: float) -> None:
@@ -153,7 +159,7 @@ class WorkerHealth(ABC):
         """Return the error of work that the worker no longer serves: Draining if the worker has reported its drain,
         AllWorkersSilent if this router may be cut off from all workers, else WorkerLost."""
         message = f"{self.member.role} worker {self.member.id} {problem}"
-        if self.drain_deadline_s is not None:
+        if self.is_draining:
             return Draining(f"{message}; it was draining")
         is_own = not self._silence.continues(self.heard_s) or self._silence.is_of_worker(self._another_sent_s())
         return WorkerLost(message) if is_own else AllWorkersSilent(message)

@@ -73,10 +73,11 @@ class WorkerStream:
         side: RouterSide,
         *,
         on_draining: Callable[[float], None],
+        is_draining: Callable[[], bool],
         on_others: Callable[[OthersWork], None],
     ) -> None:
         """`on_draining` is called with the worker's remaining grace in seconds when it drains, `on_others` with its
-        reports about the work of other routers."""
+        reports about the work of other routers. `is_draining`: whether its drain was announced, on any way."""
         self._worker = member.id
         self._address = member.address
         self._stub = worker_pb2_grpc.DecodeWorkerStub(channel)
@@ -85,7 +86,7 @@ class WorkerStream:
         self._handles = side.handles
         self._on_change = side.on_change
         self._telemetry = side.telemetry
-        self._on_draining = on_draining
+        self._on_draining, self._is_draining = on_draining, is_draining
         self._on_others = on_others
         self._owners: dict[int, Sequences] = {}
         self._moves: dict[int, MoveRequest] = {}  # moves in progress
@@ -205,7 +206,7 @@ class WorkerStream:
                 self.connected.clear()
                 self._on_change()
                 disconnected_at_s = loop.time()
-                _LOG.warning("the stream from a worker broke", extra={"worker": str(self._worker), "problem": problem})
+                self._log_disconnection(problem)
             if problem is _REPLACED:
                 return problem
             if await refuses_connections(self._address):
@@ -215,6 +216,13 @@ class WorkerStream:
                     f"its stream broke and did not come back within {self._timeouts.recovery_timeout_s} s ({problem})"
                 )
             await asyncio.sleep(_RECONNECT_PAUSE_S)
+
+    def _log_disconnection(self, problem: str) -> None:
+        worker = str(self._worker)
+        if self._is_draining():
+            _LOG.info("the stream from a draining worker ended", extra={"worker": worker})
+        else:
+            _LOG.warning("the stream from a worker broke", extra={"worker": worker, "problem": problem})
 
     async def _converse(self, hello_deadline_s: float) -> str:
         """Run one connection from its hello to its end. Raises AioRpcError, TimeoutError."""

@@ -1,10 +1,13 @@
 """Tests that a real router moves the sequences of a draining decode worker in time, over scripted workers."""
 
 import asyncio
+import logging
+
+import pytest
 
 from cluster.errors import QueueFull
 from tests.system.migration_stage import Stage, stage
-from tests.system.router_harness import answer_to, ask
+from tests.system.router_harness import answer_to, ask, router_under_test
 from tests.system.scripted_decode import ScriptedDecode
 
 _LONG_S = 1000.0
@@ -47,6 +50,30 @@ async def test_a_sequence_stays_until_another_worker_joins() -> None:
         await on.joined()
         await on.complete(answering, request)
         assert (on.count("moved"), len(on.prefill.jobs)) == (1, 1)
+
+
+async def test_a_worker_that_announced_its_end_is_logged_as_gone_and_another_one_as_lost(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with router_under_test() as router:
+        planned, killed = await router.add_decode("planned"), await router.add_decode("killed")
+        await router.connected()
+        planned.leave(_LONG_S)
+        await router.until_gone(planned)
+        for worker in (planned, killed):
+            await worker.die()
+            router.workers.remove(worker)
+            router.register()
+            async with asyncio.timeout(20):
+                while worker.id in router.fleet.connected():
+                    await router.fleet.changed()
+    found = {(r.levelname, r.getMessage(), str(getattr(r, "worker", ""))) for r in caplog.records}
+    assert {each for each in found if each[0] == "WARNING"} == {
+        ("WARNING", "the stream from a worker broke", str(killed.id)),
+        ("WARNING", "the worker is lost", str(killed.id)),
+    }
+    assert ("INFO", "the worker has left", str(planned.id)) in found
 
 
 async def test_the_last_worker_of_a_pool_finishes_its_sequences() -> None:

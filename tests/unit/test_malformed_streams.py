@@ -59,6 +59,7 @@ async def _following(
             channel,
             RouterSide(MemberId("r0", "1"), timeouts, itertools.count(1), lambda: None, telemetry),
             on_draining=lambda grace_s: None,
+            is_draining=lambda: False,
             on_others=lambda work: None,
         )
         running = asyncio.create_task(stream.run())

@@ -21,13 +21,12 @@ class _Served:
         self.begun: asyncio.Queue[MemberId] = asyncio.Queue()
         self.lost = asyncio.Event()
 
-    async def serve(self, member: Member, channel: grpc.aio.Channel) -> str:
+    async def serve(self, member: Member, channel: grpc.aio.Channel) -> None:
         if self.num_failures:
             self.num_failures -= 1
             raise RuntimeError("our own fault")
         self.begun.put_nowait(member.id)
         await self.lost.wait()
-        return "told to"
 
 
 async def test_an_internal_error_costs_a_pause_and_does_not_lose_the_worker() -> None:
