@@ -256,7 +256,7 @@ class Gate:
     def caller(self, authorization: str) -> Caller:
         """Return the caller with this `Authorization` header. An unknown key counts as no key."""
         # Found by its digest: the time of the look-up says nothing about a key.
-        key = authorization.removeprefix(_BEARER) if authorization.startswith(_BEARER) else ""
+        key = _key(authorization)
         return self._callers.get(key_digest(key), self._anonymous) if key else self._anonymous
 
     def admit(self, authorization: str, access: Access | None) -> Caller:
@@ -272,7 +272,13 @@ class Gate:
             which = "an API key of this router"
             if access in (Access.ADMIN, Access.METRICS):
                 which = f"an API key that allows {access}"
-            raise Unauthenticated(f"send {which} as `authorization: Bearer KEY`")
+            problem = "the API key that was sent is unknown here; " if _key(authorization) else ""
+            raise Unauthenticated(f"{problem}send {which} as `authorization: Bearer KEY`")
         raise PermissionDenied(
             f"the API key {caller.key_id} does not allow {access}; it allows {', '.join(sorted(caller.access))}"
         )
+
+
+def _key(authorization: str) -> str:
+    """Return the key of an `Authorization` header; empty if it has none."""
+    return authorization.removeprefix(_BEARER) if authorization.startswith(_BEARER) else ""
