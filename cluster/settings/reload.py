@@ -119,7 +119,12 @@ class SettingsReload(Generic[Config]):
     def _change(self, name: str, value: object) -> None:
         shown = "***" if name in SECRETS else value
         if (change := self._setters.get(name)) is not None:
-            change(value)
+            try:
+                change(value)
+            except Exception:  # noqa: BLE001 - the other settings change, and the files are followed further
+                retry = "the next change of the file tries it again"
+                _LOG.exception("%s could not be changed to %s; %s", flag_of(name), shown, retry)
+                return
             self._config = dataclasses.replace(self._config, **typing.cast("dict[str, Any]", {name: value}))
             _LOG.info("%s is now %s", flag_of(name), shown)
         elif self._unused.get(name, self) != value:

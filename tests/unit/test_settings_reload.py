@@ -149,6 +149,27 @@ def test_a_setting_that_can_change_changes_and_others_are_named(
     ]
 
 
+def test_a_setting_that_cannot_be_applied_is_logged_and_the_others_are_followed_further(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "tandem.yaml"
+    seen: list[float] = []
+
+    def refuse(_: int) -> None:
+        raise RuntimeError("our own fault")
+
+    file.write_text("max_live_requests: 8\nrequest_timeout_s: 10\n")
+    source = settings_source(RouterConfig, "router", ["--model", "-", "--config", str(file)], asyncio.Event())
+    setters = {"max_live_requests": refuse, "request_timeout_s": seen.append}
+    reload = SettingsReload(source.read(), source, setters=setters, tls=None)
+    for timeout_s in (20, 30):
+        file.write_text(f"max_live_requests: 16\nrequest_timeout_s: {timeout_s}\n# {timeout_s * 'x'}\n")
+        reload.look()
+    assert seen == [20, 30]
+    failed = [record.getMessage() for record in caplog.records if record.exc_info]
+    assert failed == 2 * ["--max-live-requests could not be changed to 16; the next change of the file tries it again"]
+
+
 async def test_sighup_reads_again_what_did_not_seem_to_change(
     tmp_path: Path, made: Certificates, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
