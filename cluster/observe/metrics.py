@@ -131,6 +131,12 @@ ROUTER: dict[str, Metric] = {
     ),
     "tandem_stale_messages_total": _counter("dropped messages of attempts that are no longer current"),
     "tandem_buffered_tokens": _gauge("tokens waiting for clients to read them"),
+    "tandem_worker_slowdown_ratio": _gauge(
+        "measured steps of a worker, corrected for their work, as a multiple of those of the other workers; it has no"
+        " series before both have measured enough",
+        "worker",
+        "leg",
+    ),
     "tandem_members": _gauge("members of the cluster, as this router sees it", "role", "state"),
     "tandem_member_changes_total": _counter(
         "workers that joined, came back as a new process, or left, as this router saw it", "role", "change"

@@ -7,7 +7,7 @@ It is safe to call from any thread.
 import collections
 import platform
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from threading import Lock
 from typing import Any, TypeVar
@@ -76,6 +76,17 @@ class Telemetry:
     def gauge(self, name: str, value: float, **labels: str) -> None:
         """Set a gauge."""
         self._one_series(name, Kind.GAUGE, self._gauges, Gauge, labels).set(value)
+
+    def gauge_all(self, name: str, values: Mapping[tuple[str, ...], float]) -> None:
+        """Set a gauge for these values of its labels, in the order of METRICS, and remove its other series. One thread
+        may call it for each gauge."""
+        labels = METRICS[name].labels
+        for gone in self._label_sets[name] - values.keys():
+            self._gauges[name].remove(*gone)
+            self._series.pop((Gauge, name, *zip(labels, gone, strict=True)), None)
+            self._label_sets[name].discard(gone)
+        for each, value in values.items():
+            self.gauge(name, value, **dict(zip(labels, each, strict=True)))
 
     def shift(self, name: str, change: float, **labels: str) -> None:
         """Change a gauge by `change`."""

@@ -54,6 +54,11 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel("KV blocks by state", "short", _gauge("tandem_kv_blocks", "state")),
             Panel("Decode and prefill steps", "s", _quantiles("tandem_step_seconds", "instance", "work")),
             Panel("Time of steps by part", "percentunit", _rate("tandem_step_part_seconds_total", "instance", "part")),
+            Panel(
+                "Steps as a multiple of other workers'",
+                "short",
+                (("max by (worker, leg) (tandem_worker_slowdown_ratio)", "{{worker}} {{leg}}"),),
+            ),
             Panel("Prefill queue", "s", _quantiles("tandem_prefill_queue_seconds")),
             Panel("Decode queue", "s", _quantiles("tandem_decode_queue_seconds")),
             Panel("Computed tokens", "short", _rate("tandem_computed_tokens_total", "instance")),

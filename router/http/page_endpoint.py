@@ -38,6 +38,7 @@ _MAX_SEEN = 64  # routers in one request
 
 def add_page(app: FastAPI, overview: Overview) -> None:
     """Serve the page. Without keys for operators its data are for this machine alone."""
+    overviews = _Rendered()
     files = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in _KINDS}
 
     @app.get("/ui", include_in_schema=False)
@@ -56,17 +57,30 @@ def add_page(app: FastAPI, overview: Overview) -> None:
     async def cluster_overview(request: Request, seen: _Seen = ()) -> Response:
         _check_machine(request)
         asked = admin_pb2.OverviewRequest(seen=dict(map(_position, seen[:_MAX_SEEN])))
-        return _data(await overview.of_cluster(asked, _metadata(request)))
+        return _data(overviews.json(await overview.of_cluster(asked, _metadata(request))))
 
     @app.get("/admin/explain", include_in_schema=False)
     async def explanation(request: Request, name: str) -> Response:
         _check_machine(request)
-        return _data(await overview.explain_anywhere(name, _metadata(request)))
+        return _data(json_bytes(plain_object(await overview.explain_anywhere(name, _metadata(request)))))
 
 
-def _data(message: admin_pb2.OverviewResponse | admin_pb2.ExplainResponse) -> Response:
+class _Rendered:
+    """The JSON of the last overview. Pages that are given the same overview share it."""
+
+    def __init__(self) -> None:
+        self._message: admin_pb2.OverviewResponse | None = None
+        self._json = b""
+
+    def json(self, message: admin_pb2.OverviewResponse) -> bytes:
+        if message is not self._message:
+            self._message, self._json = message, json_bytes(plain_object(message))
+        return self._json
+
+
+def _data(json: bytes) -> Response:
     headers = _HEADERS | {"cache-control": "no-store"}
-    return Response(json_bytes(plain_object(message)), headers=headers, media_type="application/json")
+    return Response(json, headers=headers, media_type="application/json")
 
 
 def _position(text: str) -> tuple[str, admin_pb2.OverviewPosition]:

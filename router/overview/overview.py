@@ -1,15 +1,14 @@
 """The overview for operators: `Overview` records the rates and events of this router, and collects the overviews of all
 routers. It reads existing state only: counters, live and ended requests, the fleet. Routers ask each other only while a
-caller asks one of them. Owns the history, the event log, and the channels to other routers. It also finds the links and
-workers that are much slower than the others, which needs three links, or two workers of one leg, and full KV pools.
+caller asks one of them, and callers of the same second share the answers. Owns the history, the event log, and the
+channels to other routers.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import astuple, dataclass
-from statistics import median_low
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import grpc
@@ -17,16 +16,16 @@ import grpc
 from cluster.clock import Clock
 from cluster.errors import NotFound
 from cluster.member import Member, MemberState
-from cluster.messages import LinkSpeed, MemberId, Role
+from cluster.messages import Role
 from cluster.observe.metrics import METRICS
 from cluster.observe.telemetry import Telemetry
-from cluster.service_times import ServiceTimes, StepWork, TimedStep
 from cluster.serving.rpc_errors import error_from_rpc
 from router.drain.operator_commands import ScaleTargetView, target_to_wire
 from router.fleet.fleet import Fleet
 from router.grpc_api.admin_wire import explanation_to_wire
 from router.overview.history import SAMPLE_PERIOD_S, ClusterView, EventLog, History, SeenMember, Totals
 from router.overview.overview_wire import (
+    RECENT_S,
     MemberStatuses,
     breakers_to_wire,
     event_to_wire,
@@ -34,6 +33,7 @@ from router.overview.overview_wire import (
     sample_to_wire,
     timelines_to_wire,
 )
+from router.overview.slowness import Slowdown, full_pools, slow_links, slowdowns
 from router.pipeline.worker_choice import PairHealth
 from router.policies.effect import NO_EFFECT, Comparison
 from router.request.explanations import MAX_EXPLAINED
@@ -50,7 +50,10 @@ _VIEW_PERIOD_S = 1.0
 _LATENCY_METRICS = {"ttft": "tandem_ttft_seconds", "itl": "tandem_inter_token_seconds", "e2e": "tandem_request_seconds"}
 _NO_FAILURE = ("ok", "cancelled")
 
+_MAX_SHARED = 64  # answers of one snapshot; further ones are not kept
+
 Metadata: TypeAlias = Sequence[tuple[str, str]]
+_Answer: TypeAlias = "asyncio.Task[admin_pb2.OverviewResponse]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,16 @@ class Watched:
     telemetry: Telemetry
     registry_age_s: Callable[[], float]
     placement: str  # the router's --placement
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """The router as callers see it for `RECENT_S`, and the answers that were made from it. Callers that poll get the
+    same positions from it, so that they soon ask the same and share an answer."""
+
+    at_s: float  # by the clock of the live requests
+    common: admin_pb2.RouterOverview  # the part that does not depend on what the caller has seen
+    answers: dict[tuple[bytes, Metadata], _Answer] = field(default_factory=dict)  # by request and key
 
 
 class Overview:
@@ -82,6 +95,8 @@ class Overview:
         self._history = History(METRICS[_LATENCY_METRICS["ttft"]].buckets)
         self._events = EventLog()
         self._channels: dict[str, grpc.aio.Channel] = {}  # to other routers, by address
+        self._slowdowns: list[Slowdown] = []  # of the last comparison
+        self._snapshot: _Snapshot | None = None
         self.members = MemberStatuses(watched.fleet, clock.now_s)
 
     async def run(self) -> None:
@@ -95,23 +110,22 @@ class Overview:
                 if (period := int(self._wall_clock() // SAMPLE_PERIOD_S)) != sampled:
                     sampled = period
                     self._history.add(self._totals())
+                    self._compare_workers()
                 left_s = SAMPLE_PERIOD_S - self._wall_clock() % SAMPLE_PERIOD_S
                 await asyncio.wait((self._watched.fleet.next_change(),), timeout=min(_VIEW_PERIOD_S, left_s))
 
     async def of_cluster(self, request: admin_pb2.OverviewRequest, metadata: Metadata) -> admin_pb2.OverviewResponse:
         """Return the overview of all routers, this one's first. `metadata` has the caller's API key, for the others.
-        A router that does not answer is listed with the reason."""
-        if request.only_this_router:
-            return admin_pb2.OverviewResponse(routers=[self._of_this_router(request.seen)])
-        asked = admin_pb2.OverviewRequest(seen=request.seen, only_this_router=True)
-        members, others = await asyncio.gather(
-            self.members.recent(),
-            asyncio.gather(*(self._of_router(other, asked, metadata) for other in self._others())),
-        )
-        own = self._of_this_router(request.seen)
-        own.slow.extend(full_pools((each.member_id, _role(each), each.figures) for each in members if each.figures))
-        target = target_to_wire(self._watched.scaling.target)
-        return admin_pb2.OverviewResponse(members=members, target=target, routers=[own, *others])
+        A router that does not answer is listed with the reason. It is at most `RECENT_S` old, and callers with the same
+        request and key share it: it must not be changed."""
+        snapshot = self._recent()
+        question = request.SerializeToString(deterministic=True), tuple(metadata)
+        answer = snapshot.answers.get(question)
+        if answer is None:
+            answer = asyncio.create_task(self._answer(snapshot, request, metadata))
+            if len(snapshot.answers) < _MAX_SHARED:
+                snapshot.answers[question] = answer
+        return await asyncio.shield(answer)
 
     def explain(self, name: str) -> admin_pb2.ExplainResponse:
         """Explain requests of this router. Raises NotFound."""
@@ -137,26 +151,62 @@ class Overview:
                     continue  # it has no such request, or does not answer
             raise error
 
-    def _of_this_router(self, seen: Mapping[str, admin_pb2.OverviewPosition]) -> admin_pb2.RouterOverview:
-        watched, router, now_s = self._watched, str(self._watched.router.id), self._wall_clock()
-        has = seen[router] if router in seen else admin_pb2.OverviewPosition()
-        ended, origin_s = watched.live_requests.explanations, now_s - self._clock.now_s()
-        return admin_pb2.RouterOverview(
-            router=router,
-            time_s=now_s,
+    def _recent(self) -> _Snapshot:
+        """Return a snapshot that is at most `RECENT_S` old."""
+        now_s, watched = self._clock.now_s(), self._watched
+        if self._snapshot is not None and now_s - self._snapshot.at_s < RECENT_S:
+            return self._snapshot
+        origin_s = self._wall_clock() - now_s
+        common = admin_pb2.RouterOverview(
+            router=str(watched.router.id),
+            time_s=origin_s + now_s,
             position=admin_pb2.OverviewPosition(
-                ended=ended.newest, events=self._events.newest, samples=self._history.newest
+                ended=watched.live_requests.explanations.newest,
+                events=self._events.newest,
+                samples=self._history.newest,
             ),
             num_live=len(watched.live_requests),
             live=timelines_to_wire(watched.live_requests.explain_oldest(MAX_LIVE_SHOWN), origin_s),
-            ended=timelines_to_wire(ended.since(has.ended, _MAX_NEW_SHOWN if has.ended else MAX_ENDED_SHOWN), origin_s),
-            events=[event_to_wire(event) for event in self._events.since(has.events)],
-            samples=[sample_to_wire(sample) for sample in self._history.since(has.samples)],
             latencies=latencies_to_wire(self._history.bounds_s, self._history.latencies()),
             registry_age_s=watched.registry_age_s(),
             breakers=breakers_to_wire(watched.pairs.failing()),
             slow=self._slow(),
         )
+        self._snapshot = _Snapshot(now_s, common)
+        return self._snapshot
+
+    async def _answer(
+        self, snapshot: _Snapshot, request: admin_pb2.OverviewRequest, metadata: Metadata
+    ) -> admin_pb2.OverviewResponse:
+        own = self._of_this_router(snapshot, request.seen)
+        if request.only_this_router:
+            return admin_pb2.OverviewResponse(routers=[own])
+        asked = admin_pb2.OverviewRequest(seen=request.seen, only_this_router=True)
+        members, others = await asyncio.gather(
+            self.members.recent(),
+            asyncio.gather(*(self._of_router(other, asked, metadata) for other in self._others())),
+        )
+        own.slow.extend(full_pools((each.member_id, _role(each), each.figures) for each in members if each.figures))
+        target = target_to_wire(self._watched.scaling.target)
+        return admin_pb2.OverviewResponse(members=members, target=target, routers=[own, *others])
+
+    def _of_this_router(
+        self, snapshot: _Snapshot, seen: Mapping[str, admin_pb2.OverviewPosition]
+    ) -> admin_pb2.RouterOverview:
+        """Return the snapshot with what is new in it to the caller."""
+        until, origin_s = snapshot.common.position, snapshot.common.time_s - snapshot.at_s
+        router = snapshot.common.router
+        has = seen[router] if router in seen else admin_pb2.OverviewPosition()
+        ended = self._watched.live_requests.explanations.since(
+            has.ended, _MAX_NEW_SHOWN if has.ended else MAX_ENDED_SHOWN, until=until.ended
+        )
+        found = admin_pb2.RouterOverview(
+            ended=timelines_to_wire(ended, origin_s),
+            events=[event_to_wire(each) for each in self._events.since(has.events) if each.number <= until.events],
+            samples=[sample_to_wire(each) for each in self._history.since(has.samples) if each.number <= until.samples],
+        )
+        found.MergeFrom(snapshot.common)
+        return found
 
     async def _of_router(
         self, other: Member, request: admin_pb2.OverviewRequest, metadata: Metadata
@@ -210,19 +260,23 @@ class Overview:
             faults=_faults(watched.telemetry),
         )
 
+    def _compare_workers(self) -> None:
+        """Compare the speed of the workers, and publish it."""
+        fleet = self._watched.fleet
+        peers = [peer for member in fleet.members() if (peer := fleet.peer(member.id)) is not None]
+        timed = [(peer.member, peer.service_times) for peer in peers if peer.service_times is not None]
+        self._slowdowns = slowdowns(
+            {member.id: times for member, times in timed if member.role.decodes},
+            {member.id: times for member, times in timed if member.role is Role.PREFILL},
+        )
+        ratios: dict[tuple[str, ...], float] = {(each.worker.id, each.leg): each.times for each in self._slowdowns}
+        self._watched.telemetry.gauge_all("tandem_worker_slowdown_ratio", ratios)
+
     def _slow(self) -> list[str]:
         """Describe the links and the workers that are much slower than the others."""
         fleet = self._watched.fleet
-        workers = [member for member in fleet.members() if member.role.is_worker]
-        peers = [(member, peer) for member in workers if (peer := fleet.peer(member.id)) is not None]
-        timed = [(member, peer.service_times) for member, peer in peers if peer.service_times is not None]
-        return [
-            *slow_links({member.id: fleet.links(member.id) for member in workers}),
-            *slow_workers(
-                {member.id: times for member, times in timed if member.role.decodes},
-                {member.id: times for member, times in timed if member.role is Role.PREFILL},
-            ),
-        ]
+        links = {member.id: fleet.links(member.id) for member in fleet.members() if member.role.is_worker}
+        return [*slow_links(links), *(str(each) for each in self._slowdowns if each.is_fault)]
 
     def _seen(self, member: Member) -> SeenMember:
         peer = self._watched.fleet.peer(member.id)
@@ -255,87 +309,3 @@ def publish_effect(comparison: Comparison, telemetry: Telemetry) -> None:
         for bound, value in (("mean", effect.mean_s), ("low", effect.low_s), ("high", effect.high_s)):
             telemetry.gauge("tandem_disaggregation_ttft_effect_seconds", value, basis=effect.basis, bound=bound)
         telemetry.gauge("tandem_disaggregation_trials", effect.num_requests, basis=effect.basis)
-
-
-SLOW_LINK, SLOW_WORKER = 3.0, 1.7  # times the median
-_LEAST_LINKS, _LEAST_WORKERS = 3, 2
-_FULL = 0.95  # of a KV pool's blocks
-_PREEMPTIONS = 3  # a minute; deploy/observability/alerts.py has the same bound
-_IDLE = ("blocks_free", "blocks_cached")
-_READ_BYTES = 1 << 20
-_MIN_S = 1e-9
-
-
-def slow_links(links: Mapping[MemberId, Iterable[LinkSpeed]]) -> Iterator[str]:
-    """Describe each link on which a read takes much longer than on the others. `links`: by importer."""
-    seconds = {
-        (importer, speed.exporter, speed.transport): speed.transfer_s(_READ_BYTES)
-        for importer, speeds in links.items()
-        for speed in speeds
-    }
-    if len(seconds) < _LEAST_LINKS:
-        return
-    usual_s = median_low(seconds.values())
-    for (importer, exporter, transport), taken_s in seconds.items():
-        if taken_s > SLOW_LINK * usual_s:
-            times = taken_s / usual_s
-            yield f"{importer.id} reads KV from {exporter.id} by {transport} {times:.1f} times slower than usual"
-
-
-def slow_workers(decodes: Mapping[MemberId, ServiceTimes], prefills: Mapping[MemberId, ServiceTimes]) -> Iterator[str]:
-    """Describe each worker that computes much more slowly than the others of its leg. Workers that have not measured
-    enough steps are not compared."""
-    decode_steps = {member: (times, times.typical_decode) for member, times in decodes.items()}
-    prefill_steps = {member: (times, times.typical_prefill) for member, times in prefills.items()}
-    for what, steps in (("decodes", decode_steps), ("prefills", prefill_steps)):
-        measured = {member: (times, step) for member, (times, step) in steps.items() if step is not None}
-        if len(measured) < _LEAST_WORKERS:
-            continue
-        for member, own in measured.items():
-            times = median_low(_times_slower(*own, *other) for name, other in measured.items() if name != member)
-            if times > SLOW_WORKER:
-                yield f"{member.id} {what} {times:.1f} times slower than the other workers"
-
-
-def _times_slower(times: ServiceTimes, step: TimedStep, others: ServiceTimes, others_step: TimedStep) -> float:
-    """Return how many times slower a worker is than another one.
-
-    The measured steps give bounds, because more work takes at least as long, and at most in proportion. Between these,
-    each measured step is compared with what the other worker predicts for the same work, and the smaller factor counts:
-    a prediction may be far off where a worker has not measured such work."""
-    measured = step.seconds / others_step.seconds
-    least = measured / max(1.0, _times_more(step.work, others_step.work))
-    most = measured * max(1.0, _times_more(others_step.work, step.work))
-    own_step = step.seconds / max(others.seconds(step.work), _MIN_S)
-    return min(max(least, min(own_step, times.seconds(others_step.work) / others_step.seconds)), most)
-
-
-def _times_more(work: StepWork, others: StepWork) -> float:
-    """Return how many times more work a step has than another one of the same kind."""
-    pairs: Iterable[tuple[float, float]] = zip(astuple(work), astuple(others), strict=True)
-    return max((own / other for own, other in pairs if other), default=1.0)
-
-
-def full_pools(workers: Iterable[tuple[str, Role, Mapping[str, float]]]) -> Iterator[str]:
-    """Describe each KV pool that is full, what it causes, and what to do. `workers`: id, role and figures of each.
-
-    Preemption and the watermark of hand-offs keep blocks free, so a pool whose blocks do not suffice shows it by
-    preemptions and waiting hand-offs, whatever part of it is in use."""
-    for name, role, figures in workers:
-        blocks = {state: number for state, number in figures.items() if state.startswith("blocks_")}
-        num_used = sum(blocks.values()) - sum(blocks.get(state, 0.0) for state in _IDLE)
-        counts = {
-            "preemptions a minute": figures.get("preemptions_last_minute", 0.0),
-            "hand-offs wait": figures.get("handoffs_waiting", 0.0),
-        }
-        preempted, waiting = counts.values()
-        if preempted >= _PREEMPTIONS or waiting or num_used > _FULL * sum(blocks.values()):
-            found = ", ".join(f"{number:.0f} {what}" for what, number in counts.items() if number)
-            advice = _advice(role, is_leased=2 * blocks.get("blocks_leased", 0.0) > num_used)
-            yield f"the KV pool of {name} is full ({found or f'{num_used:.0f} blocks in use'}): {advice}"
-
-
-def _advice(role: Role, *, is_leased: bool) -> str:
-    if is_leased:
-        return "most of it is leased until decode workers have read it; look at them"
-    return "add workers" if role is Role.BOTH else f"add {role} workers"

@@ -97,7 +97,7 @@ def breakers_to_wire(failing: Mapping[Pair, BreakerState]) -> list[admin_pb2.Pai
     ]
 
 
-_RECENT_S = 0.9
+RECENT_S = 0.9  # callers share what is not older
 _PATIENCE_S = 1.0  # an overview does not wait longer for a worker that does not answer
 
 
@@ -133,7 +133,7 @@ class MemberStatuses:
     async def recent(self) -> list[admin_pb2.MemberStatus]:
         """Return statuses that are at most a second old. All callers of that time share one question to each worker."""
         now_s = self._now_s()
-        if self._asked is None or (self._asked.done() and now_s - self._asked_s >= _RECENT_S):
+        if self._asked is None or (self._asked.done() and now_s - self._asked_s >= RECENT_S):
             self._asked, self._asked_s = asyncio.create_task(self.fresh(_PATIENCE_S)), now_s
         return await asyncio.shield(self._asked)
 

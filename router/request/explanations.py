@@ -7,7 +7,7 @@ Memory is bounded: `MAX_EXPLAINED` ended requests, `MAX_KEPT` older ones that fa
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import islice, takewhile
+from itertools import dropwhile, islice, takewhile
 
 from router.policies.effect import Comparison, DisaggregationEffect
 from router.policies.placement import Placement
@@ -137,10 +137,11 @@ class Explanations:
         known = [*sorted(live, key=lambda each: each.began_s, reverse=True), *ended]
         return [each for each in known if is_named(name, each.request_id, each.label, each.trace_id)][:MAX_FOUND]
 
-    def since(self, number: int, most: int) -> list[Explanation]:
-        """Return the requests that ended after the one with this number, the oldest first: at most `most`, of which a
-        quarter may be older ones that failed, were retried or were slow."""
-        newer = [each for kept in (self._kept, self._unplaced, self._ended) for each in _newer(kept, number, most)]
+    def since(self, number: int, most: int, *, until: int) -> list[Explanation]:
+        """Return the requests that ended after the one with this number up to that with the number `until`, the oldest
+        first: at most `most`, of which a quarter may be older ones that failed, were retried or were slow."""
+        places = self._kept, self._unplaced, self._ended
+        newer = [each for kept in places for each in _newer(kept, number, most, until)]
         newer.sort(key=lambda each: each.number)
         if len(newer) <= most:
             return newer
@@ -159,9 +160,10 @@ class Explanations:
         return self._effect.compare()
 
 
-def _newer(kept: deque[Explanation], number: int, most: int) -> list[Explanation]:
-    """Return the last requests that are newer than a number, without a walk through all: at most twice `most`."""
-    newest = islice(reversed(kept), 2 * most)
+def _newer(kept: deque[Explanation], number: int, most: int, until: int) -> list[Explanation]:
+    """Return the last requests up to `until` that are newer than a number, without a walk through all: at most twice
+    `most`."""
+    newest = islice(dropwhile(lambda each: each.number > until, reversed(kept)), 2 * most)
     return list(takewhile(lambda each: each.number > number, newest))
 
 

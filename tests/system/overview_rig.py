@@ -1,6 +1,6 @@
 """The overview of a router in this process."""
 
-from cluster.clock import MonotonicClock
+from cluster.clock import Clock, MonotonicClock
 from cluster.registry.registry import Registry
 from cluster.serving.serving import open_channel
 from router.drain.operator_commands import ScaleTargetView
@@ -9,7 +9,11 @@ from tests.system.router_harness import RouterUnderTest
 
 
 def overview_of(
-    router: RouterUnderTest, scaling: ScaleTargetView, registry: Registry, placement: str = "least-loaded"
+    router: RouterUnderTest,
+    scaling: ScaleTargetView,
+    registry: Registry,
+    placement: str = "least-loaded",
+    clock: Clock | None = None,  # None: the machine's
 ) -> Overview:
     watched = Watched(
         router=router.member,
@@ -21,4 +25,4 @@ def overview_of(
         registry_age_s=lambda: registry.age_s,
         placement=placement,
     )
-    return Overview(watched, connect=open_channel, clock=MonotonicClock())
+    return Overview(watched, connect=open_channel, clock=clock or MonotonicClock())

@@ -125,7 +125,7 @@ async def test_a_worker_with_a_third_of_its_core_is_named(stage: Stage) -> None:
     slowing = asyncio.create_task(slow_down())
     try:
         async with stage.load(question([20 + i for i in range(40)], max_tokens=200, ignore_eos=True), 6):
-            await stage.names(lambda wrong: "decode1 decodes" in wrong, "TandemSlowWorker", instance="decode1")
+            await stage.names(lambda wrong: "decode1 decodes" in wrong, "TandemSlowWorker", worker="decode1")
     finally:
         slowing.cancel()
         await asyncio.gather(slowing, return_exceptions=True)

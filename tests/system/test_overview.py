@@ -1,11 +1,26 @@
 """`Admin.Overview` over scripted workers: what operators watch is complete and given once."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+
 import grpc
 import pytest
 
+from cluster.clock import Clock, ManualClock
+from cluster.registry.registry import Registry
+from cluster.registry.scale_registry import ScaleTargets
+from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes, StepWork, TimedStep
+from router.drain.operator_commands import ScaleTargetView
+from router.overview.overview import Overview
+from router.running import running
 from tandem.enum_words import REQUEST_PHASES
 from tandem.plain_objects import plain_object
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from tests.system.overview_rig import overview_of
+from tests.system.polling import until
+from tests.system.router_harness import RouterUnderTest, answer_to, ask, router_under_test
 from tests.system.test_router_service import collect, generate_request, served
 
 
@@ -39,7 +54,8 @@ async def test_a_request_is_shown_with_its_phases_while_it_is_live_and_once_afte
         decode.resumed.set()
         while await call.read() is not grpc.aio.EOF:
             pass
-        (own,) = (await overview(channel)).routers
+        shown = await until(lambda: overview(channel), lambda found: found.routers[0].ended, what="it has ended")
+        (own,) = shown.routers
         (ended,) = own.ended
         assert (list(own.live), ended.outcome, ended.num_tokens, ended.num_prompt_tokens) == ([], "ok", 8, 4)
         assert (ended.prefill_member, ended.decode_member) == ("p0@p0-1", "d0@d0-1")
@@ -95,3 +111,62 @@ async def test_an_overview_as_an_object_has_words_for_enums_and_no_unset_field()
         assert {span["phase"] for span in ended["spans"]} <= set(REQUEST_PHASES.words)
         assert ended["ledger"]["phases"][0]["phase"] == "tokenize"
         assert shown["routers"][0]["position"]["ended"] == 1
+
+
+@asynccontextmanager
+async def watched(clock: Clock | None = None) -> AsyncIterator[tuple[RouterUnderTest, Overview]]:
+    async with router_under_test() as router:
+        registry = Registry(url="redis://127.0.0.1:1/0", cluster_name="nobody", ttl_s=5.0)  # it does not answer
+        scaling = ScaleTargetView(ScaleTargets(registry), router.fleet.set_scale_target)
+        yield router, overview_of(router, scaling, registry, clock=clock)
+        await registry.close()
+
+
+async def test_callers_of_one_second_share_an_answer() -> None:
+    clock = ManualClock()
+    async with watched(clock) as (router, overview):
+        await router.add_prefill("p0")
+        await router.add_decode("d0")
+        await router.connected()
+
+        async def poll(last: admin_pb2.OverviewResponse | None, key: str = "a") -> admin_pb2.OverviewResponse:
+            seen = {each.router: each.position for each in last.routers} if last is not None else {}
+            return await overview.of_cluster(admin_pb2.OverviewRequest(seen=seen), [("authorization", key)])
+
+        async def pass_half_a_second() -> None:
+            await answer_to(router, ask())
+            clock.advance(0.5)
+
+        early, late = await poll(None), None
+        for _ in range(3):
+            await pass_half_a_second()
+            late = await poll(late)
+            assert late is early, "half a second later the second caller asks and gets the same"
+            await pass_half_a_second()
+            early = await poll(early)
+            assert len(early.routers[0].ended) == 2, "each request is shown once"
+        other_key = await poll(late, key="b")
+        assert other_key is not early and other_key == early
+
+
+def _decodes_in(seconds: float) -> ServiceTimes:
+    times = ServiceTimes(PrefillTimes(0.01, 1e-4, 0.0, 0.0), DecodeTimes(seconds, 0.0, 0.0, 0.0))
+    return replace(times, typical_decode=TimedStep(StepWork(batch=4, context=400), seconds))
+
+
+async def test_the_speed_of_each_worker_is_a_metric_while_it_is_compared() -> None:
+    async with watched() as (router, overview):
+        for name, seconds in (("d0", 0.01), ("d1", 0.02)):
+            (await router.add_decode(name)).service_times = _decodes_in(seconds)
+        await router.connected()
+        await router.knows_speeds()
+
+        async def ratio(worker: str) -> float:
+            return router.telemetry.value("tandem_worker_slowdown_ratio", worker=worker, leg="decode")
+
+        async with running(overview.run()):
+            assert await until(partial(ratio, "d1"), what="it is published") == pytest.approx(2.0)
+            assert await ratio("d0") == pytest.approx(0.5)
+            router.workers = router.workers[:1]
+            router.register()
+            await until(partial(ratio, "d1"), lambda value: not value, what="a worker that left has no series")

@@ -106,6 +106,7 @@ PURE = [
     "kvtransfer.importer.links",
     "prefill_worker.prefixes.tier_index",
     "router.overview.history",
+    "router.overview.slowness",
     "router.grammars.compile_turns",
     "router.policies.admission",
     "router.policies.breakers",

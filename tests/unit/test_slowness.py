@@ -1,10 +1,11 @@
 """Slow links, slow workers and full KV pools are named, and differences that are usual are not."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from cluster.messages import LinkSpeed, MemberId, Role
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes, StepWork, TimedStep
-from router.overview.overview import full_pools, slow_links, slow_workers
+from router.overview.slowness import full_pools, slow_links, slowdowns
 
 _PREFILL = MemberId("prefill-0", "a")
 _DECODES = [MemberId(f"decode-{number}", "a") for number in range(4)]
@@ -40,19 +41,23 @@ def test_twice_the_time_of_other_links_is_usual_and_two_links_are_too_few_to_com
     assert not list(slow_links(_links(1e9, 1e7)))
 
 
+def _faults(decodes: Mapping[MemberId, ServiceTimes], prefills: Mapping[MemberId, ServiceTimes]) -> list[str]:
+    return [str(each) for each in slowdowns(decodes, prefills) if each.is_fault]
+
+
 def _slow(*times: ServiceTimes) -> list[str]:
-    return list(slow_workers(dict(zip(_DECODES, times, strict=False)), {}))
+    return _faults(dict(zip(_DECODES, times, strict=False)), {})
 
 
 def test_a_worker_with_half_its_core_is_named() -> None:
     decodes = {member: _times(factor) for member, factor in zip(_DECODES, (1.0, 2.0), strict=False)}
-    [slow] = slow_workers(decodes, {_PREFILL: _times(9.0)})
+    [slow] = _faults(decodes, {_PREFILL: _times(9.0)})
     assert slow == "decode-1 decodes 2.0 times slower than the other workers"
 
 
 def test_the_slow_prefill_worker_of_three_is_named_and_small_differences_are_not() -> None:
     prefills = {MemberId(f"prefill-{number}", "a"): _times(factor) for number, factor in enumerate((1.0, 1.2, 2.9))}
-    [slow] = slow_workers({member: _times(1.0 + number / 10) for number, member in enumerate(_DECODES)}, prefills)
+    [slow] = _faults({member: _times(1.0 + number / 10) for number, member in enumerate(_DECODES)}, prefills)
     assert slow == "prefill-2 prefills 2.4 times slower than the other workers"
 
 

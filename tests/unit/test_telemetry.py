@@ -27,6 +27,19 @@ def test_prometheus_reads_the_counted_values() -> None:
     assert telemetry.value("tandem_ttft_seconds") == 1
 
 
+def test_a_gauge_of_members_has_series_of_the_present_ones_only() -> None:
+    telemetry = Telemetry()
+    for number in range(1000):  # members that come and go do not use up the bound of label sets
+        telemetry.gauge_all("tandem_worker_slowdown_ratio", {(f"d{number}", "decode"): 1.0, ("d", "decode"): number})
+    text = telemetry.render().decode()
+    assert re.findall(r'^tandem_worker_slowdown_ratio\{leg="decode",worker="(\w+)"\} (\S+)', text, re.MULTILINE) == [
+        ("d", "999.0"),
+        ("d999", "1.0"),
+    ]
+    telemetry.gauge_all("tandem_worker_slowdown_ratio", {})
+    assert "decode" not in telemetry.render().decode()
+
+
 def test_two_workers_in_one_process_have_separate_counts() -> None:
     first, second = Telemetry(), Telemetry()
     first.count("tandem_decode_tokens_total")
