@@ -5,7 +5,8 @@ streams. This module also owns the drain of the worker. It never touches a block
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from dataclasses import replace
 
 import grpc
 
@@ -22,12 +23,14 @@ from cluster.errors import (
 )
 from cluster.messages import DecodeJob, MemberId
 from cluster.observe.telemetry import Telemetry
+from cluster.observe.trace_context import trace_parent_of
 from cluster.outstanding_work import PromptWork, SequenceOutlook
 from cluster.protocol import wire
 from cluster.protocol.hashing import NewChain
 from cluster.protocol.received import checked
 from decode_worker.handoffs import Exports, FreezeOrder, Imports
 from decode_worker.live_handles import Arrival, LiveHandles
+from decode_worker.step_spans import StepSpans
 from decode_worker.streams import (
     RouterStreams,
     WorkReports,
@@ -65,6 +68,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         grammars: CompiledGrammars,
         refuse_if_unhealthy: Callable[[], None],
         telemetry: Telemetry,
+        spans: StepSpans | None = None,  # None: this worker sends no spans
     ) -> None:
         self._refuse_if_unhealthy = refuse_if_unhealthy
         self._grammars = grammars
@@ -73,6 +77,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self._vocab_size = vocab_size
         self._limits = limits
         self._telemetry = telemetry
+        self._spans = spans
         self._streams = RouterStreams(grace_s=stream_grace_s, on_gone=self._on_router_gone)
         self._reports = WorkReports(self._streams)
         self.outstanding = self._reports.outstanding
@@ -105,11 +110,14 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         job = wire.decode_job_from_wire(request)
         await self._grammars.prepare(job.grammar)
         job = self._checked(job)
+        if self._spans is not None:
+            job = replace(job, trace_parent=trace_parent_of(context.invocation_metadata()))
         self._handles.add_job(job.router, [s.handle for s in job.sequences], job.tenant)
         self.outstanding.add_sequences(job.router, _outlooks(job), _prompt_work(job), _now_s())
         self._telemetry.count("tandem_decode_starts_total", source="local" if job.signed_ticket is None else "handoff")
         if job.signed_ticket is None:
             self._num_local_prefills += 1
+            self._follow(job, (sequence.handle for sequence in job.sequences))
             self._steps.post(commands.AdmitLocal(job))
         else:
             self.imports.start(job)
@@ -290,6 +298,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         ]
         for handle, first in live:
             if handle not in cancelled:
+                self._follow(job, (handle,))
                 arrival = Arrival(
                     first_token_id=first.token_id,
                     queue_s=imported.queue_s,
@@ -318,6 +327,8 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
     def _on_step(self, event: commands.StepTokens) -> None:
         by_router: dict[MemberId, list[commands.SequenceToken]] = {}
         now_s = _now_s()
+        if self._spans is not None:
+            self._spans.record(event)
         for token in event.tokens:
             by_router.setdefault(token.router, []).append(token)
             self.outstanding.record_output(token.router, token.handle, token.index + 1, now_s)
@@ -326,12 +337,19 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             self._forget(router, frozenset(t.handle for t in tokens if t.token.finish_reason is not None))
         self._telemetry.count("tandem_decode_tokens_total", len(event.tokens))
 
+    def _follow(self, job: DecodeJob, handles: Iterable[int]) -> None:
+        """Send spans of the steps of these sequences, which join the batch now, if their request is sampled."""
+        if self._spans is not None:
+            self._spans.follow(job.trace_parent, job.router, handles)
+
     def _fail(self, router: MemberId, handles: tuple[int, ...], error: TandemError) -> None:
         self._streams.send(router, failed_message(handles, error))
         self._forget(router, frozenset(handles))
 
     def _forget(self, router: MemberId, handles: frozenset[int]) -> None:
         self.exports.forget(router, handles)
+        if self._spans is not None:
+            self._spans.end(router, handles)
         self._handles.remove(router, handles, _now_s())
         self.outstanding.remove_sequences(router, handles, _now_s())
         self._sequence_ended.set()

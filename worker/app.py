@@ -21,6 +21,7 @@ from cluster.request_size import LengthLimits
 from cluster.service_times import ServiceTimes, StepLimit, TimedStep
 from cluster.settings.config import WorkerConfig
 from decode_worker.service import DecodeService
+from decode_worker.step_spans import StepSpans
 from engine.build import Engine, build_engine
 from engine.grammar.compiled_grammars import StepMasks, worker_grammars
 from engine.kv.host_blocks import HostBlocks, allocate_host_blocks, with_swaps
@@ -196,6 +197,7 @@ class WorkerApp:
             grammars=self._grammars,
             refuse_if_unhealthy=self._watch.health.refuse_if_unhealthy,
             telemetry=life.telemetry,
+            spans=StepSpans(life.spans) if life.spans is not None else None,
         )
 
     def _add_services(self) -> None:

@@ -34,6 +34,7 @@ from cluster.observe.logs import configure_logs, set_log_level
 from cluster.observe.metrics_port import MetricsPort
 from cluster.observe.stand_still import StuckLimits
 from cluster.observe.telemetry import Telemetry
+from cluster.observe.trace_context import open_span_export
 from cluster.process import lasting
 from cluster.protocol.hashing import keyed_chains, nameless_chains
 from cluster.registry.registration import Registration, advertised_host, new_member_id, scraped_host
@@ -114,6 +115,7 @@ class WorkerLife:
         self.host = advertised_host(config)
         self.tls = load_tls(config, self.host)
         self.connect = partial(open_member_channel, keys=self.keys, caller=str(self.member), tls=self.tls)  # by address
+        self.spans = open_span_export(config.otlp_endpoint, service="tandem-worker", member=self.member.id)
         self.audit = Audit(config.audit_file)
         gate = MemberGate(self.keys, self.member, self.telemetry, self.audit)
         self.server = GrpcServer(
@@ -242,6 +244,8 @@ class WorkerLife:
         self._health.stop()
         self._metrics.stop()
         await self.server.stop(_STOP_GRACE_S)
+        if self.spans is not None:
+            await self.spans.close()
 
     async def _drain(self, registration: Registration, drain: Drain, breaks: Ends) -> None:
         """Drain. Routers with work here are notified at the same time as the registry, which may not answer."""

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.router.figures import ALL_IN_TOKENS, Interval, interval
 from benchmarks.router.parties import Router
 from benchmarks.router.watchers import PAGE_S, SCRAPE_S, Page, receiver, scrape
+from cluster.observe.spans import SpanExport
 from cluster.observe.telemetry import Telemetry
 from cluster.service_times import StepWork
 from engine.steps.step_loop import StepTime
@@ -132,7 +133,11 @@ async def _traces_us() -> Interval:
     """Return the CPU of the traces of a request that ended well, the thread that sends them and the receiver
     included."""
     async with receiver() as endpoint:
-        traces = Traces(SpanSender(endpoint, model="demo_model", member="r"), sample_ratio=_SAMPLE_RATIO, slow_s=60.0)
+        traces = Traces(
+            SpanSender(SpanExport(endpoint, service="tandem-router", member="r"), model="demo_model"),
+            sample_ratio=_SAMPLE_RATIO,
+            slow_s=60.0,
+        )
         request = GenerateRequest(TokenPrompt((1, 2, 3)))
         account = RequestAccount(Telemetry.of_router(), 0.0)
         for number, phase in enumerate(_PHASES):

@@ -3,9 +3,17 @@
 https://www.w3.org/TR/trace-context/, version 00. A text that does not follow it is ignored, as the recommendation says.
 """
 
+import logging
 import re
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cluster.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cluster.observe.spans import SpanExport
 
 TRACE_PARENT_KEY = "traceparent"  # of HTTP headers and of gRPC metadata
 _VERSIONS = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
@@ -57,3 +65,21 @@ def parse_trace_parent(text: str) -> TraceParent | None:
 def trace_metadata(trace_parent: str) -> tuple[tuple[str, str], ...]:
     """Return the metadata with which a gRPC call carries a context; empty: there is none."""
     return ((TRACE_PARENT_KEY, trace_parent),) if trace_parent else ()
+
+
+def trace_parent_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """Return the context that a gRPC call carries; empty: it has none."""
+    return next((str(value) for key, value in metadata or () if key == TRACE_PARENT_KEY), "")
+
+
+def open_span_export(endpoint: str, *, service: str, member: str) -> "SpanExport | None":
+    """Return what sends the spans of a process; None: `endpoint` is empty. `member`: its id, perhaps empty. Raises
+    ConfigError if OpenTelemetry is not installed."""
+    if not endpoint:
+        return None
+    try:
+        from cluster.observe.spans import SpanExport
+    except ImportError as error:
+        raise ConfigError(f"--otlp-endpoint needs tandem-serving[otel]: {error}") from error
+    logging.getLogger("opentelemetry").setLevel(logging.ERROR)
+    return SpanExport(endpoint, service=service, member=member)

@@ -38,6 +38,11 @@ class ClusterSettings:
     metrics_key_file: str = setting(
         "", "file with a bearer token that allows /metrics; without any key its port is bound to 127.0.0.1"
     )
+    otlp_endpoint: str = setting(
+        "",
+        "URL of an OpenTelemetry receiver (OTLP over HTTP) for spans: http://host:4318; empty: none. Routers send those"
+        " of requests, decode workers those of the steps of sampled requests",
+    )
     audit_file: str = setting(
         "", "file to which a line of JSON is added for each call of an operator and refused members; empty: the log"
     )
@@ -62,6 +67,10 @@ class ClusterSettings:
         _require_port("metrics_port", self.metrics_port)
         for name in ("loop_timeout_s", "stuck_exit_s"):
             require(getattr(self, name) > 0, f"{flag_of(name)} must be positive, not {getattr(self, name)}")
+        require(
+            not self.otlp_endpoint or self.otlp_endpoint.startswith(("http://", "https://")),
+            f"--otlp-endpoint must begin with http:// or https://, not {self.otlp_endpoint!r}",
+        )
         require("@" not in self.member_id, f"--member-id must not contain '@': {self.member_id!r}")
         require(bool(self.cluster_name), "--cluster-name must not be empty")
         require(
@@ -172,9 +181,6 @@ class RouterConfig(ClusterSettings):
         "share of requests, at most 0.5, that --placement auto sends to the second-best candidate, to measure"
         " whether disaggregation is worth it; never where a latency target would be missed",
     )
-    otlp_endpoint: str = setting(
-        "", "URL of an OpenTelemetry receiver (OTLP over HTTP) for the spans of requests: http://host:4318; empty: none"
-    )
     trace_sample_ratio: float = setting(
         0.01, "share of ordinary requests whose spans are sent; failed, retried and slow ones always are"
     )
@@ -220,10 +226,6 @@ class RouterConfig(ClusterSettings):
         _require_no_negative(self, "slo_ttft_ms", "slo_tpot_ms", "max_connection_age_s", "trace_slow_s")
         require(
             0 <= self.trace_sample_ratio <= 1, f"--trace-sample-ratio must be from 0 to 1: {self.trace_sample_ratio:g}"
-        )
-        require(
-            not self.otlp_endpoint or self.otlp_endpoint.startswith(("http://", "https://")),
-            f"--otlp-endpoint must begin with http:// or https://, not {self.otlp_endpoint!r}",
         )
         require(0 <= self.explore <= 0.5, f"--explore must be from 0 to 0.5, not {self.explore:g}")
         require(

@@ -5,43 +5,28 @@ what ran at the same time: the prefill worker with its chunks, and the hand-offs
 conventions for generative AI (`gen_ai.*`); Tandem's own attributes begin with `tandem.`.
 """
 
-import asyncio
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import Event, ReadableSpan
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+from opentelemetry.sdk.trace import Event
+from opentelemetry.trace import SpanKind, Status, StatusCode
 
-from cluster.observe.trace_context import RequestTrace, new_span_id
+from cluster.observe.spans import Attribute, Attributes, SpanExport, nanoseconds
+from cluster.observe.trace_context import RequestTrace, TraceParent
 from router.policies.placement import Candidate
 from router.request.account import RequestAccount
 from router.request.explanations import Explanation, PlacedAttempt
 from router.requests import ChatPrompt, GenerateRequest
 
-Attribute = str | bool | int | float
-Attributes = Mapping[str, Attribute]
 _LOCAL = ("", "local")
-_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
-_SCOPE = InstrumentationScope("tandem.router")
-_MAX_QUEUED = 1 << 14  # spans: about a thousand requests, while the receiver does not answer
-_EXPORT_S = 30  # of one batch, retries included; nothing waits for it
-_CLOSE_S = 2.0
 
 
 class SpanSender:
-    """Sends spans. Owns the exporter and the thread that sends."""
+    """Sends the spans of ended requests. Owns the export."""
 
-    def __init__(self, endpoint: str, *, model: str, member: str) -> None:
-        """`endpoint`: without the path. `model`: the name that clients use."""
+    def __init__(self, export: SpanExport, *, model: str) -> None:
+        """`model`: the name that clients use."""
+        self._export = export
         self._model = model
-        named = {"service.name": "tandem-router"} | ({"service.instance.id": member} if member else {})
-        self._resource = Resource.create(named)
-        exporter = OTLPSpanExporter(endpoint=endpoint.rstrip("/") + "/v1/traces", timeout=_EXPORT_S)
-        self._processor = BatchSpanProcessor(exporter, max_queue_size=_MAX_QUEUED, schedule_delay_millis=1000)
 
     def send(
         self,
@@ -54,82 +39,45 @@ class SpanSender:
         """Queue the spans of an ended request. `epoch_s`: the wall time at 0 of the account's clock."""
         ledger = ended.ledger
         assert ledger is not None, "an explanation of an ended request has its ledger"
-        trace_id = trace.root.trace_id
-        spans = _Spans(self, trace_id, epoch_s)
-        parent = None
-        if trace.parent is not None:
-            parent = SpanContext(trace_id, trace.parent.span_id, is_remote=True, trace_flags=_SAMPLED)
-        root = SpanContext(trace_id, trace.root.span_id, is_remote=False, trace_flags=_SAMPLED)
+        spans = _Children(self._export, trace.root, epoch_s)
         for span in ended.spans:
             began_s = ended.began_s + span.start_s
-            spans.add(span.phase, root, began_s, began_s + span.duration_s, {"tandem.phase": span.phase})
-        _add_workers(spans, root, account, ended)
+            spans.add(span.phase, began_s, began_s + span.duration_s, {"tandem.phase": span.phase})
+        _add_workers(spans, account, ended)
         operation = "chat" if isinstance(request.prompt, ChatPrompt) else "text_completion"
         is_fault = ended.outcome not in ("ok", "cancelled")
-        self.queue(
-            ReadableSpan(
-                f"{operation} {self._model}",
-                context=root,
-                parent=parent,
-                resource=self._resource,
-                attributes=_root_attributes(request, account, ended)
-                | {"gen_ai.operation.name": operation}
-                | dict.fromkeys(("gen_ai.request.model", "gen_ai.response.model"), self._model),
-                events=[event for each in ended.attempts for event in _placement_events(each, spans.ns(each.at_s))],
-                kind=SpanKind.SERVER,
-                status=Status(StatusCode.ERROR, ended.outcome) if is_fault else Status(),
-                start_time=spans.ns(ended.began_s),
-                end_time=spans.ns(ended.began_s + ledger.wall_s),
-                instrumentation_scope=_SCOPE,
-            )
+        self._export.send(
+            f"{operation} {self._model}",
+            trace.root,
+            (epoch_s + ended.began_s, epoch_s + ended.began_s + ledger.wall_s),
+            _root_attributes(request, account, ended)
+            | {"gen_ai.operation.name": operation}
+            | dict.fromkeys(("gen_ai.request.model", "gen_ai.response.model"), self._model),
+            parent=trace.parent,
+            is_parent_remote=True,
+            kind=SpanKind.SERVER,
+            status=Status(StatusCode.ERROR, ended.outcome) if is_fault else Status(),
+            events=[
+                event for each in ended.attempts for event in _placement_events(each, nanoseconds(epoch_s + each.at_s))
+            ],
         )
-
-    def queue(self, span: ReadableSpan) -> None:
-        self._processor.on_end(span)
-
-    def child(
-        self, name: str, trace_id: int, parent: SpanContext, times_ns: tuple[int, int], attributes: Attributes
-    ) -> SpanContext:
-        context = SpanContext(trace_id, new_span_id(), is_remote=False, trace_flags=_SAMPLED)
-        self.queue(
-            ReadableSpan(
-                name,
-                context=context,
-                parent=parent,
-                resource=self._resource,
-                attributes=attributes,
-                start_time=times_ns[0],
-                end_time=times_ns[1],
-                instrumentation_scope=_SCOPE,
-            )
-        )
-        return context
 
     async def close(self) -> None:
-        """Send the queued spans, within `_CLOSE_S`."""
-        sending = threading.Thread(target=self._processor.shutdown, daemon=True)
-        sending.start()
-        await asyncio.to_thread(sending.join, _CLOSE_S)
+        """Send the queued spans, for a short time."""
+        await self._export.close()
 
 
-class _Spans:
-    """The spans of one trace below its root."""
+class _Children:
+    """The spans of one trace below its root. Times are by the account's clock."""
 
-    def __init__(self, sender: SpanSender, trace_id: int, epoch_s: float) -> None:
-        self._sender, self._trace_id, self._epoch_s = sender, trace_id, epoch_s
+    def __init__(self, export: SpanExport, root: TraceParent, epoch_s: float) -> None:
+        self._export, self._root, self._epoch_s = export, root, epoch_s
 
-    def ns(self, at_s: float) -> int:
-        """Return the wall time in nanoseconds."""
-        return round((self._epoch_s + at_s) * 1e9)
-
-    def add(
-        self, name: str, parent: SpanContext, began_s: float, ended_s: float, attributes: Attributes
-    ) -> SpanContext:
-        times_ns = self.ns(began_s), self.ns(max(began_s, ended_s))
-        return self._sender.child(name, self._trace_id, parent, times_ns, attributes)
+    def add(self, name: str, began_s: float, ended_s: float, attributes: Attributes) -> None:
+        self._export.child(name, self._root, (self._epoch_s + began_s, self._epoch_s + ended_s), attributes)
 
 
-def _add_workers(spans: _Spans, root: SpanContext, account: RequestAccount, ended: Explanation) -> None:
+def _add_workers(spans: _Children, account: RequestAccount, ended: Explanation) -> None:
     """Add the spans of work that ran beside the phases."""
     ledger = ended.ledger
     assert ledger is not None
@@ -137,12 +85,12 @@ def _add_workers(spans: _Spans, root: SpanContext, account: RequestAccount, ende
         if worker.compute_s:
             ended_s = ended.began_s + worker.ended_s
             attributes: Attributes = {"tandem.member": worker.member, "tandem.queue_s": worker.queue_s}
-            spans.add("worker prefill", root, ended_s - worker.compute_s, ended_s, attributes)
+            spans.add("worker prefill", ended_s - worker.compute_s, ended_s, attributes)
     for steps in account.prefill_steps:
         before_s = 0.0
         for num_tokens, until_s in steps.chunks:
             attributes = {"tandem.member": steps.member, "tandem.num_tokens": num_tokens}
-            spans.add("prefill chunk", root, steps.began_s + before_s, steps.began_s + until_s, attributes)
+            spans.add("prefill chunk", steps.began_s + before_s, steps.began_s + until_s, attributes)
             before_s = until_s
     for hand_off in account.hand_offs:
         if hand_off.transport in _LOCAL:
@@ -150,7 +98,6 @@ def _add_workers(spans: _Spans, root: SpanContext, account: RequestAccount, ende
         begins = [steps.began_s for steps in account.prefill_steps if steps.began_s <= hand_off.ended_s]
         spans.add(
             "hand-off",
-            root,
             max(begins, default=hand_off.ended_s - hand_off.exposed_s),
             hand_off.ended_s,
             {

@@ -2,17 +2,22 @@
 
 They are made from the request's account, after the choice whether to send them: failed, retried and slow requests are
 always sent; of the others, those that the client's own trace samples, and a share. No span has a prompt, an output or a
-key. A thread of OpenTelemetry's SDK sends them, and drops spans that it cannot send in time.
+key. Calls to workers carry the context, and a decode worker adds spans of its own to a sampled trace while the request
+runs (decode_worker/step_spans.py).
 """
 
-import logging
 import random
 import secrets
 import time
 from typing import TYPE_CHECKING
 
-from cluster.errors import ConfigError
-from cluster.observe.trace_context import RequestTrace, TraceParent, new_span_id, parse_trace_parent
+from cluster.observe.trace_context import (
+    RequestTrace,
+    TraceParent,
+    new_span_id,
+    open_span_export,
+    parse_trace_parent,
+)
 from cluster.settings.config import RouterConfig
 from router.request.account import RequestAccount
 from router.request.explanations import Explanation
@@ -60,12 +65,10 @@ def open_traces(config: RouterConfig) -> Traces | None:
     """Return the traces of a router; None if the settings configure none. Raises ConfigError if OpenTelemetry is not
     installed.
     """
-    if not config.otlp_endpoint:
+    export = open_span_export(config.otlp_endpoint, service="tandem-router", member=config.member_id)
+    if export is None:
         return None
-    try:
-        from router.request.span_sender import SpanSender
-    except ImportError as error:
-        raise ConfigError(f"--otlp-endpoint needs tandem-serving[otel]: {error}") from error
-    logging.getLogger("opentelemetry").setLevel(logging.ERROR)
-    sender = SpanSender(config.otlp_endpoint, model=config.model_name, member=config.member_id)
+    from router.request.span_sender import SpanSender
+
+    sender = SpanSender(export, model=config.model_name)
     return Traces(sender, sample_ratio=config.trace_sample_ratio, slow_s=config.trace_slow_s)

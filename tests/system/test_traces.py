@@ -7,6 +7,8 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
 
 import grpc
 import httpx
@@ -18,6 +20,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from cluster.errors import QueueFull
+from cluster.observe.spans import SpanExport
 from cluster.observe.trace_context import TRACE_PARENT_KEY, parse_trace_parent
 from router.request.span_sender import SpanSender
 from router.request.traces import Traces
@@ -26,6 +29,7 @@ from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from tests.system.asking import question
 from tests.system.local_cluster import LocalCluster
 from tests.system.planted import planted_bodies
+from tests.system.polling import until
 from tests.system.router_harness import RouterUnderTest, answer_to, ask, router_under_test
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -149,6 +153,50 @@ async def test_the_spans_of_a_sampled_request_add_up_to_its_ledger(traced: dict[
     assert "secret" not in text and answer.choices[0].text not in text
 
 
+async def _figures(router: str, worker: str) -> dict[str, float]:
+    """Return what the router learns from the worker itself."""
+    async with grpc.aio.insecure_channel(router) as channel:
+        status = await admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest(), timeout=60)
+    return {name: value for each in status.members if each.member_id == worker for name, value in each.figures.items()}
+
+
+async def test_a_worker_adds_spans_of_the_decode_steps_of_sampled_requests_alone(
+    traced: dict[str, str], receiver: Receiver, shm_cluster: LocalCluster
+) -> None:
+    endpoint = ("--otlp-endpoint", f"http://127.0.0.1:{receiver.port}")
+    flags = (*shm_cluster.joining_flags(), *endpoint)
+    worker = await shm_cluster.start_member("tracing-decode", "decode_worker", flags)
+    await until(partial(_figures, traced["grpc"], worker.name), what="the router is connected to the worker")
+    ids = {is_sampled: [secrets.token_hex(16) for _ in range(6)] for is_sampled in (False, True)}
+
+    async def send(http: httpx.AsyncClient, trace_id: str, *, is_sampled: bool) -> None:
+        context = {"traceparent": f"00-{trace_id}-{secrets.token_hex(8)}-0{int(is_sampled)}"}
+        body = {"prompt": list(range(20, 40)), "max_tokens": 40, "ignore_eos": True}
+        assert (await http.post("/v1/completions", json=body, headers=context)).status_code == 200
+
+    async with httpx.AsyncClient(base_url=f"http://{traced['http']}", timeout=60) as http:
+        for is_sampled in (False, True):  # at once, so that least-loaded placement sends some to each worker
+            await asyncio.gather(*(send(http, each, is_sampled=is_sampled) for each in ids[is_sampled]))
+    for trace_id in ids[True]:
+        await receiver.until_received(trace_id)
+    worker.send_signal(signal.SIGTERM)  # it sends what is left
+    assert await worker.exit_code() == 0
+    del shm_cluster.members[worker.name]
+    found = [spans for trace_id in ids[True] if "decode steps" in (spans := receiver.of(trace_id))]
+    assert 0 < len(found) < 6, "on this worker, and not on the others"
+    for spans in found:
+        [root], steps = spans["root"], spans["decode steps"]
+        assert {span.parent_span_id for span in steps} == {root.span_id}
+        shown = [_attributes(span) for span in steps]
+        assert [each["tandem.num_steps"] for each in shown] == [16, 16, 7]
+        assert sum(int(str(each["tandem.num_tokens"])) for each in shown) == 39, "prefill drew the first one"
+        assert all(before.end_time_unix_nano == after.start_time_unix_nano for before, after in pairwise(steps))
+        assert sum(map(_seconds, steps)) <= _seconds(root)
+        longest_s = [float(str(each["tandem.longest_step_s"])) for each in shown]
+        assert all(0 < most_s <= _seconds(span) for most_s, span in zip(longest_s, steps, strict=True))
+    assert not any("decode steps" in receiver.of(trace_id) for trace_id in ids[False])
+
+
 async def test_a_failed_request_is_sent_though_nothing_samples_it(traced: dict[str, str], receiver: Receiver) -> None:
     trace_id = secrets.token_hex(16)
     async with openai.AsyncOpenAI(base_url=f"http://{traced['http']}/v1", api_key="none", max_retries=0) as client:
@@ -227,7 +275,8 @@ async def test_several_prompts_of_one_call_are_requests_of_one_trace(
 async def test_of_unsampled_requests_a_retried_one_is_sent_and_calls_to_workers_carry_the_context(
     receiver: Receiver,
 ) -> None:
-    sender = SpanSender(f"http://127.0.0.1:{receiver.port}", model="demo_model", member="r1")
+    export = SpanExport(f"http://127.0.0.1:{receiver.port}", service="tandem-router", member="r1")
+    sender = SpanSender(export, model="demo_model")
     async with router_under_test(traces=Traces(sender, sample_ratio=0.0, slow_s=60.0)) as router:
         prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
         await router.connected()
