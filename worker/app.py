@@ -121,7 +121,7 @@ class WorkerApp:
         self._life.phases.end("step_times")
         await self._transfer.start()
         self._steps.start()
-        self._steps.post(commands.ExpectImports(self._life.role.decodes))
+        self._steps.post(commands.SetRole(self._life.role))
         tasks = [
             asyncio.create_task(self._heartbeats.run(), name="heartbeats"),
             asyncio.create_task(self._watch.canaries.run(), name="canaries"),
@@ -248,7 +248,7 @@ class WorkerApp:
 
     async def _set_role(self, role: Role) -> Role:
         former = await self._life.set_role(role)
-        self._steps.post(commands.ExpectImports(role.decodes))
+        self._steps.post(commands.SetRole(role))
         return former
 
     def _set_max_queue(self, max_queue: int) -> None:

@@ -6,7 +6,7 @@ These two directions are the only meeting place of asyncio and the thread that o
 from dataclasses import dataclass
 
 from cluster.errors import TandemError
-from cluster.messages import DecodeJob, MemberId, PrefillJob, PromptLogprobs, SampledToken
+from cluster.messages import DecodeJob, MemberId, PrefillJob, PromptLogprobs, Role, SampledToken
 from engine.scheduling.cache_commands import CacheAnswer, CacheCommand
 from engine.scheduling.question import Answer, Key, Question, Refusal
 
@@ -166,10 +166,11 @@ class Thaw:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpectImports:
-    """Hand-offs may come to this worker from now on, or come no more. Exports leave room for them."""
+class SetRole:
+    """The worker's role from now on. If it decodes, its exports leave room for hand-offs that come to it; if it
+    prefills too, hand-offs whose exporter has not begun to compute leave room for an export."""
 
-    is_expected: bool
+    role: Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +195,7 @@ Command = (
     | Thaw
     | Release
     | LimitQueue
-    | ExpectImports
+    | SetRole
     | Inspect
     | CacheCommand
 )

@@ -40,7 +40,6 @@ from engine.scheduling.commands import (
     Discard,
     DrainExports,
     Event,
-    ExpectImports,
     Failed,
     Freeze,
     Inspect,
@@ -50,6 +49,7 @@ from engine.scheduling.commands import (
     Release,
     Reserve,
     SequenceToken,
+    SetRole,
     StepTokens,
     Thaw,
 )
@@ -155,8 +155,8 @@ class SequenceScheduler:
                 events = self._exports.drain()
             case Release(ticket_id):
                 self._exports.release(ticket_id)
-            case ExpectImports(is_expected):
-                self._batch.export_room.expects_imports = is_expected
+            case SetRole(role):
+                self._batch.set_role(role)
             case LimitQueue(max_queue):
                 self._admission.max_queue = self._exports.max_queue = max_queue
             case Inspect(inspection_id):

@@ -204,14 +204,14 @@ class SchedulerBench(ExportBench):
         self.apply(AdmitLocal(job))
         return [start.handle for start in job.sequences]
 
-    def reserve(self, job: DecodeJob) -> HandOff:
+    def reserve(self, job: DecodeJob, *, is_announced: bool = True) -> HandOff:
         """Reserve blocks for a hand-off, whose choices continue from the same tokens."""
         handoff_id = self.new_handoff_id()
         handoff = self.handoffs[handoff_id] = HandOff(handoff_id, job)
         num_blocks = self.limits.num_needed(len(handoff.token_ids), len(job.sequences))
         chain = self.new_chain(job.cache_salt, self.wire_dtype)
         chain.extend(handoff.token_ids)
-        self.apply(Reserve(handoff.handoff_id, num_blocks, tuple(chain.hashes), job, is_announced=True))
+        self.apply(Reserve(handoff.handoff_id, num_blocks, tuple(chain.hashes), job, is_announced=is_announced))
         return handoff
 
     def finish(self, handoff: HandOff, *, is_verified: bool = True) -> None:

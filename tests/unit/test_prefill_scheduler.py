@@ -10,14 +10,14 @@ from cluster.errors import (
     StepFailed,
     WorkerTooSmall,
 )
-from cluster.messages import FinishReason, TokenStops
+from cluster.messages import FinishReason, Role, TokenStops
 from engine.scheduling.commands import (
     CancelExport,
     DrainExports,
-    ExpectImports,
     ExportFinished,
     LimitQueue,
     Sealed,
+    SetRole,
     Tail,
 )
 from tests.unit.export_bench import export_bench, export_job
@@ -42,7 +42,7 @@ def test_blocks_are_sealed_chunk_by_chunk_before_the_prompt_is_done() -> None:
 
 def test_exports_leave_room_for_the_longest_hand_off_where_hand_offs_may_come() -> None:
     bench = export_bench()  # 64 blocks; the longest sequence has 50
-    bench.apply(ExpectImports(is_expected=True))
+    bench.apply(SetRole(Role.BOTH))
     tickets = [bench.tickets[bench.admit_export(export_job(range(first, first + 40)))] for first in (1, 101, 201)]
     bench.run()
     assert [ticket.is_live for ticket in tickets] == [False, True, True] and not tickets[1].sealed
@@ -51,14 +51,14 @@ def test_exports_leave_room_for_the_longest_hand_off_where_hand_offs_may_come() 
     bench.run()
     assert [ticket.is_live for ticket in tickets] == [False, False, True]
 
-    bench.apply(ExpectImports(is_expected=False))
+    bench.apply(SetRole(Role.PREFILL))
     bench.run()
     assert not tickets[2].is_live
 
 
 def test_an_export_that_would_leave_too_few_blocks_starts_alone() -> None:
     bench = export_bench()
-    bench.apply(ExpectImports(is_expected=True))
+    bench.apply(SetRole(Role.BOTH))
     ticket_id = bench.admit_export(export_job(range(1, 101)))
     bench.run()
     assert not bench.tickets[ticket_id].is_live

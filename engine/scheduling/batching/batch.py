@@ -31,8 +31,9 @@ There is no deadlock. In every plan the first in rank can get every block except
 of hand-offs in progress in either direction and of quarantine; these are freed without waiting for anything here but a
 slot, and a sequence that cannot grow gives up its slot to an export. Two kinds may wait for another worker that waits
 for this one: hand-offs whose exporter has not begun to compute, and exports on a worker that also imports. So these
-together leave enough blocks for the longest hand-off whose exporter computes; only one export may leave fewer. A job
-that does not fit into the whole pool is refused at admission.
+together leave enough blocks for the longest hand-off whose exporter computes. An only export starts whatever it leaves,
+because other workers may wait for it; such hand-offs leave room for it beforehand. A pool of less than two longest
+sequences may still wait until a lease ends. A job that does not fit into the whole pool is refused at admission.
 """
 
 import math
@@ -40,7 +41,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from cluster.fair_queue import FairQueue
-from cluster.messages import TenantShare
+from cluster.messages import Role, TenantShare
 from engine.kv.block_pool import BlockPool
 from engine.scheduling.batching.block_tables import BlockTables, SwapSpace
 from engine.scheduling.batching.preemption import ExportRoom, Preemption, Watermark
@@ -129,6 +130,11 @@ class Batch:
     def num_blocks_waited_for(self) -> int:
         """The number of blocks that waiting sequences and hand-offs need."""
         return sum(map(self._tables.num_needed, self._queues.waiting)) + self._reservations.num_blocks_waited_for
+
+    def set_role(self, role: Role) -> None:
+        """Let exports and hand-offs leave room for each other as a worker of this role must."""
+        self.export_room.expects_imports = role.decodes
+        self._reservations.leaves_room_for_export = role.decodes and role.prefills
 
     def waiting_exports(self) -> list[bytes]:
         """Return the tickets of exports that have no blocks yet."""

@@ -57,6 +57,7 @@ class Reservations:
         self._num_longest = num_longest
         self._num_watermark = num_watermark
         self.num_exported: Callable[[], int] = lambda: 0  # blocks of exports, which wait for other workers too
+        self.leaves_room_for_export = False  # for the longest one, before it comes
         self._tenants = tenants
         self._requests: dict[int, BlockRequest] = {}  # by hand-off, in the order of their ranks
         self._grants: dict[int, BlockGrant] = {}
@@ -103,7 +104,7 @@ class Reservations:
         head = next(iter(requests), None)
         if head is None or head.is_announced:
             return head
-        room = self.num_spare - self.num_exported()
+        room = self.num_spare - max(self.num_exported(), self._num_longest if self.leaves_room_for_export else 0)
         return next((request for request in requests if request.is_announced or request.num_blocks <= room), None)
 
     @property
