@@ -58,8 +58,9 @@ test: $(VENV)/.test ## the tests, in seven to eight minutes on two cores; PYTEST
 test-clients: $(VENV)/.test $(CLIENTS)/.made ## clients, load tools and a schema tester not written here, against a real cluster
 	@$(BIN)/python -m pytest -m slow tests/clients $(PYTEST_ARGS)
 
-compose-test: $(VENV)/.test ## images and compose under load, on a Docker Engine; the transcript goes to benchmarks/results
+compose-test: $(VENV)/.test ## images and compose under load, on a Docker Engine; transcripts go to benchmarks/results
 	@$(BIN)/python -m tests.package.compose_run --write
+	@$(BIN)/python -m tests.package.observed_run --write
 
 test-repeat: $(VENV)/.test ## the tests again and again, quiet and loaded, into a log; REPEAT_ARGS="--only loaded-system --runs 3"
 	@$(BIN)/python -m tests.repeat $(REPEAT_ARGS)

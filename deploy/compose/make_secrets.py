@@ -1,10 +1,12 @@
-"""Creates the secrets of a compose cluster in two folders; keeps those that exist.
+"""Creates the secrets of a compose cluster in a folder; keeps those that exist.
 
-    make_secrets.py MEMBERS REDIS PROFILES
+    make_secrets.py FOLDER PROFILES     creates them
+    make_secrets.py FOLDER              fails where members do not use TLS
 
-MEMBERS: `cluster.key`, `api.key`, `admin.key`, `metrics.key`, and `tandem.yaml` with the address of Redis; with `mtls`
-in PROFILES also `tls/`, which `tandem.yaml` names. REDIS: `users.acl` and `password`, the password of Grafana's user
-admin, and the key with which Prometheus reads metrics. Only the containers' user can read the files.
+The folder has the members' files: `cluster.key`, `api.key`, `admin.key`, `metrics.key`, and `tandem.yaml` with the
+address of Redis; with `mtls` in PROFILES also `tls/`, which `tandem.yaml` names. Each other service has a folder in it,
+where its own volume is mounted: `redis/` has `users.acl` and `password`, `prometheus/` the key with which Prometheus
+reads metrics, `grafana/` the password of Grafana's user admin. Only the containers' user can read the files.
 """
 
 import os
@@ -23,17 +25,29 @@ _HOSTS = (_SERVER_NAME, "router", "localhost", "127.0.0.1")
 _DAYS = 3650
 
 
-def make(members: Path, redis: Path, profiles: str) -> None:
+def make(folder: Path, profiles: str) -> None:
+    redis, prometheus, grafana = (folder / name for name in ("redis", "prometheus", "grafana"))
+    for other in (redis, prometheus, grafana):
+        other.mkdir(exist_ok=True)
     password = _kept(redis / "password", secrets.token_urlsafe(32))
-    tls = _made_certificates(members / "tls") if "mtls" in profiles.split(",") else ""
+    tls = _made_certificates(folder / "tls") if "mtls" in profiles.split(",") else ""
     # What follows from the password is written each time, because an upgrade may change the rights of members.
     _write(redis / "users.acl", users_file(RouterConfig.cluster_name, password))
-    _write(members / "tandem.yaml", f"redis: redis://{USER}:{password}@redis:6379/0\n{tls}")
-    _kept(redis / "grafana", secrets.token_urlsafe(16))
-    _kept(members / "metrics.key", _kept(redis / "metrics", secrets.token_urlsafe(32)))
-    _kept(members / "cluster.key", secrets.token_hex(32))
+    _write(folder / "tandem.yaml", f"redis: redis://{USER}:{password}@redis:6379/0\n{tls}")
+    _kept(grafana / "password", secrets.token_urlsafe(16))
+    _kept(prometheus / "metrics.key", _kept(folder / "metrics.key", secrets.token_urlsafe(32)))
+    _kept(folder / "cluster.key", secrets.token_hex(32))
     for name in ("api.key", "admin.key"):
-        _kept(members / name, secrets.token_urlsafe(32))
+        _kept(folder / name, secrets.token_urlsafe(32))
+
+
+def check_tls(folder: Path) -> None:
+    """Exit with one line where members do not use TLS."""
+    if "tls_cert:" not in (folder / "tandem.yaml").read_text():
+        sys.exit(
+            "mtls: members do not use TLS yet: the profile must be in COMPOSE_PROFILES, which the container of the"
+            " secrets reads; run: COMPOSE_PROFILES=cpu,mtls docker compose up -d --force-recreate"
+        )
 
 
 def _made_certificates(folder: Path) -> str:
@@ -68,7 +82,7 @@ def _write(path: Path, text: str) -> None:
 if __name__ == "__main__":
     os.umask(0o077)
     try:
-        make(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+        make(Path(sys.argv[1]), sys.argv[2]) if sys.argv[2:] else check_tls(Path(sys.argv[1]))
     except OSError as error:
         sys.exit(
             f"secrets: cannot write {error.filename}: {error.strerror}; the volumes must belong to user {os.getuid()}"

@@ -28,6 +28,13 @@ PROMPTS = ("def read(path):\n", "import os\n", "class Reader:\n    def __init__(
 TOKENS = 160
 _DEADLINE_S = 600.0
 _NO_ENGINE = 3
+_PAGE = ROOT / "benchmarks" / "results" / "compose.md"
+_HEAD = (
+    "# The compose cluster under load",
+    "Written by `make compose-test`",
+    "Four clients ask all the\n"
+    "time; each answer is compared with the one that the same prompt got before anything happened.",
+)
 # float32: an answer does not depend on which other sequences share its batch.
 _OVERRIDE = (
     "services: {prefill: {environment: {TANDEM_DTYPE: float32}}, decode: {environment: {TANDEM_DTYPE: float32}}}\n"
@@ -51,35 +58,36 @@ class Stack:
     def __init__(self, docker: Engine, folder: Path, transcript: Transcript) -> None:
         self._docker, self._transcript = docker, transcript
         (folder / "float32.yaml").write_text(_OVERRIDE)
-        self.http, self.grpc = _free_port(), _free_port()
+        self.http, self.grpc, self.prometheus = _free_port(), _free_port(), _free_port()
         docker.environment |= {
             "COMPOSE_PROJECT_NAME": PROJECT,
             "REDIS_IMAGE": REDIS_IMAGE,
             "TANDEM_HTTP_PORT": str(self.http),
             "TANDEM_GRPC_PORT_ON_HOST": str(self.grpc),
+            "PROMETHEUS_PORT": str(self.prometheus),
         }
         files = ("-f", "compose.yaml", "-f", str(folder / "float32.yaml"))
         self._command = (*compose_command(), *files)
 
     def compose(self, *arguments: str) -> str:
         self._transcript.add("$ docker compose " + " ".join(arguments))
-        return self._run(*arguments)
+        return self.run(*arguments)
 
     def tandem(self, *arguments: str) -> str:
         """Run an operator's command in the router's container, with the admin key that it finds there."""
         self._transcript.add("$ docker compose exec router tandem " + " ".join(arguments))
-        return self._run("exec", "-T", "router", "tandem", *arguments).strip()
+        return self.run("exec", "-T", "router", "tandem", *arguments).strip()
 
     def turn_on_tls(self) -> None:
         self._docker.environment["COMPOSE_PROFILES"] = "cpu,mtls"
         self.compose("up", "-d", "--no-build", "--force-recreate")
 
     def file(self, path: str) -> str:
-        return self._run("exec", "-T", "router", "cat", path).strip()
+        return self.run("exec", "-T", "router", "cat", path).strip()
 
     def ready(self) -> dict[str, str]:
         """Return the roles of ready workers by their member id, which has the incarnation."""
-        members = json.loads(self._run("exec", "-T", "router", "tandem", "status", "--json"))["members"]
+        members = json.loads(self.run("exec", "-T", "router", "tandem", "status", "--json"))["members"]
         return {
             member["member"]: member["role"]
             for member in members
@@ -98,23 +106,23 @@ class Stack:
                 self._transcript.add(f"ready: {', '.join(sorted(ready))}")
                 return ready
             if time.monotonic() - began > _DEADLINE_S:
-                raise AssertionError(f"not ready: {ready}\n{self._run('logs', '--tail', '20')}")
+                raise AssertionError(f"not ready: {ready}\n{self.run('logs', '--tail', '20')}")
 
     def kill(self, service: str) -> None:
         """Kill the member in the first container of a service, as a crash would: Docker restarts it."""
-        container = self._run("ps", "-q", service).split()[0]
+        container = self.run("ps", "-q", service).split()[0]
         pid = self._docker.docker("inspect", "-f", "{{.State.Pid}}", container)
         self._transcript.add(f"$ kill -9 {service} (process {pid} of {container[:12]})")
         subprocess.run(("kill", "-9", pid), check=True)
 
     def statuses(self) -> set[str]:
-        containers = self._run("ps", "-q").split()
+        containers = self.run("ps", "-q").split()
         return set(self._docker.docker("inspect", "-f", "{{.Name}} {{.State.ExitCode}}", *containers).splitlines())
 
     def remove(self) -> None:
-        self._run("down", "-v", "-t", "60")
+        self.run("down", "-v", "-t", "60")
 
-    def _run(self, *arguments: str) -> str:
+    def run(self, *arguments: str) -> str:
         ended = subprocess.run(
             (*self._command, *arguments),
             cwd=ROOT / "deploy" / "compose",
@@ -174,12 +182,16 @@ class Load:
         return tuple(self._client.generate(prompt, **options).result().token_ids)  # type: ignore[arg-type]
 
 
-def play(docker: Engine, folder: Path, transcript: Transcript) -> None:
+def build_images(docker: Engine, folder: Path, transcript: Transcript) -> None:
     with torch_index(folder) as index:
         for target, tag in (("router", "tandem-router:latest"), ("worker-cpu", "tandem-worker:cpu")):
             transcript.add(f"$ docker build -f deploy/docker/Dockerfile --target {target} -t {tag}")
             docker.build(target, tag, index)
             transcript.add(_size(docker, tag))
+
+
+def play(docker: Engine, folder: Path, transcript: Transcript) -> None:
+    build_images(docker, folder, transcript)
     docker.build_redis()
     stack = Stack(docker, folder, transcript)
     with ExitStack() as cleanup:
@@ -330,20 +342,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{error}\n{error.stderr}", file=sys.stderr)
             return 1
     if parsed.write:
-        page = ROOT / "benchmarks" / "results" / "compose.md"
-        page.write_text(_page(transcript))
+        _PAGE.write_text(transcript_page(transcript, *_HEAD))
     return 0
 
 
-def _page(transcript: Transcript) -> str:
+def transcript_page(transcript: Transcript, title: str, written_by: str, what: str) -> str:
+    """Return the page of a run, with the commit that it ran."""
     commit = subprocess.run(("git", "rev-parse", "--short", "HEAD"), cwd=ROOT, capture_output=True, text=True).stdout
     text = "\n".join(transcript.lines)
-    return (
-        "# The compose cluster under load\n\n"
-        f"Written by `make compose-test` at commit {commit.strip()}, on two busy cores. Four clients ask all the\n"
-        "time; each answer is compared with the one that the same prompt got before anything happened.\n\n"
-        f"```\n{text}\n```\n"
-    )
+    return f"{title}\n\n{written_by} at commit {commit.strip()}, on two busy cores. {what}\n\n```\n{text}\n```\n"
 
 
 if __name__ == "__main__":

@@ -28,23 +28,29 @@ class ComposedMembers:
     """The services of one choice of profiles. `keys`: what is mounted at /keys."""
 
     def __init__(self, folder: Path, profiles: str) -> None:
-        self.keys, self._redis = folder / "keys", folder / "redis"
+        self.keys = folder / "keys"
         self.services = services(profiles)
         self._network = f"127.{secrets.randbelow(200) + 20}.{secrets.randbelow(256)}"
         self._folder = folder
-        for made in (self.keys, self._redis, folder / "data"):
+        for made in (self.keys, folder / "data"):
             made.mkdir(mode=0o700, exist_ok=True)
 
     def host(self, service: str) -> str:
         return f"{self._network}.{sorted(self.services).index(service) + 1}"
 
     def make_secrets(self) -> None:
-        _, _, *arguments = self.services["secrets"]["command"]
-        places = {"/keys/redis": str(self._redis), "/keys": str(self.keys)}
-        command = (sys.executable, FOLDER / "make_secrets.py", *(places.get(word, word) for word in arguments))
-        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        status, said = self.run_script("secrets")
+        assert status == 0, said
         settings = self.keys / "tandem.yaml"
         settings.write_text(settings.read_text().replace("@redis:", f"@{self.host('redis')}:"))
+
+    def run_script(self, service: str) -> tuple[int, str]:
+        """Run make_secrets.py as a service does. Return its exit status and what it wrote to stderr."""
+        arguments = [_replaced(word, {"/keys": str(self.keys)}) for word in self.services[service]["command"][2:]]
+        command = (sys.executable, str(FOLDER / "make_secrets.py"), *arguments)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        ended = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=_END_S)
+        return ended.returncode, ended.stderr
 
     def environment(self, service: str) -> dict[str, str]:
         """Return the variables of a member, and of commands in its container."""
@@ -75,7 +81,7 @@ class ComposedMembers:
         return (self._folder / f"{name}.log").read_text()
 
     def _redis_command(self) -> tuple[str, ...]:
-        places = {"/secrets": str(self._redis), "/data": str(self._folder / "data")}
+        places = {"/secrets": str(self.keys / "redis"), "/data": str(self._folder / "data")}
         arguments = (_replaced(word, places) for word in self.services["redis"]["command"][1:])
         return (redis_program(), *arguments, "--bind", self.host("redis"))
 

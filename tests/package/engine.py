@@ -21,6 +21,7 @@ from tests.package.installed import ROOT
 PYTHON_IMAGE = "python:3.11-slim-bookworm"
 REDIS_IMAGE = "tandem-test-redis"
 _BASE = "tandem-test-base"
+_PROMETHEUS = "tandem-test-prometheus"
 _DEBIAN = "python3,python3-venv,python-is-python3,ca-certificates"
 _BUILD_S = 3600.0
 
@@ -75,8 +76,22 @@ class Engine:
             lines = f"FROM {self.base()}\n{run}\n"
             self.docker("build", "-q", "--network", "host", "-t", REDIS_IMAGE, "-", text=lines)
 
+    def build_prometheus(self) -> str:
+        """Build an image of Debian's Prometheus, which starts it as the official one does. Return its name."""
+        if not self.has(_PROMETHEUS):
+            run = "RUN apt-get update && apt-get install -y --no-install-recommends prometheus"
+            lines = f'FROM {self.base()}\n{run}\nENTRYPOINT ["prometheus"]\n'
+            self.docker("build", "-q", "--network", "host", "-t", _PROMETHEUS, "-", text=lines)
+        return _PROMETHEUS
+
+    def can_pull(self, image: str) -> bool:
+        """Return whether the image is here or a registry gives it."""
+        if self.has(image):
+            return True
+        return subprocess.run((docker_program(), "pull", "-q", image), env=self.environment).returncode == 0
+
     def _make_python_image(self) -> None:
-        if subprocess.run((docker_program(), "pull", "-q", PYTHON_IMAGE), env=self.environment).returncode == 0:
+        if self.can_pull(PYTHON_IMAGE):
             return
         if shutil.which("debootstrap") is None:
             raise NoEngine(f"{PYTHON_IMAGE} cannot be pulled, and debootstrap is not installed")

@@ -39,10 +39,9 @@ async def url(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[s
         yield server.url
         await server.stop()
         return
-    secrets, data = tmp_path / "secrets", tmp_path / "data"
-    for folder in (secrets, data):
-        folder.mkdir()
-    made = await asyncio.create_subprocess_exec(sys.executable, _COMPOSE / "make_secrets.py", tmp_path, secrets, "cpu")
+    secrets, data = tmp_path / "redis", tmp_path / "data"
+    data.mkdir()
+    made = await asyncio.create_subprocess_exec(sys.executable, _COMPOSE / "make_secrets.py", tmp_path, "cpu")
     assert await made.wait() == 0
     service = yaml.safe_load((_COMPOSE / "compose.yaml").read_text())["services"]["redis"]
     options = [word.replace("/secrets", str(secrets)).replace("/data", str(data)) for word in service["command"][1:]]

@@ -24,6 +24,37 @@ def test_each_profile_has_a_router_and_both_pools_or_the_dashboards() -> None:
     assert _with_profile("cpu") == {*shared, "prefill", "decode"}
     assert _with_profile("gpu") == {*shared, "prefill-gpu", "decode-gpu"}
     assert _with_profile("observability") == {*shared, "prometheus", "grafana"}
+    assert _with_profile("mtls") == {*shared, "tls-check", "tls"}
+
+
+def test_each_service_reads_its_own_secrets_only(tmp_path: Path) -> None:
+    members = ComposedMembers(tmp_path, "cpu,observability,mtls")
+    members.make_secrets()
+    owned = {"redis": {"users.acl", "password"}, "prometheus": {"metrics.key"}, "grafana": {"password"}}
+    for name, files in owned.items():
+        mounted = {volume.split(":")[0] for volume in members.services[name]["volumes"] if volume[0] not in "./"}
+        assert mounted == {name}
+        assert f"{name}:/keys/{name}" in members.services["secrets"]["volumes"]
+        assert {path.name for path in (members.keys / name).iterdir()} == files
+    read = {
+        name: {volume.split(":")[0] for volume in service.get("volumes", ())}
+        for name, service in members.services.items()
+    }
+    assert {name for name, volumes in read.items() if "keys" in volumes} == {"secrets", "tls-check", "tls", *_MEMBERS}
+    assert members.services["grafana"]["networks"] == ["clients"]
+
+
+def test_the_profile_mtls_fails_with_the_command_to_run_unless_members_use_tls(tmp_path: Path) -> None:
+    members = ComposedMembers(tmp_path, "cpu")
+    members.make_secrets()
+    assert members.run_script("tls-check") == (
+        1,
+        "mtls: members do not use TLS yet: the profile must be in COMPOSE_PROFILES, which the container of the secrets"
+        " reads; run: COMPOSE_PROFILES=cpu,mtls docker compose up -d --force-recreate\n",
+    )
+    with_tls = ComposedMembers(tmp_path, "cpu,mtls")
+    with_tls.make_secrets()
+    assert with_tls.run_script("tls-check") == (0, "")
 
 
 def test_every_mounted_file_exists() -> None:
@@ -64,7 +95,7 @@ def test_prometheus_accepts_its_configuration_with_the_files_that_compose_mounts
     for volume in services("observability")["prometheus"]["volumes"]:
         source, target, _ = volume.split(":")
         if source.startswith("."):
-            text = (FOLDER / source).read_text().replace("/keys/metrics", str(tmp_path / "key"))
+            text = (FOLDER / source).read_text().replace("/keys/metrics.key", str(tmp_path / "key"))
             (tmp_path / Path(target).name).write_text(text)
     (tmp_path / "key").write_text("k")
     command = ["promtool", "check", "config", str(tmp_path / "prometheus.yml")]
