@@ -4,6 +4,12 @@
     exporter -> importer   challenge  a random number, MAC("exporter", transcript)
     importer -> exporter   proof      MAC("importer", transcript)
 
+An importer with a *grant*, a random number of the exporter that came in a proved call and admits one connection, needs
+two messages, because the exporter's random number is known:
+
+    importer -> exporter   request    hello, content, MAC("granted importer", transcript and content)
+    exporter -> importer   answer     MAC("granted exporter", transcript and content)
+
 The transcript is the transport, the hello, the exporter's name and its random number; a name includes an incarnation.
 A replayed or spliced proof is about other random numbers, and a reflected one has the other label, so all are wrong.
 The importer reveals nothing that is worth forwarding before the exporter's MAC was right. The MAC is HMAC-SHA256 under
@@ -19,6 +25,7 @@ import hashlib
 import hmac
 import secrets
 import struct
+from collections.abc import Callable
 from typing import Any
 
 from cluster.auth.keys import KEY_ID_BYTES, ClusterKeys, Purpose, purpose_key
@@ -38,13 +45,9 @@ class OpeningConnection:
 
     def __init__(self, keys: ClusterKeys, *, transport: str, importer: str, exporter: str) -> None:
         """`exporter`: the name, with the incarnation, of the member that must answer."""
-        name = importer.encode()
-        if len(name) > _MAX_NAME_BYTES:
-            name = hashlib.sha256(name).hexdigest().encode()
-        signature = keys.sign(Purpose.KV_CONNECTIONS, b"")  # made only to name the present secret
         self._keys, self._transport, self._exporter = keys, transport, exporter
-        self._key_id = signature[:KEY_ID_BYTES]
-        self.hello = _HELLO.pack(_MAGIC, self._key_id, secrets.token_bytes(NONCE_BYTES), len(name), name)
+        self._key_id = keys.current_id
+        self.hello = _hello(self._key_id, importer)
 
     def prove(self, challenge: bytes) -> bytes:
         """Verify the exporter and return the importer's proof. Raises MemberRefused: NO_PROOF, UNKNOWN_KEY,
@@ -87,6 +90,55 @@ class AcceptingConnection:
             raise refused(Refusal.WRONG_PROOF, f"the peer does not prove that it is {self.importer!r}")
 
 
+class GrantedRequest:
+    """The importer's side under a grant. It sends `message`, then verifies the answer."""
+
+    def __init__(
+        self, keys: ClusterKeys, *, transport: str, importer: str, exporter: str, grant: bytes, content: bytes
+    ) -> None:
+        """`exporter`: the name, with the incarnation, of the member that must answer. `content`: what is asked for."""
+        identifier = keys.current_id
+        # Without the secret, which was dropped this moment, the exporter refuses the request.
+        self._secret, self._exporter = keys.secret_of(identifier) or b"", exporter
+        hello = _hello(identifier, importer)
+        self._transcript = _transcript(transport, hello, exporter, grant) + content
+        self.message = hello + content + _PROOF.pack(_MAGIC, self._mac(b"granted importer"))
+
+    def verify(self, answer: bytes) -> None:
+        """Verify the exporter's proof. Raises MemberRefused: NO_PROOF, WRONG_PROOF."""
+        (mac,) = _fields(_PROOF, answer)
+        if not hmac.compare_digest(mac, self._mac(b"granted exporter")):
+            raise refused(Refusal.WRONG_PROOF, f"the peer does not prove that it is {self._exporter}")
+
+    def _mac(self, label: bytes) -> bytes:
+        return _mac(self._secret, label, self._transcript)
+
+
+class GrantingConnection:
+    """The exporter's side under a grant. It answers a request whose content names the grant."""
+
+    def __init__(self, keys: ClusterKeys, *, transport: str, exporter: str) -> None:
+        self._keys, self._transport, self._exporter = keys, transport, exporter
+        self.importer = ""  # the name in the hello; true once `answer` has returned
+
+    def answer(self, request: bytes, grant_of: Callable[[bytes], bytes | None]) -> tuple[bytes, bytes]:
+        """Verify a request and return (content, answer). `grant_of` returns the grant for a content, or None; it must
+        not return this one again. Raises MemberRefused: NO_PROOF, UNKNOWN_KEY, UNKNOWN_SESSION, WRONG_PROOF."""
+        hello, content, proof = request[:HELLO_BYTES], request[HELLO_BYTES:-PROOF_BYTES], request[-PROOF_BYTES:]
+        key_id, _, length, name = _fields(_HELLO, hello)
+        (mac,) = _fields(_PROOF, proof)
+        self.importer = name[:length].decode(errors="replace")
+        secret, grant = self._keys.secret_of(key_id), grant_of(content)
+        if secret is None:
+            raise refused(Refusal.UNKNOWN_KEY, "the peer does not have the key of this cluster")
+        if grant is None:
+            raise refused(Refusal.UNKNOWN_SESSION, f"{self.importer!r} asks for what is not, or no longer, granted")
+        transcript = _transcript(self._transport, hello, self._exporter, grant) + content
+        if not hmac.compare_digest(mac, _mac(secret, b"granted importer", transcript)):
+            raise refused(Refusal.WRONG_PROOF, f"the peer does not prove that it is {self.importer!r}")
+        return content, _PROOF.pack(_MAGIC, _mac(secret, b"granted exporter", transcript))
+
+
 def is_magic(first: bytes) -> bool:
     """Return whether these are the first MAGIC_BYTES of a message of this protocol."""
     return first == _MAGIC
@@ -100,6 +152,13 @@ def seal(keys: ClusterKeys, *, transport: str, exporter: str, content: bytes) ->
 def is_sealed(keys: ClusterKeys, signature: bytes, *, transport: str, exporter: str, content: bytes) -> bool:
     """Return whether `exporter`, with its incarnation, made this signature."""
     return keys.verify(Purpose.KV_CONNECTIONS, _sealed(transport, exporter, content), signature)
+
+
+def _hello(key_id: bytes, importer: str) -> bytes:
+    name = importer.encode()
+    if len(name) > _MAX_NAME_BYTES:
+        name = hashlib.sha256(name).hexdigest().encode()
+    return _HELLO.pack(_MAGIC, key_id, secrets.token_bytes(NONCE_BYTES), len(name), name)
 
 
 def _fields(form: struct.Struct, message: bytes) -> tuple[Any, ...]:

@@ -76,6 +76,12 @@ class ClusterKeys:
         self._refresh(is_urgent=False)
         return sign(self._secrets.current, purpose, message)
 
+    @property
+    def current_id(self) -> bytes:
+        """Return the id of the secret that signs."""
+        self._refresh(is_urgent=False)
+        return key_id(self._secrets.current)
+
     def verify(self, purpose: Purpose, message: bytes, signature: bytes) -> bool:
         """Return whether one of the valid secrets made this signature."""
         secret = self.secret_of(signature[:KEY_ID_BYTES])

@@ -20,6 +20,8 @@ from cluster.auth.connections import (
     MAGIC_BYTES,
     PROOF_BYTES,
     AcceptingConnection,
+    GrantedRequest,
+    GrantingConnection,
     OpeningConnection,
     is_magic,
     is_sealed,
@@ -57,21 +59,28 @@ class ConnectionProofs:
     def accept(self, connection: socket.socket, transport: str) -> None:
         """Prove both sides as the exporter, on a blocking socket. Raises NotProven, OSError."""
         accepting = AcceptingConnection(self._keys, transport=transport, exporter=self._member)
-        with self._recorded(transport, connection, accepting):
+        with self._recorded(transport, connection, accepting, origin=_peer(connection)):
             magic = _whole(receive(connection, MAGIC_BYTES))
             rest = _whole(receive(connection, HELLO_BYTES - MAGIC_BYTES)) if is_magic(magic) else b""
             connection.sendall(accepting.challenge(magic + rest))
             accepting.verify(_whole(receive(connection, PROOF_BYTES)))
 
-    async def accept_on_loop(self, connection: socket.socket, transport: str) -> None:
-        """Do what `accept` does, on a socket that does not block."""
-        accepting = AcceptingConnection(self._keys, transport=transport, exporter=self._member)
-        loop = asyncio.get_running_loop()
-        with self._recorded(transport, connection, accepting):
+    async def answer_on_loop(
+        self,
+        connection: socket.socket,
+        transport: str,
+        content_bytes: int,
+        grant_of: Callable[[bytes], bytes | None],
+    ) -> tuple[bytes, bytes]:
+        """Read a request under a grant as the exporter, on a socket that does not block. Return its content, of
+        `content_bytes` bytes, and the proof with which the answer begins. `grant_of`: as of GrantingConnection. Raises
+        NotProven, OSError."""
+        granting = GrantingConnection(self._keys, transport=transport, exporter=self._member)
+        with self._recorded(transport, connection, granting):
             magic = await receive_on_loop(connection, MAGIC_BYTES)
-            rest = await receive_on_loop(connection, HELLO_BYTES - MAGIC_BYTES) if is_magic(magic) else b""
-            await loop.sock_sendall(connection, accepting.challenge(magic + rest))
-            accepting.verify(await receive_on_loop(connection, PROOF_BYTES))
+            num_left = HELLO_BYTES + content_bytes + PROOF_BYTES - MAGIC_BYTES
+            rest = await receive_on_loop(connection, num_left) if is_magic(magic) else b""
+            return granting.answer(magic + rest, grant_of)
 
     def open(self, connection: socket.socket, transport: str, exporter: MemberId) -> None:
         """Prove both sides as the importer, on a blocking socket. Raises NotProven, OSError."""
@@ -87,6 +96,22 @@ class ConnectionProofs:
             await loop.sock_sendall(connection, opening.hello)
             proof = opening.prove(await receive_on_loop(connection, CHALLENGE_BYTES))
             await loop.sock_sendall(connection, proof)
+
+    def request(self, transport: str, exporter: MemberId, *, grant: bytes, content: bytes) -> GrantedRequest:
+        """Return the request under a grant with which an importer begins a connection."""
+        return GrantedRequest(
+            self._keys,
+            transport=transport,
+            importer=self._member,
+            exporter=str(exporter),
+            grant=grant,
+            content=content,
+        )
+
+    def verify_answer(self, connection: socket.socket, transport: str, request: GrantedRequest, proof: bytes) -> None:
+        """Verify the proof with which an exporter's answer begins. Raises NotProven."""
+        with self._recorded(transport, connection):
+            request.verify(proof)
 
     def seal(self, transport: str, content: bytes) -> bytes:
         """Return this exporter's signature of `content`, of SIGNATURE_BYTES bytes."""
@@ -105,20 +130,26 @@ class ConnectionProofs:
 
     @contextlib.contextmanager
     def _recorded(
-        self, transport: str, connection: socket.socket, accepting: AcceptingConnection | None = None
+        self,
+        transport: str,
+        connection: socket.socket,
+        accepting: AcceptingConnection | GrantingConnection | None = None,
+        *,
+        origin: str = "",
     ) -> Iterator[None]:
         """Record each refusal. `accepting`: None at an importer. An exporter also records a peer that ends, or is too
-        slow, before its proof; an importer does not, since an exporter that ends is no refusal."""
-        origin = _peer(connection)  # a peer that has left has no address
+        slow, before its proof; an importer does not, since an exporter that ends is no refusal. `origin`: the address
+        of a TCP peer, which it no longer has once it has left; otherwise it is read when it is needed."""
         try:
             yield
         except MemberRefused as refusal:
             claims = accepting.importer if accepting is not None else ""
+            origin = origin or _peer(connection)
             self._record(transport, refusal.refusal, refusal.message, origin=origin, claims=claims)
             raise NotProven(refusal.message) from refusal
         except (OSError, asyncio.CancelledError) as error:
             if accepting is not None:
-                detail = f"it sent no proof: {error or type(error).__name__}"
+                detail, origin = f"it sent no proof: {error or type(error).__name__}", origin or _peer(connection)
                 self._record(transport, Refusal.NO_PROOF, detail, origin=origin, claims=accepting.importer)
             raise
 

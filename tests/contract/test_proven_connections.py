@@ -7,11 +7,12 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
+from pathlib import Path
 
 import pytest
 import torch
 
-from cluster.auth.connections import HELLO_BYTES, OpeningConnection
+from cluster.auth.connections import HELLO_BYTES, PROOF_BYTES, OpeningConnection
 from cluster.auth.keys import ClusterKeys
 from cluster.auth.sessions import Refusal
 from cluster.messages import Epoch, MemberId
@@ -97,15 +98,16 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize(
-    ("who", "keys", "exporter", "reason", "refuser"),
+    ("who", "keys", "exporter", "reason", "refusers"),
     [
-        ("another cluster", ClusterKeys(b"x" * 32), EPOCH.exporter, Refusal.UNKNOWN_KEY, "exporter"),
-        ("for another incarnation", KEY, MemberId("p0", "a2"), Refusal.WRONG_PROOF, "importer"),
+        ("another cluster", ClusterKeys(b"x" * 32), EPOCH.exporter, Refusal.UNKNOWN_KEY, {"exporter"}),
+        # Over tcp the exporter proves itself first, over shm the importer.
+        ("for another incarnation", KEY, MemberId("p0", "a2"), Refusal.WRONG_PROOF, {"importer", "exporter"}),
     ],
     ids=["another cluster", "another incarnation"],
 )
 async def test_an_importer_reads_from_the_member_of_its_ticket_only(
-    transport: str, who: str, keys: ClusterKeys, exporter: MemberId, reason: Refusal, refuser: str
+    transport: str, who: str, keys: ClusterKeys, exporter: MemberId, reason: Refusal, refusers: set[str]
 ) -> None:
     source, target = random_pool(4, seed=1), random_pool(4, seed=2)
     sides = {"exporter": Worker(EPOCH.exporter), "importer": Worker(MemberId("d0", "b2"), keys)}
@@ -114,7 +116,7 @@ async def test_an_importer_reads_from_the_member_of_its_ticket_only(
         epoch = Epoch(exporter, EPOCH.ticket_id, EPOCH.attempt)
         with pytest.raises(TransportError):
             await importer.open_channel(epoch, there.grant(epoch))
-        await until(lambda: sides[refuser].refused(transport, reason) == 1)
+        await until(lambda: sum(sides[each].refused(transport, reason) for each in refusers) == 1)
         await importer.close()
     assert torch.equal(target.raw, before), who
 
@@ -130,7 +132,7 @@ async def test_a_stranger_with_a_token_receives_neither_bytes_nor_a_descriptor(
         endpoint = there.grant(EPOCH)
         token = endpoint[:16]
         announcement = exporting.ANNOUNCEMENT.pack(exporting.MAGIC, EPOCH.ticket_id, EPOCH.attempt, 1, token, 1)
-        asked = announcement + bytes(4) if transport == "tcp" else pool_file._HELLO.pack(EPOCH.ticket_id, 1, token)
+        asked = announcement + bytes(4) if transport == "tcp" else EPOCH.ticket_id + (1).to_bytes(4, "little") + token
         outcomes = []
         for sent in (b"", asked + secret, secret, hello, hello + secret):
             with await stranger(transport, endpoint) as connection:
@@ -188,3 +190,65 @@ async def test_a_connection_that_proves_nothing_ends_however_slowly_it_sends(
                 await asyncio.sleep(0.02)  # less than the time limit, so that a limit per byte would never end it
             assert [*await ends] == [b"", b""]
         await until(lambda: worker.refused(transport, Refusal.NO_PROOF) == 2)
+
+
+async def asked(endpoint: bytes, request: bytes) -> bytes:
+    """Send a request to an exporter over shm. Return its answer, and b"" if it ends the connection."""
+    with await stranger("shm", endpoint) as connection:
+        await asyncio.get_running_loop().sock_sendall(connection, request)
+        return await asyncio.get_running_loop().sock_recv(connection, 1 << 16)
+
+
+async def test_a_grant_opens_one_connection_to_its_importer_and_its_content_only() -> None:
+    """The attacker sees requests on the way, and sends them again, for another ticket, or with other bytes."""
+    worker, member = Worker(EPOCH.exporter), Worker(MemberId("d0", "b2"))
+    content = EPOCH.ticket_id + (1).to_bytes(4, "little")
+    async with exporting_by("shm", worker, random_pool(4, seed=1)) as there:
+        endpoint = there.grant(EPOCH)
+        other = Epoch(EPOCH.exporter, b"o" * 16, EPOCH.attempt)
+        there.grant(other)
+        grant = pool_file.parse_endpoint(endpoint)[1]
+        request = member.proofs.request("shm", EPOCH.exporter, grant=grant, content=content).message
+        for changed in (
+            request.replace(content, other.ticket_id + content[16:]),
+            request[:-1] + bytes([request[-1] ^ 1]),
+            member.proofs.request("shm", EPOCH.exporter, grant=b"g" * 16, content=content).message,
+            Worker(MemberId("d0", "b2"), ClusterKeys(b"x" * 32))
+            .proofs.request("shm", EPOCH.exporter, grant=grant, content=content)
+            .message.replace(ClusterKeys(b"x" * 32).current_id, KEY.current_id),
+        ):
+            assert await asked(endpoint, changed) == b""
+        assert worker.refused("shm", Refusal.WRONG_PROOF) == 4
+        assert len(await asked(endpoint, request)) > 36, "the grant is not used up by others' requests"
+        assert await asked(endpoint, request) == b"", "it admits one connection"
+        assert worker.refused("shm", Refusal.UNKNOWN_SESSION) == 1
+        there.revoke(other)
+        late = member.proofs.request("shm", EPOCH.exporter, grant=grant, content=other.ticket_id + content[16:])
+        assert await asked(endpoint, late.message) == b"" and worker.refused("shm", Refusal.UNKNOWN_SESSION) == 2
+
+
+async def test_an_importer_maps_no_file_of_a_process_that_does_not_prove_to_be_the_exporter(tmp_path: Path) -> None:
+    """The stranger listens where the importer connects, and passes a file of its own with a made-up answer."""
+    importer, path = importing_by("shm", Worker(MemberId("d0", "b2")), random_pool(4, seed=2)), tmp_path / "pool"
+    assert isinstance(importer, ShmImporter)
+    read_only = ShmExporter(memory=random_pool(4, seed=3), proofs=Worker(EPOCH.exporter).proofs)
+
+    async def answer(listener: socket.socket) -> None:
+        connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+        with connection:
+            request = await asyncio.get_running_loop().sock_recv(connection, 1 << 16)
+            made_up = request[-PROOF_BYTES:]  # the importer's own proof
+            socket.send_fds(connection, [made_up, read_only._geometry], [read_only._read_only])
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        listener.setblocking(False)
+        answering = asyncio.create_task(answer(listener))
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(TransportError, match="does not prove that it is p0@a1"):
+            await importer.open_channel(EPOCH, b"t" * 16 + str(path).encode())
+        await answering
+        assert importer.num_mappings == 0 and len(os.listdir("/proc/self/fd")) <= before
+    await importer.close()
+    await read_only.close()

@@ -10,7 +10,14 @@ from contextlib import suppress
 from copy import copy
 from functools import cache
 
-from cluster.auth.connections import AcceptingConnection, OpeningConnection
+from cluster.auth.connections import (
+    HELLO_BYTES,
+    PROOF_BYTES,
+    AcceptingConnection,
+    GrantedRequest,
+    GrantingConnection,
+    OpeningConnection,
+)
 from cluster.errors import MemberRefused
 from engine.kv.pool import KvPool
 from kvtransfer.transports.base import TransportError
@@ -25,6 +32,7 @@ from tests.contract.transport_rig import EPOCH
 from tests.fuzz.target import Refused, Target, refusals
 
 _TOKEN = b"k" * 16
+_ASKED = struct.pack("<16sI", EPOCH.ticket_id, EPOCH.attempt)
 _NCCL_ENTRY = nccl.Entry(EPOCH.ticket_id, 1, _TOKEN)
 _NCCL = (
     nccl.Hello(b"i" * 16, 22_000, _NCCL_ENTRY), nccl.Ready(22_000), nccl.Refused("no"), nccl.UniqueId(b"u" * 128),
@@ -41,6 +49,8 @@ def targets() -> Iterator[Target]:
     yield Target("kv connection hello", [_opening().hello], _challenge, words=(b"TMP1",))
     yield Target("kv connection challenge", [_answered(_opening().hello)], _prove, words=(b"TMP1",))
     yield Target("kv connection proof", [_opening().prove(_answered(_opening().hello))], _verify, words=(b"TMP1",))
+    yield Target("kv connection request", [_granted("tcp").message], _answer_request, words=(b"TMP1",))
+    yield Target("kv connection answer", [_answer_of(_granted("tcp").message)], _verify_answer, words=(b"TMP1",))
     yield Target("tcp strangers", [_opening().hello, _opening().hello * 2, b"", *_announcements()], _come_unproved)
 
 
@@ -77,6 +87,27 @@ def _verify(data: bytes) -> str:
         return "member"
 
 
+@cache
+def _granted(transport: str) -> GrantedRequest:
+    return PROOFS.request(transport, EPOCH.exporter, grant=_TOKEN, content=_ASKED)
+
+
+def _answer_of(request: bytes, transport: str = "tcp") -> bytes:
+    granting = GrantingConnection(KEY, transport=transport, exporter=str(EPOCH.exporter))
+    return granting.answer(request, lambda content: _TOKEN if content == _ASKED else None)[1]
+
+
+def _answer_request(data: bytes) -> str:
+    with refusals(MemberRefused):
+        return f"{len(_answer_of(data))} bytes"
+
+
+def _verify_answer(data: bytes) -> str:
+    with refusals(MemberRefused):
+        _granted("tcp").verify(data)
+        return "member"
+
+
 def _come_unproved(data: bytes) -> str:
     answer = _announce(data, is_proved=False)
     assert answer.startswith("0 blocks"), "a stranger has read a block"
@@ -95,7 +126,7 @@ def _answers() -> list[bytes]:
 
 
 def _shm_requests() -> list[bytes]:
-    return [struct.pack("<16sI16s", EPOCH.ticket_id, EPOCH.attempt, _shm_exporter().grant(EPOCH)[:16])]
+    return [_granted("shm").message]
 
 
 def _geometries() -> list[bytes]:
@@ -188,13 +219,10 @@ def _answer_one(listener: socket.socket, data: bytes) -> None:
 
 def _ask_shm(data: bytes) -> str:
     async def ask() -> str:
-        directory = _shm_exporter()._directory
-        assert directory is not None
-        connection = socket.socket(socket.AF_UNIX)
-        connection.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(connection, str(directory.path / "pool"))
-        await PROOFS.open_on_loop(connection, "shm", EPOCH.exporter)
-        reader, writer = await asyncio.open_unix_connection(sock=connection)
+        exporter = _shm_exporter()
+        exporter._tokens[EPOCH.ticket_id, EPOCH.attempt] = _TOKEN  # each admits one connection
+        assert exporter._directory is not None
+        reader, writer = await asyncio.open_unix_connection(str(exporter._directory.path / "pool"))
         try:
             writer.write(data)
             writer.write_eof()
@@ -239,9 +267,8 @@ def _pass_file(listener: socket.socket, data: bytes) -> None:
     connection, _ = listener.accept()
     with connection:
         connection.settimeout(5)
-        PROOFS.accept(connection, "shm")
-        connection.recv(64)
-        socket.send_fds(connection, [data or b"\0"], [_shm_exporter()._read_only])
+        request = connection.recv(HELLO_BYTES + len(_ASKED) + PROOF_BYTES, socket.MSG_WAITALL)
+        socket.send_fds(connection, [_answer_of(request, "shm"), data], [_shm_exporter()._read_only])
         connection.recv(1)
 
 

@@ -16,7 +16,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from redis.asyncio import Redis
 
-from cluster.auth.connections import OpeningConnection
+from cluster.auth.connections import GrantedRequest, OpeningConnection
 from cluster.auth.gate import PROOF
 from cluster.auth.key_file import load_keys
 from cluster.auth.keys import ClusterKeys
@@ -192,10 +192,12 @@ async def test_a_worker_that_a_stranger_writes_into_redis_receives_no_call_and_i
 
 
 async def _attack(transport: str, connect: "Callable[[Member], Awaitable[_Streams]]", worker: Member) -> None:
-    stranger = OpeningConnection(
-        ClusterKeys(secrets.token_bytes(32)), transport=transport, importer="x@0", exporter=worker.ready["member"]
+    keys, exporter = ClusterKeys(secrets.token_bytes(32)), worker.ready["member"]
+    tcp = OpeningConnection(keys, transport="tcp", importer="x@0", exporter=exporter)
+    shm = GrantedRequest(
+        keys, transport="shm", importer="x@0", exporter=exporter, grant=secrets.token_bytes(16), content=bytes(20)
     )
-    for sent in (stranger.hello, b"GET / HTTP/1.1\r\n\r\n"):
+    for sent in (tcp.hello if transport == "tcp" else shm.message, b"GET / HTTP/1.1\r\n\r\n"):
         reader, writer = await connect(worker)
         writer.write(sent)
         assert await _rest(reader) == b"", transport

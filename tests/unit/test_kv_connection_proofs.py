@@ -11,6 +11,8 @@ from cluster.auth.connections import (
     HELLO_BYTES,
     PROOF_BYTES,
     AcceptingConnection,
+    GrantedRequest,
+    GrantingConnection,
     OpeningConnection,
     is_sealed,
     seal,
@@ -162,3 +164,53 @@ def test_a_sealed_endpoint_is_of_one_exporter_transport_and_content() -> None:
     ):
         assert not is_sealed(keys, signature, transport=transport, exporter=exporter, content=content)
     assert not is_sealed(ClusterKeys(THEIRS), signature, transport="nixl", exporter=EXPORTER, content=b"endpoint")
+
+
+GRANT, CONTENT = b"g" * 16, b"ticket"
+
+
+def request(
+    secret: Secrets | bytes = OURS, exporter: str = EXPORTER, transport: str = "shm", grant: bytes = GRANT
+) -> GrantedRequest:
+    keys = ClusterKeys(secret)
+    return GrantedRequest(keys, transport=transport, importer=IMPORTER, exporter=exporter, grant=grant, content=CONTENT)
+
+
+def answer(message: bytes, secret: Secrets | bytes = OURS, exporter: str = EXPORTER) -> bytes:
+    granting = GrantingConnection(ClusterKeys(secret), transport="shm", exporter=exporter)
+    content, answered = granting.answer(message, lambda content: GRANT if content == CONTENT else None)
+    assert content == CONTENT and granting.importer == IMPORTER
+    return answered
+
+
+def test_a_grant_proves_both_sides_in_two_messages() -> None:
+    asked = request()
+    asked.verify(answer(asked.message))
+    assert refusal(lambda: asked.verify(answer(request().message))) == Refusal.WRONG_PROOF, "of another request"
+    assert refusal(lambda: asked.verify(asked.message[-PROOF_BYTES:])) == Refusal.WRONG_PROOF, "reflected"
+
+
+def test_a_request_is_for_one_exporter_transport_and_grant() -> None:
+    for other in (
+        request(exporter="prefill-0@2"),
+        request(exporter=IMPORTER),
+        request(transport="cuda_ipc"),
+        request(grant=b"h" * 16),
+    ):
+        assert refusal(lambda sent=other.message: answer(sent)) == Refusal.WRONG_PROOF  # type: ignore[misc]
+    assert refusal(lambda: answer(request(THEIRS).message)) == Refusal.UNKNOWN_KEY
+    assert refusal(lambda: answer(request(b"x" * 32).message, Secrets(OURS, THEIRS))) == Refusal.UNKNOWN_KEY
+    rotated = request(THEIRS)
+    rotated.verify(answer(rotated.message, Secrets(OURS, THEIRS)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_no_change_of_any_bit_of_a_request_or_its_answer_is_accepted(data: st.DataObject) -> None:
+    asked = request()
+    bits = data.draw(st.integers(1, (1 << 8 * len(asked.message)) - 1))
+    changed = (int.from_bytes(asked.message) ^ bits).to_bytes(len(asked.message))
+    assert refusal(lambda: answer(changed)) in (*Refusal,)
+    told = answer(asked.message)
+    bits = data.draw(st.integers(1, (1 << 8 * len(told)) - 1))
+    refusal(lambda: asked.verify((int.from_bytes(told) ^ bits).to_bytes(len(told))))

@@ -1,4 +1,5 @@
-"""A pool that lies in a file: passed over a Unix socket to members of the host that present a token, and mapped there.
+"""A pool that lies in a file: passed over a Unix socket to members of the host that prove to have a token, and mapped
+there. The token is a grant of cluster/auth/connections.py, and the descriptor comes with the exporter's proof.
 
 The connection stays open on both sides; its end shows that the other process has ended. The socket is in a private
 directory. A killed process cannot remove its directory, so each directory contains a lock file, whose lock the kernel
@@ -11,7 +12,6 @@ itself; destroying its channel waits for it.
 
 import asyncio
 import fcntl
-import hmac
 import os
 import secrets
 import shutil
@@ -25,20 +25,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from cluster.auth.connections import PROOF_BYTES
 from cluster.messages import Epoch
 from kvtransfer.memory import PoolMemory
 from kvtransfer.transports.base import TransportError
 from kvtransfer.transports.proven_connections import MAX_UNPROVEN, PROVE_S, ConnectionProofs, Opening
-from kvtransfer.transports.sockets import joined, receive_on_loop, shut_down
+from kvtransfer.transports.sockets import joined, shut_down
 
 _PREFIX = "tandem-kv-"
 _LOCK = "lock"
 _MAX_SOCKET_PATH = 100  # the kernel's limit is 107 bytes
-_HELLO = struct.Struct("<16sI16s")  # ticket id, attempt, token
+_ASKED = struct.Struct("<16sI")  # ticket id, attempt
 _TOKEN_BYTES = 16
 _TIMEOUT_S = 5.0
 _ACCEPT_PAUSE_S = 0.1  # without descriptors, accepting again at once would only spin
-_MAX_GEOMETRY_BYTES = 4096
+_MAX_ANSWER_BYTES = 4096
 GEOMETRY = struct.Struct("<QQQ")  # number of blocks, bytes per block, bytes of the file
 
 Result = TypeVar("Result")
@@ -113,7 +114,7 @@ class PoolFileExporter:
         self._keep(self._accept(self._listener))
 
     def grant(self, epoch: Epoch) -> bytes:
-        """Return the endpoint for this epoch, which `parse_endpoint` reads."""
+        """Return the endpoint for this epoch, which `parse_endpoint` reads. It admits one connection."""
         assert self._directory is not None, "admit before start"
         token = self._tokens.setdefault((epoch.ticket_id, epoch.attempt), secrets.token_bytes(_TOKEN_BYTES))
         return token + str(self._directory.path / "pool").encode()
@@ -128,6 +129,9 @@ class PoolFileExporter:
         if self._listener is not None and self._directory is not None:
             self._listener.close()
             await asyncio.to_thread(self._directory.remove)
+
+    def _token(self, asked: bytes) -> bytes | None:
+        return self._tokens.get(_ASKED.unpack(asked))
 
     def _keep(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(work)
@@ -154,14 +158,11 @@ class PoolFileExporter:
             connection.setblocking(False)
             try:
                 async with asyncio.timeout(PROVE_S):
-                    await self._proofs.accept_on_loop(connection, self.name)
+                    asked, proof = await self._proofs.answer_on_loop(connection, self.name, _ASKED.size, self._token)
+                del self._tokens[_ASKED.unpack(asked)]  # it admits one connection
                 self._unproven.pop(connection, None)
-                async with asyncio.timeout(_TIMEOUT_S):
-                    hello = await receive_on_loop(connection, _HELLO.size)
-                ticket_id, attempt, token = _HELLO.unpack(hello)
-                if hmac.compare_digest(self._tokens.get((ticket_id, attempt), b""), token):
-                    socket.send_fds(connection, [self._geometry], [self._descriptor])
-                    await loop.sock_recv(connection, 1)
+                socket.send_fds(connection, [proof, self._geometry], [self._descriptor])
+                await loop.sock_recv(connection, 1)
             except (OSError, MemoryError):
                 return  # the importer is gone or a stranger, or memory is short; the end of the connection tells it
             finally:
@@ -312,25 +313,30 @@ async def receive_descriptor(
     """Return (connection, geometry, descriptor), which the caller then owns. Raises TransportError."""
     if len(token) != _TOKEN_BYTES:
         raise TransportError("the endpoint is not one of this transport")
-    hello = _HELLO.pack(epoch.ticket_id, epoch.attempt, token)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    proofs, transport = opening.proofs, opening.transport
+    asked = _ASKED.pack(epoch.ticket_id, epoch.attempt)
+    request = proofs.request(transport, opening.exporter, grant=token, content=asked)
+    descriptors: list[int] = []
     try:
         connection.setblocking(False)
         async with asyncio.timeout(_TIMEOUT_S):
             loop = asyncio.get_running_loop()
             await loop.sock_connect(connection, path)
-            await opening.proofs.open_on_loop(connection, opening.transport, opening.exporter)
-            await loop.sock_sendall(connection, hello)
+            await loop.sock_sendall(connection, request.message)
             await _readable(connection)
-        geometry, descriptors, _, _ = socket.recv_fds(connection, _MAX_GEOMETRY_BYTES, 1)
+        answer, descriptors, _, _ = socket.recv_fds(connection, _MAX_ANSWER_BYTES, 1)
         if len(descriptors) != 1:
             raise ConnectionRefusedError("the exporter has not admitted this epoch")
+        proofs.verify_answer(connection, transport, request, answer[:PROOF_BYTES])
     except BaseException as error:
         connection.close()
+        for descriptor in descriptors:
+            os.close(descriptor)
         if isinstance(error, OSError):
             raise TransportError(f"asking for the pool at {path}: {error}") from error
         raise
-    return connection, geometry, descriptors[0]
+    return connection, answer[PROOF_BYTES:], descriptors[0]
 
 
 def is_open(connection: socket.socket) -> bool:
