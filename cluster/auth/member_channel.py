@@ -6,7 +6,7 @@ channel then opens another session and makes the call once more, so the caller d
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from types import TracebackType
 from typing import Any, Self
 
@@ -122,6 +122,8 @@ class MemberChannel(grpc.aio.Channel):
 class SignedStream:
     """A call with a stream of responses. It has the methods of gRPC's calls that Tandem uses."""
 
+    __slots__ = ("_begin", "_call", "_is_cancelled", "_is_half_closed", "_opening", "_session", "_sessions", "_written")
+
     def __init__(self, sessions: "_Sessions", begin: Begin, *, repeats: bool) -> None:
         self._sessions, self._begin = sessions, begin
         self._written: list[Any] | None = [] if repeats else None  # None: the call is never made again
@@ -141,7 +143,7 @@ class SignedStream:
     async def read(self) -> Any:
         """Return the next message, or grpc.aio.EOF at the end. Raises AioRpcError."""
         while True:
-            call = await self._started()
+            call = self._call if self._call is not None else await self._started()
             try:
                 message = await call.read()
             except grpc.aio.AioRpcError as error:
@@ -158,7 +160,7 @@ class SignedStream:
 
     async def write(self, message: Any) -> None:
         """Send a message. Raises AioRpcError; asyncio.InvalidStateError if the call is over."""
-        call = await self._started()
+        call = self._call if self._call is not None else await self._started()
         if self._written is not None:
             self._written.append(message)
             if len(self._written) > _MAX_REPEATED:
@@ -197,8 +199,7 @@ class SignedStream:
 
     async def _open(self) -> None:
         self._session = await self._sessions.get()
-        with _unless_closed():
-            call = self._begin(self._session)
+        call = _begun(self._begin, self._session)
         try:
             for message in self._written or ():
                 await call.write(message)
@@ -246,8 +247,7 @@ class _Sessions:
 
     async def _open(self) -> Session:
         handshake = OpeningSession(self._keys, self._caller)
-        with _unless_closed():
-            opening = self._stub.OpenSession(handshake.request(), timeout=_HANDSHAKE_S)
+        opening = _begun(self._stub.OpenSession, handshake.request(), timeout=_HANDSHAKE_S)
         answer: worker_pb2.OpenSessionResponse = await opening
         try:
             self.ready = handshake.opened(checked(answer))
@@ -266,17 +266,17 @@ async def _single(
 ) -> Any:
     """Make a call with one request and one response. Raises AioRpcError."""
     ends_s = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
-    for is_last in (False, True):
-        session = sessions.ready or await _within(sessions.get(), ends_s)
-        left_s = timeout_s if ends_s is None or not is_last else max(0.0, ends_s - asyncio.get_running_loop().time())
-        with _unless_closed():
-            answer = call(body, timeout=left_s, metadata=_proved(session, method, body, metadata))
-        try:
-            return await answer
-        except grpc.aio.AioRpcError as error:
-            if not sessions.forget_if_refused(session, error) or is_last:
-                raise
-    raise AssertionError("unreachable")
+    session = sessions.ready or await _within(sessions.get(), ends_s)
+    try:
+        return await call(body, timeout=timeout_s, metadata=_proved(session, method, body, metadata))
+    except grpc.aio.UsageError as error:
+        raise _closed() from error
+    except grpc.aio.AioRpcError as error:
+        if not sessions.forget_if_refused(session, error):
+            raise
+    session = await _within(sessions.get(), ends_s)
+    left_s = None if ends_s is None else max(0.0, ends_s - asyncio.get_running_loop().time())
+    return await _begun(call, body, timeout=left_s, metadata=_proved(session, method, body, metadata))
 
 
 async def _within(opening: Coroutine[Any, Any, Session], ends_s: float | None) -> Session:
@@ -292,17 +292,18 @@ async def _within(opening: Coroutine[Any, Any, Session], ends_s: float | None) -
         ) from None
 
 
-@contextlib.contextmanager
-def _unless_closed() -> Iterator[None]:
-    """Convert the exception that gRPC raises for a closed channel to AioRpcError: the channel may have been closed
-    while a session was opening.
-    """
+def _begun(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Begin a call. Raises AioRpcError if the channel is closed, as it may be since a session began to open."""
     try:
-        yield
+        return call(*arguments, **options)
     except grpc.aio.UsageError as error:
-        raise grpc.aio.AioRpcError(
-            grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details="the channel is closed"
-        ) from error
+        raise _closed() from error
+
+
+def _closed() -> grpc.aio.AioRpcError:
+    """Return the error of a call on a closed channel, for which gRPC raises UsageError."""
+    no_metadata = grpc.aio.Metadata()
+    return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, no_metadata, no_metadata, details="the channel is closed")
 
 
 def _proved(session: Session | None, method: str, body: bytes, metadata: tuple[Any, ...]) -> tuple[Any, ...]:

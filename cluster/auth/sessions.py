@@ -3,17 +3,18 @@
 The caller sends its name, a random number and a signature; the callee answers with its name, which includes its
 incarnation, two random numbers and a proof of its own. Both derive the session's key from all of these and a key of the
 cluster, so neither can be replayed: a restarted callee, another callee and another caller have another key. A call's
-proof covers the method, the digest of its one request and a counter, which the callee accepts once. No clock is used.
+proof covers the method, its one request and a counter, which the callee accepts once. No clock is used.
 
 A stream's messages are not in its proof: it opens one stream once. Pure but for random numbers; knows no gRPC.
 """
 
-import hashlib
 import hmac
 import secrets
 import struct
 from collections import OrderedDict
 from enum import StrEnum
+from functools import lru_cache
+from hashlib import sha256
 
 from cluster.auth.keys import KEY_ID_BYTES, ClusterKeys, Purpose, purpose_key
 from cluster.errors import MemberRefused
@@ -23,6 +24,7 @@ from tandem.internal.v1 import worker_pb2
 NONCE_BYTES = 32
 SESSION_ID_BYTES = 16
 _PROOF = struct.Struct(">16sQ32s")  # session id, counter, HMAC-SHA256
+_COUNTER = struct.Struct(">Q")
 WINDOW = 4096  # calls of one session that may overtake each other
 _MAX_UNUSED = 1024  # sessions without a call yet: a replayed handshake leaves one
 _MAX_SESSIONS = 16_384
@@ -61,12 +63,13 @@ class Window:
 class Session:
     """An open session on one of its sides. The caller proves its calls, the callee verifies them."""
 
-    __slots__ = ("_counter", "_key", "_window", "id", "key_id", "peer")
+    __slots__ = ("_counter", "_inner", "_outer", "_window", "id", "key_id", "peer")
 
     def __init__(self, identifier: bytes, key: bytes, peer: str, key_id: bytes) -> None:
         """`peer`: the name of the other side. `key_id`: of the secret that the session rests on."""
         self.id, self.peer, self.key_id = identifier, peer, key_id
-        self._key = key
+        # HMAC-SHA256 (RFC 2104) as far as it depends on the key only: each call saves two of its four blocks.
+        self._inner, self._outer = (sha256(bytes(byte ^ pad for byte in key.ljust(64, b"\0"))) for pad in (0x36, 0x5C))
         self._counter = 0
         self._window = Window()
 
@@ -84,9 +87,10 @@ class Session:
             raise refused(Refusal.REPLAYED, f"{self.peer} has made this call already")
 
     def _mac(self, counter: int, method: str, body: bytes) -> bytes:
-        called = method.encode()
-        text = struct.pack(">QH", counter, len(called)) + called + body_digest(body)
-        return hmac.digest(self._key, text, "sha256")
+        inner, outer = self._inner.copy(), self._outer.copy()
+        inner.update(_COUNTER.pack(counter) + _called(method) + body)
+        outer.update(inner.digest())
+        return outer.digest()
 
 
 class OpeningSession:
@@ -171,8 +175,11 @@ def refused(reason: Refusal, detail: str) -> MemberRefused:
     return MemberRefused(f"{reason}: {detail}", refusal=reason)
 
 
-def body_digest(body: bytes) -> bytes:
-    return hashlib.sha256(body).digest()
+@lru_cache(256)
+def _called(method: str) -> bytes:
+    """Return the method behind its length, so that no end of it can be the beginning of a request."""
+    called = method.encode()
+    return len(called).to_bytes(2) + called
 
 
 def _hello(caller: str, nonce: bytes) -> bytes:

@@ -1,5 +1,6 @@
 """The handshake between two members, and the proofs of calls in a session: a table of attacks on them."""
 
+import hmac
 import random
 from collections.abc import Callable
 
@@ -58,6 +59,15 @@ def test_a_proof_is_not_valid_for_another_method_body_session_or_counter(table: 
     ):
         assert refusal(lambda c=changed, m=method, b=body: table.admit(c, m, b)) == Refusal.WRONG_PROOF  # type: ignore[misc]
     table.admit(proof, "/Start", b"body")
+
+
+@pytest.mark.parametrize("body", [b"", b"body", b"x" * 5000])
+def test_a_proof_has_the_hmac_sha256_of_counter_method_and_body(body: bytes) -> None:
+    session = Session(b"i" * 16, b"k" * 32, str(CALLEE), b"id")
+    for counter in range(2):
+        covered = counter.to_bytes(8) + len("/Start").to_bytes(2) + b"/Start" + body
+        mac = hmac.digest(b"k" * 32, covered, "sha256")
+        assert session.prove("/Start", body) == b"i" * 16 + counter.to_bytes(8) + mac
 
 
 def test_a_proof_is_not_valid_at_another_incarnation_or_another_member(session: Session) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 from cluster.auth.keys import ClusterKeys
+from cluster.auth.sessions import Session
 from cluster.clock import Clock
 from cluster.member import from_json, to_json
 from cluster.service_times import StepWork, TimedStep
@@ -46,6 +47,7 @@ _STEPS_AT_LOAD = tuple(
     TimedStep(StepWork(num_new, attended, batch, context), 0.004 + 0.0005 * (num_new + batch))
     for num_new, attended, batch, context in ((16, 136, 0, 0), (64, 2080, 0, 0), (0, 0, 1, 16), (0, 0, 8, 128))
 )
+_MAC = Session._mac
 _COLLECTIONS = 3  # one collection frees objects that the next one collects
 _WALL_S = 1_800_000_000.0
 
@@ -193,7 +195,8 @@ def _of_every_member(dice: _Dice) -> dict[str, object]:
     return {
         "grpc.aio.insecure_channel": lambda address, options=(): Channel(world().network, address, world().watch),
         "grpc.aio.server": lambda interceptors=(), options=(), **_: Server(world().network, interceptors),
-        "cluster.auth.sessions.body_digest": lambda _: b"",  # a faulty member signs what it sends
+        # A faulty member proves what it sends.
+        "cluster.auth.sessions.Session._mac": lambda session, counter, method, _: _MAC(session, counter, method, b""),
         "cluster.serving.serving._refuse_taken": lambda host, port: None,
         "cluster.serving.serving.reflection.enable_server_reflection": lambda *_: None,
         "cluster.process.gc": SimpleNamespace(disable=_nothing, freeze=_nothing, enable=_nothing),
