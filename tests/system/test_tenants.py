@@ -2,14 +2,17 @@
 
 import asyncio
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
 from cluster.accounts.keys import Caller, Limits
-from cluster.accounts.usage import KeyUsage, Usage
-from cluster.clock import MonotonicClock
-from cluster.errors import LimitReached, QueueFull
+from cluster.accounts.limits import TenantLimits
+from cluster.accounts.usage import KeyUsage, Usage, UsageMeter
+from cluster.clock import ManualClock, MonotonicClock
+from cluster.errors import LimitReached, QueueFull, RegistryUnavailable
+from cluster.registry.redis_server import RedisServer
 from cluster.registry.registry import Registry
 from router.accounts import SharedUse, stored_usage
 from tests.system.router_harness import answer_to, ask, router_under_test
@@ -105,3 +108,43 @@ async def test_usage_counts_each_token_once_whatever_was_retried_or_resumed(redi
         assert await stored_usage(registry) == [KeyUsage("acme", "k1", Usage(1, 4, 0, 9))]
         assert limits.use("acme", clock.now_s()).requests == 2, "its own, and the one of the other router's report"
         await registry.close()
+
+
+async def test_routers_share_a_limit_through_redis_and_divide_it_while_redis_is_away(cluster_name: str) -> None:
+    acme, clock = Caller("acme", "k1", limits=Limits(requests_per_minute=8)), ManualClock()
+    server = await RedisServer.start()
+    registry = Registry(url=server.url, cluster_name=cluster_name, ttl_s=0.5)  # which also bounds calls without answer
+    limits = [TenantLimits(), TenantLimits()]
+    shares = [
+        SharedUse(registry, each, UsageMeter(), router=f"r{number}@1", clock=clock)
+        for number, each in enumerate(limits)
+    ]
+    try:
+        for shared in shares * 2:
+            await shared.share()
+        assert _num_admitted(limits[0], acme, clock, 5) == 5
+        assert _num_admitted(limits[1], acme, clock, 1) == 1, "what is not reported yet is the slack"
+        for shared in shares * 2:
+            await shared.share()
+        assert [_num_admitted(each, acme, clock, 9) for each in limits] == [2, 2], "each sees six of eight"
+
+        clock.advance(120.0)
+        for shared in shares * 2:
+            await shared.share()
+        await server.stop()
+        with pytest.raises(RegistryUnavailable):
+            await shares[0].share()
+        clock.advance(4.0)
+        assert [_num_admitted(each, acme, clock, 9) for each in limits] == [4, 4], "together they admit one limit"
+    finally:
+        await registry.close()
+        await server.stop()
+
+
+def _num_admitted(limits: TenantLimits, caller: Caller, clock: ManualClock, tries: int) -> int:
+    """Begin and end requests; return how many were admitted."""
+    admitted = 0
+    for _ in range(tries):
+        with suppress(LimitReached), limits.place(caller, clock.now_s()):
+            admitted += 1
+    return admitted
