@@ -124,7 +124,7 @@ class WorkerLife:
             gate=gate,
             credentials=self.tls.member_credentials() if self.tls is not None else None,
         )
-        gate.serve(self.server.grpc)
+        gate.serve(self.server)
         self.address = join_address(self.host, self.server.bind(config.host, config.port))
         loop_limits = StuckLimits(config.loop_timeout_s, config.stuck_exit_s)
         self._health = HealthPort(

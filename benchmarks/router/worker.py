@@ -164,7 +164,7 @@ async def _serve_role(config: WorkerConfig, role: Role, steps: StepTimes, stop: 
         gate=gate,
         credentials=tls.member_credentials() if tls is not None else None,
     )
-    gate.serve(server.grpc)
+    gate.serve(server)
     worker = PacedWorker(str(member_id), steps)
     worker_pb2_grpc.add_PrefillWorkerServicer_to_server(worker, server.grpc)
     worker_pb2_grpc.add_DecodeWorkerServicer_to_server(worker, server.grpc)

@@ -7,21 +7,26 @@ sees a message of it.
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
 
 from cluster.accounts.audit import Audit
+from cluster.auth.connections import AcceptingConnection
 from cluster.auth.keys import ClusterKeys
 from cluster.auth.sessions import SessionTable
 from cluster.errors import MemberRefused
 from cluster.messages import MemberId
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol.received import checked
+from cluster.serving.frames import CALLS
 from cluster.serving.rpc_errors import abort
+from cluster.serving.serving import GrpcServer
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 
 PROOF = "tandem-proof-bin"  # metadata
+_CONNECTION = "a connection for frames"  # in the audit log
 _OPEN = ("/grpc.health.v1.Health/", "/tandem.internal.v1.MemberAuth/")
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -32,21 +37,30 @@ class MemberGate(grpc.aio.ServerInterceptor, worker_pb2_grpc.MemberAuthServicer)
     """The outermost interceptor of a member's server, and the service that opens sessions."""
 
     def __init__(self, keys: ClusterKeys, member: MemberId, telemetry: Telemetry, audit: Audit) -> None:
+        self._keys, self._member = keys, member
         self._sessions = SessionTable(keys, member)
+        self._server: GrpcServer | None = None
         self._telemetry, self._audit = telemetry, audit
 
-    def serve(self, server: grpc.aio.Server) -> None:
-        """Add the service that opens sessions."""
-        worker_pb2_grpc.add_MemberAuthServicer_to_server(self, server)
+    def serve(self, server: GrpcServer) -> None:
+        """Add the service that opens sessions, and take members' calls as frames too."""
+        self._server = server
+        worker_pb2_grpc.add_MemberAuthServicer_to_server(self, server.grpc)
+        server.serve_frames(
+            partial(AcceptingConnection, self._keys, transport=CALLS, exporter=str(self._member)),
+            on_refused=partial(self._record, method=_CONNECTION),
+        )
 
     async def OpenSession(
         self, request: worker_pb2.OpenSessionRequest, context: _Context
     ) -> worker_pb2.OpenSessionResponse:
         try:
-            return self._sessions.open(checked(request))
+            opened = self._sessions.open(checked(request))
         except MemberRefused as refusal:
-            self._record(refusal, "OpenSession", context)
+            self._record(refusal, context.peer(), "OpenSession")
             raise
+        opened.frame_port = self._server.frame_port if self._server is not None else 0
+        return opened
 
     async def intercept_service(
         self,
@@ -113,11 +127,11 @@ class MemberGate(grpc.aio.ServerInterceptor, worker_pb2_grpc.MemberAuthServicer)
         return refuse
 
     async def _refuse(self, refusal: MemberRefused, method: str, context: _Context) -> None:
-        self._record(refusal, method, context)
+        self._record(refusal, context.peer(), method)
         await abort(context, refusal, method)
 
-    def _record(self, refusal: MemberRefused, method: str, context: _Context) -> None:
-        self._audit.record_refusal(what=method, origin=context.peer(), why=refusal.refusal)
+    def _record(self, refusal: MemberRefused, peer: str, method: str) -> None:
+        self._audit.record_refusal(what=method, origin=peer, why=refusal.refusal)
         self._telemetry.count("tandem_refused_members_total", reason=refusal.refusal)
 
 

@@ -1,7 +1,8 @@
 """A gRPC channel to a member: it opens a session with the first call, and proves membership with each call.
 
 A callee without the session (it has restarted, or a secret was replaced) refuses the call before it reads it. The
-channel then opens another session and makes the call once more, so the caller does not notice.
+channel then opens another session and makes the call once more, so the caller does not notice. Calls travel as frames
+(cluster/serving/frame_channel.py) where the callee takes them, and over gRPC otherwise.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from cluster.auth.keys import ClusterKeys
 from cluster.auth.sessions import OpeningSession, Session
 from cluster.errors import MalformedMessage, MemberRefused
 from cluster.protocol.received import checked
+from cluster.serving.frame_channel import MAX_REQUEST_BYTES, CallerConnection, FrameChannel
 from cluster.serving.rpc_errors import REASON
 from cluster.serving.serving import open_channel
 from cluster.serving.tls import ClusterTls
@@ -34,15 +36,20 @@ def open_member_channel(
     address: str, *, keys: ClusterKeys, caller: str, tls: ClusterTls | None = None
 ) -> "MemberChannel":
     """Return a channel to the member at host:port. `caller`: the name of this process, "id@incarnation"."""
-    return MemberChannel(open_channel(address, tls), keys, caller)
+    host = address.rpartition(":")[0].strip("[]")
+    return MemberChannel(open_channel(address, tls), keys, caller, FrameChannel(host, keys, caller))
 
 
 class MemberChannel(grpc.aio.Channel):
     """Has the interface that generated stubs use. Calls of other services, such as health checks, are not changed."""
 
-    def __init__(self, channel: grpc.aio.Channel, keys: ClusterKeys, caller: str) -> None:
+    def __init__(
+        self, channel: grpc.aio.Channel, keys: ClusterKeys, caller: str, frames: FrameChannel | None = None
+    ) -> None:
+        """`frames` carries the calls of sessions while it is connected; None: all calls use gRPC."""
         self._channel = channel
-        self._sessions = _Sessions(channel, keys, caller)
+        self.frames = frames
+        self._sessions = _Sessions(channel, keys, caller, frames)
 
     async def __aenter__(self) -> Self:
         return self
@@ -54,6 +61,8 @@ class MemberChannel(grpc.aio.Channel):
 
     async def close(self, grace: float | None = None) -> None:
         self._sessions.close()
+        if self.frames is not None:
+            self.frames.close()
         await self._channel.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
@@ -71,8 +80,8 @@ class MemberChannel(grpc.aio.Channel):
         codec = {"response_deserializer": response_deserializer, **more}
         if not method.startswith(_SIGNED):
             return self._channel.unary_unary(method, request_serializer=request_serializer, **codec)
-        call = self._channel.unary_unary(method, request_serializer=_as_is, **codec)
-        sessions = self._sessions
+        over_grpc = self._channel.unary_unary(method, request_serializer=_as_is, **codec)
+        call, sessions = self._one_request(method, over_grpc, response_deserializer), self._sessions
 
         def begin(request: Any, *, timeout: float | None = None, metadata: Any = ()) -> Coroutine[Any, Any, Any]:
             return _single(sessions, method, call, request_serializer(request), timeout, tuple(metadata or ()))
@@ -85,8 +94,8 @@ class MemberChannel(grpc.aio.Channel):
         codec = {"response_deserializer": response_deserializer, **more}
         if not method.startswith(_SIGNED):
             return self._channel.unary_stream(method, request_serializer=request_serializer, **codec)
-        call = self._channel.unary_stream(method, request_serializer=_as_is, **codec)
-        sessions = self._sessions
+        over_grpc = self._channel.unary_stream(method, request_serializer=_as_is, **codec)
+        call, sessions = self._one_request(method, over_grpc, response_deserializer), self._sessions
 
         def begin(request: Any, *, timeout: float | None = None, metadata: Any = ()) -> SignedStream:
             body, metadata = request_serializer(request), tuple(metadata or ())
@@ -103,10 +112,21 @@ class MemberChannel(grpc.aio.Channel):
             return self._channel.stream_unary(method, *args, **codec)
         raise NotImplementedError(f"{method}: no service of a member has such a call")
 
-    def stream_stream(self, method: str, *args: Any, **codec: Any) -> Any:
-        call, sessions = self._channel.stream_stream(method, *args, **codec), self._sessions
+    def stream_stream(
+        self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **more: Any
+    ) -> Any:
+        codec = {"request_serializer": request_serializer, "response_deserializer": response_deserializer, **more}
+        over_grpc, sessions = self._channel.stream_stream(method, **codec), self._sessions
         if not method.startswith(_SIGNED):
-            return call
+            return over_grpc
+
+        def call(requests: Any, *, timeout: float | None, metadata: Any) -> Any:
+            if (connection := self._connection) is None:
+                return over_grpc(requests, timeout=timeout, metadata=metadata)
+            begun = connection.begin(method, None, timeout, metadata, response_deserializer, request_serializer)
+            if requests is not None:
+                begun.write_all(requests)
+            return begun
 
         def begin(requests: Any = None, *, timeout: float | None = None, metadata: Any = ()) -> SignedStream:
             metadata = tuple(metadata or ())
@@ -117,6 +137,21 @@ class MemberChannel(grpc.aio.Channel):
             )
 
         return begin
+
+    @property
+    def _connection(self) -> CallerConnection | None:
+        return self.frames.connection if self.frames is not None else None
+
+    def _one_request(self, method: str, over_grpc: Any, read: Any) -> Any:
+        """Return a function that begins a call with one request, as frames where that is possible."""
+
+        def call(body: bytes, *, timeout: float | None, metadata: Any) -> Any:
+            connection = self._connection
+            if connection is None or len(body) > MAX_REQUEST_BYTES:
+                return over_grpc(body, timeout=timeout, metadata=metadata)
+            return connection.begin(method, body, timeout, metadata, read)
+
+        return call
 
 
 class SignedStream:
@@ -216,8 +251,9 @@ class SignedStream:
 class _Sessions:
     """The session of one channel. Calls that begin without one wait for the same handshake."""
 
-    def __init__(self, channel: grpc.aio.Channel, keys: ClusterKeys, caller: str) -> None:
+    def __init__(self, channel: grpc.aio.Channel, keys: ClusterKeys, caller: str, frames: FrameChannel | None) -> None:
         self.ready: Session | None = None
+        self._frames = frames
         self._stub = worker_pb2_grpc.MemberAuthStub(channel)
         self._keys, self._caller = keys, caller
         self._opening: asyncio.Task[Session] | None = None
@@ -250,7 +286,7 @@ class _Sessions:
         opening = _begun(self._stub.OpenSession, handshake.request(), timeout=_HANDSHAKE_S)
         answer: worker_pb2.OpenSessionResponse = await opening
         try:
-            self.ready = handshake.opened(checked(answer))
+            session = handshake.opened(checked(answer))
         except (MemberRefused, MalformedMessage) as error:
             raise grpc.aio.AioRpcError(
                 grpc.StatusCode.UNAUTHENTICATED,
@@ -258,7 +294,10 @@ class _Sessions:
                 grpc.aio.Metadata((REASON, error.reason)),
                 details=error.message,
             ) from error
-        return self.ready
+        if self._frames is not None:
+            await self._frames.offer(answer.frame_port, answer.callee)
+        self.ready = session
+        return session
 
 
 async def _single(

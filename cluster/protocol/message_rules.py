@@ -95,6 +95,7 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
         "nonce": _NONCE,
         "session_id": _SESSION_ID,
         "proof": _SIGNATURE,
+        "frame_port": Whole(most=65_535),
     },
     inference_pb2.TokenLogprob: {"token_id": _COUNT, "logprob": Real(least=-3.5e38, most=1.0)},
     inference_pb2.PositionLogprobs: {"chosen": _OPTIONAL, "top": Many(_REQUIRED, 4_096)},

@@ -1,7 +1,7 @@
 """The gRPC server that every Tandem process runs, and the channel to such a server.
 
 Each server includes the health and reflection services; cluster/serving/rpc_errors.py converts every error. Owns the
-port and the health status, never the services themselves.
+port and the health status, never the services themselves. Members' calls may come as frames too (frame_server.py).
 """
 
 import asyncio
@@ -15,9 +15,11 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from cluster.errors import ConfigError
+from cluster.auth.connections import AcceptingConnection
+from cluster.errors import ConfigError, MemberRefused
 from cluster.observe.health import HealthStatus
 from cluster.observe.telemetry import Telemetry
+from cluster.serving.frame_server import FrameServer
 from cluster.serving.rpc_errors import ErrorInterceptor
 from cluster.serving.tls import ClusterTls
 
@@ -82,8 +84,10 @@ class GrpcServer:
         whose callers are members. `max_connection_age_s`: about this old (gRPC varies it by a tenth), a connection
         takes no further call and closes when its last call has ended, so that a client balances its load anew. 0: no
         such age."""
-        self.grpc = grpc.aio.server(
-            interceptors=[*([gate] if gate is not None else []), ErrorInterceptor(telemetry), *interceptors],
+        self._interceptors = [*([gate] if gate is not None else []), ErrorInterceptor(telemetry), *interceptors]
+        self._frames: FrameServer | None = None  # None: all calls use gRPC
+        self._server = grpc.aio.server(
+            interceptors=self._interceptors,
             options=[
                 *_SERVER_OPTIONS,
                 *_message_options(max_message_bytes),
@@ -92,11 +96,26 @@ class GrpcServer:
             ],
             maximum_concurrent_rpcs=max_calls,
         )
+        self.grpc = _Services(self._server)
         self._credentials = credentials
         self.status = HealthStatus(service_names)
         self._health = health.aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
-        reflection.enable_server_reflection([*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME], self.grpc)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = [*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(names, self._server)
+
+    def serve_frames(
+        self, accept: Callable[[], AcceptingConnection], on_refused: Callable[[MemberRefused, str], None]
+    ) -> None:
+        """Serve the calls that members make as frames too, on a port of their own beside that of `bind`. To be called
+        before services are added. The arguments are those of FrameServer. With TLS all calls use gRPC."""
+        if self._credentials is None:
+            self._frames = self.grpc.frames = FrameServer(self._interceptors, accept, on_refused)
+
+    @property
+    def frame_port(self) -> int:
+        """Return the port for frames; 0: there is none."""
+        return self._frames.port if self._frames is not None else 0
 
     def bind(self, host: str, port: int) -> int:
         """Listen on `port`, or on a free port for 0, and return its number. Raises ConfigError if that is
@@ -105,18 +124,22 @@ class GrpcServer:
         _refuse_taken(host, port)
         try:
             if self._credentials is None:
-                bound = self.grpc.add_insecure_port(address)
+                bound = self._server.add_insecure_port(address)
             else:
-                bound = self.grpc.add_secure_port(address, self._credentials)
+                bound = self._server.add_secure_port(address, self._credentials)
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {address}: the port is in use, or the address is not ours") from error
         if not bound:
             raise ConfigError(f"cannot listen on {address}: the port is in use, or the address is not ours")
+        if self._frames is not None:
+            self._frames.bind(host)
         return bound
 
     async def start(self) -> None:
         await self.set_ready(False)
-        await self.grpc.start()
+        if self._frames is not None:
+            await self._frames.start()
+        await self._server.start()
 
     async def set_ready(self, ready: bool) -> None:
         """Set what the health service reports for the server and each of its services."""
@@ -132,11 +155,32 @@ class GrpcServer:
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, and cancel those that are still in progress after `grace_s`."""
         await self.set_ready(False)
-        await self.grpc.stop(grace_s)
+        stopping = [self._server.stop(grace_s)]
+        if self._frames is not None:
+            stopping.append(self._frames.stop(grace_s))
+        await asyncio.gather(*stopping)
 
     async def _publish(self) -> None:
         for name in self.status.names:
             await self._health.set(name, self.status.status(name))
+
+
+class _Services:
+    """Takes the services that generated code adds: they are served over gRPC, and as frames where members call."""
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self._server = server
+        self.frames: FrameServer | None = None
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        self._server.add_generic_rpc_handlers(handlers)
+        if self.frames is not None:
+            self.frames.add_handlers(handlers)
+
+    def add_registered_method_handlers(
+        self, service: str, handlers: dict[str, "grpc.RpcMethodHandler[Any, Any]"]
+    ) -> None:
+        self._server.add_registered_method_handlers(service, handlers)
 
 
 def open_channel(

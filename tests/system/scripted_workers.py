@@ -137,7 +137,7 @@ class ScriptedWorker:
             interceptors=[_Door(self.door)],
             gate=members_only,
         )
-        members_only.serve(self.server.grpc)
+        members_only.serve(self.server)
         self.address = ""
         worker_pb2_grpc.add_WorkerServicer_to_server(_About(self), self.server.grpc)
 

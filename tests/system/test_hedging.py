@@ -7,11 +7,13 @@ Workers are suspect after one and a half seconds here, and lost after a minute, 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 
 from cluster.errors import QueueFull
 from router.requests import GenerateRequest
+from tests.system.polling import until
 from tests.system.router_harness import Answer, RouterUnderTest, answer_to, ask, expected_tokens, router_under_test
 from tests.system.scripted_decode import ScriptedDecode
 from tests.system.scripted_workers import Gate, ScriptedPrefill, ScriptedWorker
@@ -27,6 +29,10 @@ async def _router() -> AsyncIterator[RouterUnderTest]:
 
 def _count(router: RouterUnderTest, leg: str, outcome: str) -> float:
     return router.telemetry.value("tandem_hedges_total", leg=leg, outcome=outcome)
+
+
+async def _counted(router: RouterUnderTest, leg: str, outcome: str) -> float:
+    return _count(router, leg, outcome)
 
 
 async def _reached(gate: Gate) -> None:
@@ -71,6 +77,7 @@ async def test_a_hedge_takes_over_with_its_first_token_and_later_messages_of_the
         prefill.before_first_tokens.open()
         other.pause_at = 8
         await asyncio.wait_for(other.paused.wait(), _DEADLINE_S)
+        await until(partial(_counted, router, "decode", "taken_over"), what="the hedge's first token at the router")
         _wake(stopped)  # the client still waits; its messages now belong to an attempt that is over
         await asyncio.wait_for(stopped.cancelled.wait(), _DEADLINE_S)
         other.resumed.set()

@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -16,6 +17,7 @@ from cluster.errors import (
     UnknownModel,
 )
 from router.requests import ChatMessage, ChatPrompt, GenerateRequest, StopConditions, TextPrompt, TokenPrompt
+from tests.system.polling import until
 from tests.system.router_harness import (
     Answer,
     RouterUnderTest,
@@ -234,11 +236,17 @@ async def test_a_deadline_names_its_phase_and_cancels_both_legs() -> None:
         decode.transfer.open()
 
 
+async def _phase(router: RouterUnderTest) -> str:
+    (live,) = router.live_requests
+    return live.account.phase
+
+
 async def _late_at(router: RouterUnderTest, gate: Gate, phase: str) -> None:
     """Let the deadline of a request pass while a worker holds it at a gate; the error must name the phase."""
     answering = asyncio.create_task(answer_to(router, ask(timeout_s=15.0)))
     async with asyncio.timeout(10):
         await gate.reached.wait()
+    await until(partial(_phase, router), lambda seen: seen == phase, what="what the other worker sent")
     pass_time(15.0)
     with pytest.raises(DeadlineExceeded, match=f"in phase {phase}"):
         await answering

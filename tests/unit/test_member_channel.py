@@ -51,7 +51,7 @@ class _Served:
         self.telemetry = Telemetry()
         gate = MemberGate(_KEYS, MemberId("decode-0", str(incarnation)), self.telemetry, Audit())
         self.server = GrpcServer(service_names=[], telemetry=self.telemetry, gate=gate)
-        gate.serve(self.server.grpc)
+        gate.serve(self.server)
         worker_pb2_grpc.add_WorkerServicer_to_server(_Worker(), self.server.grpc)
         kv_pb2_grpc.add_KvTransferServicer_to_server(_Worker(), self.server.grpc)
         self.gate = gate

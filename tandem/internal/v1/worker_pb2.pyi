@@ -19,16 +19,18 @@ class OpenSessionRequest(_message.Message):
     def __init__(self, caller: _Optional[str] = ..., nonce: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
-    __slots__ = ("callee", "nonce", "session_id", "proof")
+    __slots__ = ("callee", "nonce", "session_id", "proof", "frame_port")
     CALLEE_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     PROOF_FIELD_NUMBER: _ClassVar[int]
+    FRAME_PORT_FIELD_NUMBER: _ClassVar[int]
     callee: str
     nonce: bytes
     session_id: bytes
     proof: bytes
-    def __init__(self, callee: _Optional[str] = ..., nonce: _Optional[bytes] = ..., session_id: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
+    frame_port: int
+    def __init__(self, callee: _Optional[str] = ..., nonce: _Optional[bytes] = ..., session_id: _Optional[bytes] = ..., proof: _Optional[bytes] = ..., frame_port: _Optional[int] = ...) -> None: ...
 
 class ResolvedSampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "logprobs_plus_one", "rules")

@@ -198,6 +198,7 @@ def _of_every_member(dice: _Dice) -> dict[str, object]:
         # A faulty member proves what it sends.
         "cluster.auth.sessions.Session._mac": lambda session, counter, method, _: _MAC(session, counter, method, b""),
         "cluster.serving.serving._refuse_taken": lambda host, port: None,
+        "cluster.serving.frame_server.FrameServer.bind": lambda server, host: None,  # all calls use the simulated gRPC
         "cluster.serving.serving.reflection.enable_server_reflection": lambda *_: None,
         "cluster.process.gc": SimpleNamespace(disable=_nothing, freeze=_nothing, enable=_nothing),
         "cluster.registry.registry.open_redis": lambda *_: RedisClient(world().redis),

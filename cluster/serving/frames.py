@@ -1,0 +1,226 @@
+"""Calls between members as frames on one TCP connection: the frames, and what both ends of a connection do.
+
+gRPC's Python costs each side several hundred microseconds for a call and for a message of a stream; a frame costs tens.
+A frame is a head (length of its body, kind, number of its call) and a body. A connection begins with the proofs of both
+ends (cluster/auth/connections.py) and then carries any number of calls at once:
+
+    caller -> callee   BEGIN    method, metadata, the request if there is only one; MESSAGE, DONE for a stream of them
+    callee -> caller   MESSAGE  for each response, then STATUS: code, details, trailing metadata
+    caller -> callee   CANCEL   the caller waits for no answer, because of its deadline or its own decision
+
+A side that has received nothing for `PING_AFTER_S` sends PING, and closes the connection if nothing comes within
+`PONG_WITHIN_S`. Frames are sent at once and in order. frame_server.py has the callee's end, frame_channel.py the
+caller's.
+"""
+
+import asyncio
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple, cast
+
+import grpc
+
+CALLS = "calls"  # the name of these connections in their proofs
+MAX_FRAME_BYTES = 16 << 20
+_MAX_UNPROVEN_BYTES = 1024
+PING_AFTER_S, PONG_WITHIN_S = 10.0, 5.0
+_LATE_S = 0.5  # a look that is later than this shows that this process was stopped or busy
+_HEAD = struct.Struct(">IBI")
+_BEGIN = struct.Struct(">?H")  # whether the request follows; bytes of the method
+_PAIR = struct.Struct(">?HI")  # whether the value is bytes; lengths of key and value
+_STATUS = struct.Struct(">BI")  # code, bytes of the details
+_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+
+Metadata = tuple[tuple[str, str | bytes], ...]
+
+
+class Kind(IntEnum):
+    HELLO = 1
+    CHALLENGE = 2
+    PROOF = 3
+    BEGIN = 4
+    MESSAGE = 5
+    DONE = 6
+    STATUS = 7
+    CANCEL = 8
+    PING = 9
+    PONG = 10
+
+
+class Status(NamedTuple):
+    """The end of a call."""
+
+    code: grpc.StatusCode
+    details: str = ""
+    trailing: Metadata = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The begin of a call. `request` None: its requests follow as messages."""
+
+    method: str
+    metadata: Metadata
+    request: bytes | None
+
+    def packed(self) -> bytes:
+        method = self.method.encode()
+        head = _BEGIN.pack(self.request is not None, len(method))
+        return b"".join((head, method, _packed_pairs(self.metadata), self.request or b""))
+
+    @staticmethod
+    def unpacked(body: bytes) -> "Begin":
+        """Raises ValueError, struct.error."""
+        has_request, length = _BEGIN.unpack_from(body)
+        at = _BEGIN.size + length
+        method = body[_BEGIN.size : at].decode()
+        metadata, at = _unpacked_pairs(body, at)
+        return Begin(method, metadata, body[at:] if has_request else None)
+
+
+def packed_status(status: Status) -> bytes:
+    details = status.details.encode(errors="replace")
+    return _STATUS.pack(status.code.value[0], len(details)) + details + _packed_pairs(status.trailing)
+
+
+def unpacked_status(body: bytes) -> Status:
+    """Raises ValueError, struct.error."""
+    code, length = _STATUS.unpack_from(body)
+    at = _STATUS.size + length
+    details = body[_STATUS.size : at].decode(errors="replace")
+    return Status(_CODES.get(code, grpc.StatusCode.UNKNOWN), details, _unpacked_pairs(body, at)[0])
+
+
+def _packed_pairs(pairs: Iterable[tuple[str, str | bytes]]) -> bytes:
+    parts, number = list[bytes](), 0
+    for name, content in pairs:
+        key, value = name.encode(), content if isinstance(content, bytes) else content.encode(errors="replace")
+        parts += _PAIR.pack(value is content, len(key), len(value)), key, value
+        number += 1
+    return bytes((number,)) + b"".join(parts)
+
+
+def _unpacked_pairs(body: bytes, at: int) -> tuple[Metadata, int]:
+    """Return the pairs that begin at `at`, and where they end."""
+    pairs, number, at = list[tuple[str, str | bytes]](), body[at], at + 1
+    for _ in range(number):
+        is_bytes, key_length, length = _PAIR.unpack_from(body, at)
+        at += _PAIR.size
+        key, value = body[at : at + key_length].decode(), body[at + key_length : at + key_length + length]
+        pairs.append((key, value if is_bytes else value.decode(errors="replace")))
+        at += key_length + length
+    return tuple(pairs), at
+
+
+class FrameConnection(asyncio.Protocol):
+    """One end of a connection. A subclass handles the frames, in `on_frame`, and the end, in `on_lost`."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._received = bytearray()  # the beginning of a frame
+        self._heard_s = self._loop.time()
+        self._pinged_s: float | None = None  # when the ping that is not answered was sent
+        self._look_s = 0.0  # when the next look is due
+        self._timer: asyncio.TimerHandle | None = None
+        self._resumed: asyncio.Future[None] | None = None  # while the other end reads too slowly
+        self.transport: asyncio.Transport | None = None
+        self.is_proven = False
+        self.lost: asyncio.Future[None] = self._loop.create_future()
+
+    def on_frame(self, kind: int, number: int, body: bytes) -> None:
+        """Handle a frame. Raises ValueError, struct.error or MemberRefused for one that must not come."""
+        raise NotImplementedError
+
+    def on_lost(self) -> None:
+        """Handle the end of the connection."""
+        raise NotImplementedError
+
+    def send(self, kind: Kind, number: int, body: bytes = b"") -> None:
+        """Send a frame; without effect once the connection is closed."""
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.write(_HEAD.pack(len(body), kind, number) + body)
+
+    @property
+    def is_paused(self) -> bool:
+        """Return whether the other end reads too slowly: await `drained` before more messages."""
+        return self._resumed is not None
+
+    async def drained(self) -> None:
+        while self._resumed is not None:
+            await asyncio.shield(self._resumed)
+
+    def close(self) -> None:
+        """Close the connection once everything is sent."""
+        if self.transport is not None:
+            self.transport.close()
+
+    def abort(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self._look_in(PING_AFTER_S)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self.resume_writing()
+        self.on_lost()
+        if not self.lost.done():
+            self.lost.set_result(None)
+
+    def pause_writing(self) -> None:
+        self._resumed = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None:
+            resumed.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        self._heard_s, self._pinged_s = self._loop.time(), None
+        if self._received:
+            self._received += data
+            rest = self._parse(self._received)
+            del self._received[:rest]
+        elif (rest := self._parse(data)) < len(data):
+            self._received += data[rest:]
+
+    def _parse(self, data: bytes | bytearray) -> int:
+        """Handle all whole frames, and return where the next one begins."""
+        at, end = 0, len(data)
+        while end - at >= _HEAD.size:
+            length, kind, number = _HEAD.unpack_from(data, at)
+            if length > (MAX_FRAME_BYTES if self.is_proven else _MAX_UNPROVEN_BYTES):
+                self.abort()
+                return end
+            begin, next_at = at + _HEAD.size, at + _HEAD.size + length
+            if next_at > end:
+                break
+            at = next_at
+            if kind == Kind.PING:
+                self.send(Kind.PONG, 0)
+            elif kind != Kind.PONG:
+                self.on_frame(kind, number, bytes(data[begin:next_at]))
+        return at
+
+    def _look_in(self, delay_s: float) -> None:
+        self._look_s = self._loop.time() + delay_s
+        self._timer = self._loop.call_later(delay_s, self._look)
+
+    def _look(self) -> None:
+        """Send a ping on a silent connection, and close it if the last one was not answered in time."""
+        now_s = self._loop.time()
+        if self._pinged_s is not None and now_s - self._look_s < _LATE_S:
+            self.abort()
+            return
+        silent_s = now_s - self._heard_s
+        if silent_s < PING_AFTER_S:
+            self._look_in(PING_AFTER_S - silent_s)
+            return
+        self._pinged_s = now_s
+        self.send(Kind.PING, 0)
+        self._look_in(PONG_WITHIN_S)
