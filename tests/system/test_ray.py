@@ -16,7 +16,9 @@ from cluster.auth.key_file import load_keys
 from cluster.errors import ConfigError
 from cluster.messages import Role
 from tandem.client import AsyncClient
+from tests.system import member_relay
 from tests.system.local_cluster import DEMO_MODEL, LocalCluster
+from tests.system.member_relay import fork_relay
 
 pytest.importorskip("ray", reason="ray is not installed: it is the extra [ray]")
 
@@ -26,7 +28,7 @@ from deploy.ray.placement import NodeNeeds, connect, disconnect
 from deploy.ray.workers import RayWorkers
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def node() -> Iterator[Cluster]:
     """A Ray of one node, without the processes that these tests do not need: they cost a second of a core."""
     handler = signal.getsignal(signal.SIGTERM)  # Ray sets its own
@@ -75,7 +77,6 @@ async def test_workers_that_cannot_start_on_ray_report_the_reason_and_leave_noth
         await asyncio.to_thread(disconnect)
 
 
-@pytest.mark.slow
 async def test_a_worker_on_ray_serves_a_request_and_drains(node: Cluster, redis_url: str, tmp_path: Path) -> None:
     cluster = LocalCluster(redis_url, tmp_path, flags=("--dtype", "float32", "--num-blocks", "128"))
     load_keys(cluster.key_file)  # creates it, as the first member of a cluster does
@@ -91,14 +92,16 @@ async def test_a_worker_on_ray_serves_a_request_and_drains(node: Cluster, redis_
     )
     flags = (*cluster.joining_flags(), f"--model={DEMO_MODEL}")
     try:
-        workers.start([ChildSpec("decode-0", (sys.executable, "-m", "decode_worker", *flags))])
-        await workers.ready("decode-0")
-        await cluster.start(prefill=0, decode=0, router_flags=("--placement", "auto"))
-        async with AsyncClient(cluster.members["router0"].grpc_address) as client:
-            result = await client.generate("import os\n", max_tokens=4, ignore_eos=True).result()
-        assert len(result.token_ids) == 4
-        await workers.stop(["decode-0"], 30.0)
-        assert not workers.staying() and not await asyncio.to_thread(placement.names)
+        async with fork_relay(tmp_path) as relay:
+            program = (sys.executable, member_relay.__file__, relay, "decode_worker")
+            workers.start([ChildSpec("decode-0", (*program, *flags))])
+            await workers.ready("decode-0")
+            await cluster.start(prefill=0, decode=0, router_flags=("--placement", "auto"))
+            async with AsyncClient(cluster.members["router0"].grpc_address) as client:
+                result = await client.generate("import os\n", max_tokens=4, ignore_eos=True).result()
+            assert len(result.token_ids) == 4
+            await workers.stop(["decode-0"], 30.0)
+            assert not workers.staying() and not await asyncio.to_thread(placement.names)
     finally:
         await workers.close()
         await asyncio.to_thread(disconnect)
