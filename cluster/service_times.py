@@ -195,6 +195,10 @@ class StepLimit:
 
     target_s: float = 0.0  # 0: none
 
+    @property
+    def target_us(self) -> int:
+        return round(1e6 * self.target_s)
+
     def seconds(self, quiet_s: float, age_s: float, alone_s: float) -> float:
         """Return the limit of a step that takes `quiet_s` without prompts. `age_s`: how long the oldest prompt has
         waited; `alone_s`: how long it takes to be computed alone."""

@@ -128,7 +128,7 @@ class WorkerApp:
         ]
         profile, watch = self._transfer.profile(self._capacity, self._grammars.engine_id), self._watch.health.watch
         try:
-            setters = {"max_queue": self._set_max_queue}
+            setters = {"max_queue": self._set_max_queue, "slo_tpot_ms": self._set_slo_tpot_ms}
             await self._life.live(profile, announce=announce, drain=self._drain, watch=watch, setters=setters)
         finally:
             for task in tasks:
@@ -256,6 +256,11 @@ class WorkerApp:
         most = max_queue + self._life.config.max_num_seqs
         self._decode.limit_waiting_jobs(most)
         self._prefill.service.max_calls = most
+
+    def _set_slo_tpot_ms(self, target_ms: float) -> None:
+        limit = StepLimit(target_ms / 1000)
+        self._steps.post(commands.LimitSteps(limit))
+        self._life.register_step_target(limit)
 
     def _end_work(self, error: Unhealthy) -> None:
         """End every call and stream that a router has here with this error."""

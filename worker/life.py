@@ -39,6 +39,7 @@ from cluster.process import lasting
 from cluster.protocol.hashing import keyed_chains, nameless_chains
 from cluster.registry.registration import Registration, advertised_host, new_member_id, scraped_host
 from cluster.registry.registry import Registry
+from cluster.service_times import StepLimit
 from cluster.serving.serving import GrpcServer, join_address
 from cluster.serving.tls import load_tls
 from cluster.settings.config import WorkerConfig, echo
@@ -183,6 +184,11 @@ class WorkerLife:
         former = await self._registration.set_role(role)
         _LOG.info("the role has changed", extra={"former_role": former, "role": role})
         return former
+
+    def register_step_target(self, limit: StepLimit) -> None:
+        """Register another target for steps, from which routers predict."""
+        assert self._registration is not None, "settings change once the worker is registered"
+        self._registration.set_step_target(limit)
 
     async def unless_stopped(self, work: Callable[[], Result]) -> Result | None:
         """Run `work` on a thread of its own and return its result. Returns None, and abandons the thread, if the worker

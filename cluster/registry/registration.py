@@ -15,6 +15,7 @@ from cluster.errors import ConfigError, Fenced, RegistryUnavailable
 from cluster.member import Member, MemberState, fingerprint_difference
 from cluster.messages import MemberId, Role
 from cluster.registry.registry import Registry, jittered
+from cluster.service_times import StepLimit
 from cluster.settings.config import ClusterSettings
 
 _LOG = logging.getLogger("tandem.registration")
@@ -73,6 +74,12 @@ class Registration:
         self.member = replace(self.member, role=role)
         await self._register_state()
         return former
+
+    def set_step_target(self, limit: StepLimit) -> None:
+        """Register a worker's target for steps with the next renewal."""
+        assert self.member.capacity is not None, "only workers have a target"
+        capacity = replace(self.member.capacity, slo_tpot_us=limit.target_us)
+        self.member = replace(self.member, capacity=capacity)
 
     async def set_unhealthy(self, is_unhealthy: bool) -> None:
         """Register the unhealthy state as `set_state` does. While the member is unhealthy, no other state is

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from cluster.errors import TandemError
 from cluster.messages import DecodeJob, MemberId, PrefillJob, PromptLogprobs, Role, SampledToken
+from cluster.service_times import StepLimit
 from engine.scheduling.cache_commands import CacheAnswer, CacheCommand
 from engine.scheduling.question import Answer, Key, Question, Refusal
 
@@ -180,6 +181,13 @@ class LimitQueue:
     max_queue: int
 
 
+@dataclass(frozen=True, slots=True)
+class LimitSteps:
+    """Limit further steps that compute prompts beside running sequences by this target."""
+
+    step_limit: StepLimit
+
+
 Command = (
     Reserve
     | Announce
@@ -195,6 +203,7 @@ Command = (
     | Thaw
     | Release
     | LimitQueue
+    | LimitSteps
     | SetRole
     | Inspect
     | CacheCommand

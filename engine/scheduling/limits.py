@@ -64,7 +64,7 @@ class SchedulerLimits:
             max_input_length=self.lengths.max_input_length,
             max_output_length=self.lengths.max_output_length,
             max_prefill_tokens=self.max_prefill_tokens,
-            slo_tpot_us=round(1e6 * self.step_limit.target_s),
+            slo_tpot_us=self.step_limit.target_us,
         )
 
     def num_needed(self, num_tokens: int, num_choices: int) -> int:

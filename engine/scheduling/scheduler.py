@@ -45,6 +45,7 @@ from engine.scheduling.commands import (
     Inspect,
     Inspected,
     LimitQueue,
+    LimitSteps,
     Quiet,
     Release,
     Reserve,
@@ -81,6 +82,7 @@ class SequenceScheduler:
         speed of this worker, by which prompts beside running sequences are limited; while it returns None, they use all
         of `max_prefill_tokens`."""
         self._limits = limits
+        self._step_limit = limits.step_limit
         self._times = times
         self._cost = cost or PreemptionCost()
         pool = self._pool = BlockPool(limits.num_blocks, limits.prefix_eviction)
@@ -157,6 +159,8 @@ class SequenceScheduler:
                 self._exports.release(ticket_id)
             case SetRole(role):
                 self._batch.set_role(role)
+            case LimitSteps(step_limit):
+                self._step_limit = step_limit
             case LimitQueue(max_queue):
                 self._admission.max_queue = self._exports.max_queue = max_queue
             case Inspect(inspection_id):
@@ -290,7 +294,7 @@ class SequenceScheduler:
         if times is None or all(sequence.group.job.is_batch for sequence in decoding):
             return None
         batch, context = len(decoding), sum(len(sequence.token_ids) for sequence in decoding)
-        limit_s = self._limits.step_limit.seconds(times.step_s(batch, context), age_s, times.prefill_s(num_oldest))
+        limit_s = self._step_limit.seconds(times.step_s(batch, context), age_s, times.prefill_s(num_oldest))
         return PromptTime(times.prefill, times.prompts_within_s(limit_s, batch, context), self._limits.block_size)
 
     def _end_step(self, plan: StepPlan, *, has_failed: bool) -> PlannedStep:

@@ -3,13 +3,15 @@
 import asyncio
 from pathlib import Path
 
+from cluster.auth.key_file import load_keys
+from cluster.registry.registry import Registry
 from tandem.client import AsyncClient
 from tandem.errors import Overloaded
 from tests.system.local_cluster import LocalCluster
 from tests.system.polling import until
 
 
-async def test_a_workers_queue_gets_another_limit_and_a_setting_of_its_memory_is_named(
+async def test_a_workers_queue_and_target_change_and_a_setting_of_its_memory_is_named(
     redis_url: str, tmp_path: Path
 ) -> None:
     settings = tmp_path / "worker.yaml"
@@ -19,10 +21,17 @@ async def test_a_workers_queue_gets_another_limit_and_a_setting_of_its_memory_is
     try:
         await cluster.start(prefill=0, router_flags=("--placement", "auto", "--max-attempts", "1"))
         assert await _num_refused(cluster) == 0
-        settings.write_text("max_queue: 1\nblock_size: 32\n")
+        settings.write_text("max_queue: 1\nblock_size: 32\nslo_tpot_ms: 25\n")
         await _until_logged(cluster, "--max-queue is now 1")
         await _until_logged(cluster, "--block-size cannot change while the process runs: restart it to use 32")
         assert await _num_refused(cluster) > 0
+        registry = Registry(url=redis_url, cluster_name=cluster.name, ttl_s=5.0, keys=load_keys(cluster.key_file))
+
+        async def is_registered() -> bool:
+            return [m.capacity.slo_tpot_us for m in await registry.members() if m.capacity is not None] == [25_000]
+
+        await until(is_registered, what="routers predict with the new target")
+        await registry.close()
     finally:
         await cluster.stop()
 

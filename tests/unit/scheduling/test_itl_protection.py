@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes, StepLimit, StepWork
 from cluster.settings.engine_settings import SCHEDULING_POLICIES
+from engine.scheduling.commands import LimitSteps
 from engine.scheduling.policies import make_policy
 from engine.scheduling.step import Chunk
 from engine.timing.service_time_fit import step_work
@@ -76,6 +77,13 @@ def test_a_target_for_the_time_per_token_replaces_the_factor() -> None:
     decoded = run(asked, target_s=0.060)
     assert 0.055 <= max(gaps_s(decoded.answers[:8], 0.5)) <= 0.060 + 1e-9
     assert ttft_s(decoded.answers[8]) < ttft_s(run(asked).answers[8])
+
+
+def test_another_target_holds_from_the_next_step_on() -> None:
+    changed = scheduler(limits(max_num_seqs=32), make_policy("fcfs"), times=TIMES)
+    changed.apply(LimitSteps(StepLimit(0.060)), 0.0)
+    decoded = decode([*RUNNING, Asked(arrives_s=1.0, num_prompt=200, num_output=2)], changed, COST)
+    assert 0.055 <= max(gaps_s(decoded.answers[:8], 0.5)) <= 0.060 + 1e-9
 
 
 def test_below_the_time_of_a_quiet_step_a_prompt_still_gets_a_block_per_step() -> None:
