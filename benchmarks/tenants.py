@@ -34,7 +34,7 @@ _LENGTHS = 256, 768  # tokens of a prompt
 _CHUNK = 256  # --max-prefill-tokens
 _LOAD, _FLOOD = 0.7, 10
 _CAPACITY_S, _MOST_AT_ONCE, _STEADY = 3.0, 8, 1.5
-_ADMIN_KEY = "operator"
+ADMIN_KEY = "operator"
 _AT_SHARE, _FLOODED = "both at their share", "the other at ten times its share"
 
 
@@ -121,17 +121,18 @@ async def _cancel(tasks: Sequence["asyncio.Task[None] | asyncio.Task[list[float]
             await task
 
 
-async def _key(address: str, tenant: str) -> str:
+async def tenant_key(address: str, tenant: str) -> str:
+    """Record a key of this tenant at a cluster of `tandem up` with ADMIN_KEY. Return the key."""
     async with open_channel(address) as channel:
         record = admin_pb2.KeyRecord(tenant=tenant, access=[admin_pb2.KEY_ACCESS_INFERENCE], weight=1)
         request = admin_pb2.AddKeyRequest(record=record)
-        shown = (("authorization", f"Bearer {_ADMIN_KEY}"),)
+        shown = (("authorization", f"Bearer {ADMIN_KEY}"),)
         added = await admin_pb2_grpc.AdminStub(channel).AddKey(request, metadata=shown, timeout=20)
         return str(added.key)
 
 
 async def _measure(address: str, num_rounds: int, duration_s: float) -> list[Round]:
-    keys = [await _key(address, tenant) for tenant in ("measured", "other")]
+    keys = [await tenant_key(address, tenant) for tenant in ("measured", "other")]
     async with AsyncClient(address, keys[0]) as measured, AsyncClient(address, keys[1]) as other:
         bench, arms = Bench(measured, other, random.Random(18)), (_AT_SHARE, _FLOODED)
         return [await bench.round(arms[:: 1 - 2 * (number % 2)], duration_s) for number in range(num_rounds)]
@@ -170,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--duration-s", type=float, default=10.0, help="of each arm of a round")
     parser.add_argument("--write", action="store_true", help=f"keep the figures in {_RESULT.name}")
     parsed = parser.parse_args(arguments)
-    environment = os.environ | {"TANDEM_ADMIN_KEY": _ADMIN_KEY, "TANDEM_KEYS": "redis"}
+    environment = os.environ | {"TANDEM_ADMIN_KEY": ADMIN_KEY, "TANDEM_KEYS": "redis"}
     flags = (f"--max-prefill-tokens={_CHUNK}",)
     with LocalCluster(colocated=1, flags=flags, environment=environment) as cluster:
         rounds = asyncio.run(_measure(cluster.grpc, parsed.rounds, parsed.duration_s))
