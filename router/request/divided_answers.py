@@ -67,12 +67,7 @@ class ChatSettings:
     ) -> Division:
         """Return how the answers to a chat are divided. Raises InvalidRequest for tools where the router has no parser
         for calls."""
-        if use is not None and self.answers.tools is None:
-            raise InvalidRequest(
-                "tools: this router parses no tool calls: send tool_choice none, or start the router with"
-                " --tool-call-parser",
-                param="tools",
-            )
+        self._refuse_unparsed(use)
         prompt_end = tokenization.prompt_end(chat) if self.answers.reasoning is not None else ""
         return Division(
             new_parser=partial(self.answers.parser, use.schemas if use is not None else None, prompt_end),
@@ -84,9 +79,19 @@ class ChatSettings:
         )
 
     def constrained(self, request: GenerateRequest, use: ToolUse | None, tokenization: Tokenization) -> GenerateRequest:
-        """Return a chat's request with the grammar that its tools and its reasoning ask for. Raises InvalidGrammar."""
+        """Return a chat's request with the grammar that its tools and its reasoning ask for. Raises InvalidGrammar, and
+        InvalidRequest as `division` does."""
+        self._refuse_unparsed(use)
         if request.grammar is None and (use is None or not use.is_constrained):
             return request
         assert isinstance(request.prompt, ChatPrompt)
         prompt_end = tokenization.prompt_end(request.prompt)
         return constrained(request, use, self.answers, token_ids=tokenization.marker_token_ids, prompt_end=prompt_end)
+
+    def _refuse_unparsed(self, use: ToolUse | None) -> None:
+        if use is not None and self.answers.tools is None:
+            raise InvalidRequest(
+                "tools: this router parses no tool calls: send tool_choice none, or start the router with"
+                " --tool-call-parser",
+                param="tools",
+            )

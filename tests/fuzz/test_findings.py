@@ -11,15 +11,19 @@ from cluster.accounts.keys import KeySet
 from cluster.auth.keys import ClusterKeys, Purpose
 from cluster.errors import ConfigError, InvalidRequest, RegistryUnavailable
 from cluster.grammar.tokenizer_files import read_json
-from cluster.messages import LayoutFingerprint
+from cluster.messages import Grammar, GrammarKind, LayoutFingerprint
 from cluster.registry.scale_registry import _target as scale_target
 from cluster.settings.config import RouterConfig
 from cluster.settings.config_sources import load_config
 from prefill_worker.prefixes.tier_storage import BlockFiles
 from router.http.anthropic.api import arguments_object
 from router.http.openai_schema import CompletionRequest
-from router.requests import ChatMessage, ToolCall
+from router.request.divided_answers import ChatSettings
+from router.requests import ChatMessage, ChatPrompt, GenerateRequest, ToolCall
 from router.text.chat_template import ChatTemplate
+from router.text.tokenization import Tokenization
+from router.tools.call_forms import CallableTool
+from router.tools.constraint import ToolUse
 
 _NESTED = "[" * 100_000
 _ALL_ARGUMENTS = "{% for call in messages[0].tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}"
@@ -100,3 +104,10 @@ def test_arguments_that_a_template_cannot_write_refuse_the_request() -> None:
 def test_a_huge_n_does_not_stop_the_event_loop_of_a_router(echo: bool) -> None:
     body = CompletionRequest.model_validate({"prompt": ["x"], "n": (1 << 31) - 1, "echo": echo})
     assert len(body.echoes()) == (128 if echo else 0)
+
+
+def test_a_chat_with_tools_and_a_grammar_is_refused_where_the_router_parses_no_calls() -> None:
+    tool, model = CallableTool("f", {"type": "object"}), Path(__file__).parents[2] / "examples" / "demo_model"
+    request = GenerateRequest(prompt=ChatPrompt((ChatMessage("user", "x"),)), grammar=Grammar(GrammarKind.REGEX, "a"))
+    with pytest.raises(InvalidRequest, match="this router parses no tool calls"):
+        ChatSettings().constrained(request, ToolUse((tool,)), Tokenization.load(str(model)))
