@@ -28,7 +28,7 @@ from tandem.local_cluster import LocalCluster
 
 _RESULT = Path(__file__).parent / "results" / "tenant_timing.json"
 _NUM_WORDS = 120  # of a prompt: a few hundred tokens
-_GOAL = 0.05
+_GOAL, _CONTROL = 0.05, 0.75
 _ASKED, _NEW = "asked", "new"
 
 Times = dict[str, list[float]]  # seconds, by class
@@ -102,7 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parsed.write:
         _RESULT.write_text(json.dumps({"about": about(), **figures}, indent=1) + "\n")
     victim, control = figures["victim"], figures["control"]
-    return int(abs(victim["roc_area"] - 0.5) > _GOAL or victim["most_cached_tokens"] > 0 or control["roc_area"] < 0.9)
+    return int(
+        abs(victim["roc_area"] - 0.5) > _GOAL or victim["most_cached_tokens"] > 0 or control["roc_area"] < _CONTROL
+    )
 
 
 if __name__ == "__main__":
