@@ -6,6 +6,7 @@ image without a compiler finds a library that was built beside the sources.
 
 import ctypes
 import hashlib
+import logging
 import os
 import shutil
 import stat
@@ -16,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+_LOG = logging.getLogger("tandem.kernels")
 _FLAGS = ("-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
 _COMPILERS = ("cc", "gcc", "clang")
 _COMPILE_TIMEOUT_S = 120.0
@@ -55,6 +57,7 @@ class CompiledLibrary:
         compiler = _compiler()
         cached = _cache_folder() / self._file_name(_version_of(compiler))
         if not cached.exists():
+            _LOG.info("compiling %s for this machine; later starts find it in %s", self.name, cached.parent)
             _build(compiler, self.sources, cached)
         _require_ours(cached)
         return self._loaded(cached)

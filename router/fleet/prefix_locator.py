@@ -31,8 +31,8 @@ class CacheEventFollower:
     reported blocks; it drops those of a lost worker.
     """
 
-    def __init__(self, index: PrefixIndex) -> None:
-        self._index = index
+    def __init__(self, index: PrefixIndex, *, subscription_s: float = _SUBSCRIPTION_S) -> None:
+        self._index, self._subscription_s = index, subscription_s
 
     async def follow(self, worker: Member, channel: grpc.aio.Channel) -> None:
         """Subscribe again and again, until cancelled."""
@@ -40,7 +40,7 @@ class CacheEventFollower:
         try:
             while True:
                 detail = await self._subscribe(worker, stub)
-                if detail != logged:
+                if detail and detail != logged:
                     _LOG.info("subscribing to cache events again", extra={"worker": str(worker.id), "detail": detail})
                 logged = detail
                 await asyncio.sleep(_RETRY_PAUSE_S)
@@ -48,17 +48,18 @@ class CacheEventFollower:
             self._index.forget(worker.id)
 
     async def _subscribe(self, worker: Member, stub: worker_pb2_grpc.WorkerStub) -> str:
-        """Follow one subscription to its end. Return why it ended."""
+        """Follow one subscription to its end. Return why it ended early; empty if it did not."""
         since = self._index.next_number(worker.id)
         member = str(worker.id) if since is not None else ""
         request = worker_pb2.SubscribeCacheEventsRequest(member=member, since=since or 0)
-        call = stub.SubscribeCacheEvents(request, timeout=_SUBSCRIPTION_S)
+        call = stub.SubscribeCacheEvents(request, timeout=self._subscription_s)
         try:
             async for message in call:
                 if not self._apply(worker, message):
                     return "events are missing"
         except grpc.aio.AioRpcError as error:
-            return str(error.code())
+            is_over = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            return "" if is_over else f"{error.code().name}: {error.details()}"
         except (InvalidRequest, MalformedMessage) as error:
             return error.message
         finally:

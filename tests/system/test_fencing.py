@@ -6,6 +6,7 @@ was stopped and continues.
 """
 
 import asyncio
+import logging
 import signal
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -201,6 +202,25 @@ class WatchedIndex(PrefixIndex):
     def forget(self, worker: MemberId) -> None:
         self.changes.put_nowait("forgotten")
         super().forget(worker)
+
+
+async def test_only_a_subscription_that_ends_early_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "tandem.router.prefixes")
+    worker, publisher = ScriptedPrefill("p0", Store()), ScriptedPublisher()
+    worker_pb2_grpc.add_WorkerServicer_to_server(publisher, worker.server.grpc)
+    async with worker, connect(worker.address) as channel, asyncio.timeout(TIMEOUT_S):
+        follower = CacheEventFollower(WatchedIndex(), subscription_s=0.05)
+        async with running(follower.follow(worker.member, channel)):
+            for _ in range(3):
+                await publisher.calls.get()
+            assert not caplog.records
+            await worker.die()
+
+            async def details() -> list[str]:
+                return [str(vars(record)["detail"]) for record in caplog.records]
+
+            [detail] = await until(details, what="the worker's death is in the log")
+    assert detail.startswith("UNAVAILABLE: ")
 
 
 async def test_cache_events_of_another_incarnation_at_a_workers_address_are_dropped() -> None:
