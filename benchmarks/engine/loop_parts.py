@@ -110,7 +110,7 @@ async def measure(built: Engine, load: Load, num_steps: int = _STEPS) -> list[di
     """Return the seconds of each step by part."""
     fit, parts, is_over = ServiceTimeFit(), Parts(), threading.Event()
     fit.start(await asyncio.to_thread(time_steps, built, built.runner, load.sequences))
-    scheduler = _filled(built, load, fit, _WARM_UP + num_steps + 16)
+    scheduler = filled(built, load, fit, _WARM_UP + num_steps + 16)
     event_loop = asyncio.get_running_loop()
 
     def on_timed(plan: StepPlan, time: StepTime) -> None:
@@ -146,7 +146,7 @@ async def measure(built: Engine, load: Load, num_steps: int = _STEPS) -> list[di
     return [{part: step.get(part, 0.0) for part in PARTS} for step in parts.steps[_WARM_UP : _WARM_UP + num_steps]]
 
 
-def _filled(built: Engine, load: Load, fit: ServiceTimeFit, num_tokens: int) -> SequenceScheduler:
+def filled(built: Engine, load: Load, fit: ServiceTimeFit, num_tokens: int) -> SequenceScheduler:
     """Return a worker's scheduler with every sequence, before its first step."""
     size, context = built.pool.layout.block_size, load.tokens_in + load.tokens_out // 2
     limits = SchedulerLimits(

@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks import machine
 from benchmarks.router.figures import ALL_IN_TOKENS, Interval, Pair, Round, interval, of_pairs, percentile, ratio
 from benchmarks.router.load import Job
-from benchmarks.router.observation import Served, costs_of_router, costs_of_worker, table
+from benchmarks.router.observation import Served, costs_of_router, table
 from benchmarks.router.parties import Arm, Parties, Router, parties
 
 _RESULTS = Path(__file__).parents[1] / "results"
@@ -111,7 +111,7 @@ async def _measure(options: argparse.Namespace) -> dict[tuple[str, str], Measure
 
 
 async def _observe(options: argparse.Namespace) -> list[str]:
-    """Return a table of what watching a router and a worker costs."""
+    """Return a table of what watching a router costs."""
     with tempfile.TemporaryDirectory(prefix="tandem-bench-router-") as folder:
         async with parties({_OURS: Arm(Path(__file__).parents[2])}, Path(folder), [False]) as present:
             [router] = present.routers[False]
@@ -122,11 +122,7 @@ async def _observe(options: argparse.Namespace) -> list[str]:
                 return Served(served.num_requests, served.cpu_s)
 
             await load()
-            return [
-                *table(await costs_of_router(router, load, options.rounds)),
-                "",
-                *table(costs_of_worker(_STEP_S)),
-            ]
+            return table(await costs_of_router(router, load, options.rounds))
 
 
 async def _take_turns(
@@ -212,7 +208,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8, help="pairs of rounds per path")
     parser.add_argument("--paths", type=lambda text: text.split(","), default=list(PATHS), help="separated by commas")
     parser.add_argument("--baseline", type=Path, help="another checkout, whose router is measured in turns")
-    parser.add_argument("--observed", action="store_true", help="measure what watching a router and a worker costs")
+    parser.add_argument("--observed", action="store_true", help="measure what watching a router costs")
     parser.add_argument("--processes", type=int, default=1, help="router processes on one HTTP port")
     parser.add_argument("--no-delays", dest="delays", action="store_false")
     parser.add_argument("--extra", default="{}", help="more fields of the HTTP requests, as JSON")

@@ -1,4 +1,4 @@
-"""What each thing that watches a router or a worker costs, measured alone: `make bench-router BENCH_ARGS=--observed`.
+"""What each thing that watches a router costs, measured alone: `make bench-router BENCH_ARGS=--observed`.
 
 The difference between a watched router and another one is smaller than the noise of a busy machine. So each part is
 measured alone, in CPU time: a scrape and a poll of the page at a real router that has just served a load and is idle
@@ -19,13 +19,10 @@ from benchmarks.router.parties import Router
 from benchmarks.router.watchers import PAGE_S, SCRAPE_S, Page, receiver, scrape
 from cluster.observe.spans import SpanExport
 from cluster.observe.telemetry import Telemetry
-from cluster.service_times import StepWork
-from engine.steps.step_loop import StepTime
 from router.request.account import COUNTED_TOGETHER, PhaseName, RequestAccount
 from router.request.span_sender import SpanSender
 from router.request.traces import Traces
 from router.requests import GenerateRequest, TokenPrompt
-from worker.watch import WorkerMetrics
 
 _CALLS = 2000  # of a loop that is timed once
 _TIMES = 15
@@ -53,9 +50,11 @@ class Served:
 
 async def costs_of_router(router: Router, load: Callable[[], Awaitable[Served]], rounds: int) -> list[Cost]:
     """`load` sends requests and returns once all have ended. Shares are those of a router that uses one whole core."""
-    request_us, calls, scrapes_us, polls_us = list[float](), list[float](), list[float](), list[float]()
-    page = Page(router)
+    request_us, calls, scrapes_us = list[float](), list[float](), list[float]()
+    polls_us, others_us = list[float](), list[float]()
+    page, other = Page(router), Page(router)
     await page.poll()
+    await other.poll()
     for _ in range(rounds):
         before = _num_calls(await scrape(router))
         served = await load()
@@ -63,28 +62,19 @@ async def costs_of_router(router: Router, load: Callable[[], Awaitable[Served]],
         calls.append((_num_calls(await scrape(router)) - before) / served.num_requests)
         scrapes_us.append(await _cpu_us(router, lambda: scrape(router)))
         polls_us.append(await _cpu_us(router, page.poll))
+        others_us.append(await _cpu_us(router, other.poll))
     per_request = median(request_us)
     call_us, itl_us, traces_us = _call_us(), _itl_us(), await _traces_us()
     return [
         Cost("a request with its answer, metrics included", interval(request_us), "-", 1.0),
         Cost("a scrape", interval(scrapes_us), f"every {SCRAPE_S:g} s", interval(scrapes_us)[0] / SCRAPE_S / 1e6),
         Cost("a poll of the page", interval(polls_us), f"every {PAGE_S:g} s", interval(polls_us)[0] / PAGE_S / 1e6),
+        Cost(
+            "a poll of another page", interval(others_us), f"every {PAGE_S:g} s", interval(others_us)[0] / PAGE_S / 1e6
+        ),
         Cost("a metric", call_us, f"{median(calls):.1f} a request", median(calls) * call_us[0] / per_request),
         Cost("the times between tokens", itl_us, f"each request of {ALL_IN_TOKENS} tokens", itl_us[0] / per_request),
         Cost(f"traces, {_SAMPLE_RATIO:.0%} sampled", traces_us, "each request", traces_us[0] / per_request),
-    ]
-
-
-def costs_of_worker(step_s: float) -> list[Cost]:
-    """`step_s`: the time of a step, to which the cost is compared."""
-    metrics, work = WorkerMetrics(Telemetry.of_worker()), StepWork(batch=8, attended=4096.0)
-    step = StepTime(step_s, 0.0001, 0.9 * step_s, 0.0001)
-    record_us = _loop_us(lambda: metrics.record_step(work, step))
-    telemetry = Telemetry.of_worker()
-    render_us = _loop_us(telemetry.render, calls=20)
-    return [
-        Cost("the record of a step", record_us, f"each step of {1e3 * step_s:g} ms", record_us[0] / step_s / 1e6),
-        Cost("a scrape", render_us, f"every {SCRAPE_S:g} s", render_us[0] / SCRAPE_S / 1e6),
     ]
 
 

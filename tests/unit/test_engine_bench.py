@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.engine import loop_parts
+from benchmarks.engine import loop_parts, observed
 from benchmarks.engine.limits import Limits, Rates, roofline
 from benchmarks.engine.parties import alone
 from benchmarks.engine.shapes import MODELS, Load, ModelShape
@@ -70,6 +70,8 @@ async def test_the_parts_of_the_step_thread_add_up_to_its_time(tmp_path: Path) -
     assert all(seconds > 0 for step in steps for seconds in step.values())
     assert sum(sum(step.values()) for step in steps) < time.process_time() - began_s
     assert all(0 < loop_parts.share(step) < 1 for step in steps)
+    (step_s, *_), (more, *_) = await observed.measure(engine, Load(3, 16, 8), num_runs=6)
+    assert 0 < step_s < time.process_time() - began_s and more > -1
     engine.pool.close()
 
 
