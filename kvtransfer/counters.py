@@ -51,8 +51,8 @@ class TransferCounters:
         """Count blocks that were read, by whether their digests were compared."""
         self._telemetry.count("tandem_kv_blocks_verified_total", num_verified)
         self._telemetry.count("tandem_kv_blocks_unverified_total", num_unverified)
-        self._add("blocks_verified", num_verified)
-        self._add("blocks_unverified", num_unverified)
+        self._add("verified_blocks", num_verified)
+        self._add("unverified_blocks", num_unverified)
 
     def digest_failure(self, *, transport: str) -> None:
         self._telemetry.count("tandem_digest_failures_total", transport=transport)

@@ -130,13 +130,13 @@ class Heartbeats:
             await asyncio.sleep(self._interval_s)
 
 
-_IDLE_BLOCKS = ("free", "cached")
+_IDLE_BLOCKS = ("free", "cached")  # states; a figure that begins with blocks_ is the number of blocks in a state
 _SEQUENCES = ("running", "waiting", "frozen")
 # Figures of the scheduler that only grow, with the counters that they become.
 _TOTALS: tuple[tuple[str, str, Mapping[str, str]], ...] = (
     ("tokens_computed", "tandem_computed_tokens_total", {}),
     ("preemptions", "tandem_preemptions_total", {}),
-    ("blocks_evicted", "tandem_evicted_blocks_total", {}),
+    ("evicted_blocks", "tandem_evicted_blocks_total", {}),
     ("swapped_out", "tandem_swaps_total", {"action": "swapped_out"}),
     ("swapped_in", "tandem_swaps_total", {"action": "swapped_in"}),
     ("recomputed", "tandem_swaps_total", {"action": "recomputed"}),
@@ -149,8 +149,8 @@ _TOTALS: tuple[tuple[str, str, Mapping[str, str]], ...] = (
 _GAUGES: tuple[tuple[str, str, Mapping[str, str]], ...] = (
     ("handoffs_waiting", "tandem_handoffs_waiting", {}),
     ("swap_slots_used", "tandem_swap_slots_used", {}),
-    ("blocks_in_host_tier", "tandem_prefix_tier_used_blocks", {"tier": "host"}),
-    ("blocks_on_disk_tier", "tandem_prefix_tier_used_blocks", {"tier": "disk"}),
+    ("host_tier_blocks", "tandem_prefix_tier_used_blocks", {"tier": "host"}),
+    ("disk_tier_blocks", "tandem_prefix_tier_used_blocks", {"tier": "disk"}),
 )
 
 

@@ -130,8 +130,8 @@ class PrefixTiers:
     def figures(self) -> dict[str, float]:
         index = self._resources.index
         return {
-            "blocks_in_host_tier": float(index.num_in_host),
-            "blocks_on_disk_tier": float(index.num_on_disk),
+            "host_tier_blocks": float(index.num_in_host),
+            "disk_tier_blocks": float(index.num_on_disk),
             "tokens_from_tiers": float(self._tokens_fetched),
         }
 

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.observe.metrics import EVERY_PROCESS, METRICS, ROUTER, WORKER
 from deploy.observability.files import expressions
+from tandem.v1 import admin_pb2, admin_pb2_grpc
 from tests.system.local_cluster import LocalCluster
 
 _PROMPT = "a prompt of more than one block, so that a hand-off has blocks to read " * 3
@@ -58,6 +59,18 @@ async def test_the_parts_of_steps_sum_to_the_steps_and_a_hand_off_has_a_bandwidt
     }
     assert read["tandem_kv_bytes_total"] > 0
     assert read["tandem_kv_read_seconds_total"] > 0
+
+
+async def test_the_blocks_in_the_figures_of_a_worker_are_those_of_its_pool(
+    cluster: LocalCluster, scrapes: dict[str, Scrape]
+) -> None:
+    async with cluster.channel() as channel:
+        status = await admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest(), timeout=60)
+    workers = {member.member_id: member.figures for member in status.members if member.figures}
+    for name, figures in workers.items():
+        size = sum(sample.value for sample in scrapes[name]["tandem_kv_blocks"].samples)
+        assert sum(value for figure, value in figures.items() if figure.startswith("blocks_")) == size > 0, name
+    assert any(figures.get("verified_blocks") for figures in workers.values()), "which are in no pool of their own"
 
 
 async def test_every_process_publishes_its_identity_and_its_clock_skew_to_redis(

@@ -70,7 +70,7 @@ async def test_tenants_share_no_cached_blocks(small_pools: LocalCluster) -> None
 
     assert cached[:2] == [(0, True), (0, True)]
     # What other tests left in its small pool may be worth more to decode than what the first tenant left.
-    assert cached[2] == (64, False) or (cached[2] == (64, True) and after["blocks_evicted"] > before["blocks_evicted"])
+    assert cached[2] == (64, False) or (cached[2] == (64, True) and after["evicted_blocks"] > before["evicted_blocks"])
 
 
 async def test_answers_are_those_of_requests_that_share_nothing(small_pools: LocalCluster) -> None:
@@ -91,7 +91,7 @@ async def test_answers_are_those_of_requests_that_share_nothing(small_pools: Loc
     after, decode = await small_pools.figures("prefill"), await small_pools.figures("decode")
 
     assert after["tokens_cached"] - before["tokens_cached"] > 1000
-    assert after["blocks_evicted"] > 0 and decode["blocks_evicted"] > 0
+    assert after["evicted_blocks"] > 0 and decode["evicted_blocks"] > 0
     for number, answer in enumerate(shared):
         if answer is not None:
             requests[number].cache_salt = f"alone {number}"
@@ -231,7 +231,7 @@ async def _until_stored(cluster: LocalCluster, num_blocks: int) -> None:
     """
     async with asyncio.timeout(60):
         figures: dict[str, float] = {}
-        while figures.get("blocks_in_host_tier", 0) + figures.get("blocks_on_disk_tier", 0) < min(num_blocks, 200):
+        while figures.get("host_tier_blocks", 0) + figures.get("disk_tier_blocks", 0) < min(num_blocks, 200):
             figures = await cluster.figures("prefill")
 
 

@@ -87,7 +87,7 @@ def test_only_unused_cached_blocks_are_evicted_for_another_prompt() -> None:
 
     finished = bench.tickets[running].finished
     assert finished is not None and finished.num_cached == 16
-    assert bench.inspect().figures["blocks_evicted"] == 4
+    assert bench.inspect().figures["evicted_blocks"] == 4
 
 
 def test_tenants_share_no_prefix() -> None:

@@ -115,7 +115,7 @@ class Batch:
             "preemptions_last_minute": self._preemption.num_last_minute(now_s),
             "displaced": self._preemption.displaced,
             "tokens_cached": self._tables.tokens_cached,
-            "blocks_evicted": self._pool.num_evicted,
+            "evicted_blocks": self._pool.num_evicted,
             **self._swaps.figures,
         }
 
