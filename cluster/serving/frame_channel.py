@@ -8,7 +8,6 @@ import asyncio
 import itertools
 import logging
 import struct
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ import grpc
 from cluster.auth.connections import OpeningConnection
 from cluster.auth.keys import ClusterKeys
 from cluster.errors import MemberRefused
-from cluster.serving.frames import CALLS, Begin, FrameConnection, Kind, Metadata, Status, unpacked_status
+from cluster.serving.frames import CALLS, Begin, FrameConnection, Kind, Metadata, Status, Unread, unpacked_status
 
 _LOG = logging.getLogger("tandem.frames")
 MAX_REQUEST_BYTES = 64 << 10  # a larger request goes over gRPC, so that it delays no other call's frames
@@ -177,7 +176,7 @@ class FrameCall:
     ) -> None:
         self._connection, self._number, self._read, self._pack = connection, number, read, pack
         self._writing: asyncio.Task[None] | None = None
-        self._messages: deque[bytes] = deque()
+        self._messages = Unread()
         self._status: Status | None = None
         self._news: asyncio.Future[None] | None = None
         self._deadline: asyncio.TimerHandle | None = None

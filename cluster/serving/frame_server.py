@@ -9,7 +9,6 @@ import asyncio
 import logging
 import socket
 import struct
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -19,7 +18,7 @@ import grpc
 from cluster.auth.connections import AcceptingConnection
 from cluster.auth.sessions import Refusal, refused
 from cluster.errors import MemberRefused
-from cluster.serving.frames import Begin, FrameConnection, Kind, Metadata, Status, packed_status
+from cluster.serving.frames import Begin, FrameConnection, Kind, Metadata, Status, Unread, packed_status
 
 _LOG = logging.getLogger("tandem.frames")
 _BACKLOG = 128
@@ -178,14 +177,18 @@ class _Served:
         self, connection: _Connection, number: int, begin: Begin, find: Find, calls: "dict[int, _Served]"
     ) -> None:
         self._connection, self._number, self._calls = connection, number, calls
-        self._requests: deque[bytes | None] = deque()  # None: there are no more
+        self._requests, self._has_all = Unread(), False
         self._news: asyncio.Future[None] | None = None
         self._is_cancelled = False  # by the caller
         self.task = asyncio.get_running_loop().create_task(self._serve(begin, find), name=begin.method)
         self.task.add_done_callback(self._on_done)
 
     def on_request(self, body: bytes | None) -> None:
-        self._requests.append(body)
+        """Take a request of the call; None: there are no more. Raises ValueError if too many are not read."""
+        if body is None:
+            self._has_all = True
+        else:
+            self._requests.append(body)
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
 
@@ -236,11 +239,11 @@ class _Served:
             return
         while True:
             while not self._requests:
+                if self._has_all:
+                    return
                 self._news = asyncio.get_running_loop().create_future()
                 await self._news
-            if (body := self._requests.popleft()) is None:
-                return
-            yield read(body)
+            yield read(self._requests.popleft())
 
     def _on_done(self, task: "asyncio.Task[None]") -> None:
         self._calls.pop(self._number, None)

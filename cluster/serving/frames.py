@@ -15,6 +15,7 @@ caller's.
 
 import asyncio
 import struct
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -24,6 +25,7 @@ import grpc
 
 CALLS = "calls"  # the name of these connections in their proofs
 MAX_FRAME_BYTES = 16 << 20
+MAX_UNREAD_BYTES = 64 << 20  # of messages of one call that were received and not read
 _MAX_UNPROVEN_BYTES = 1024
 PING_AFTER_S, PONG_WITHIN_S = 10.0, 5.0
 _LATE_S = 0.5  # a look that is later than this shows that this process was stopped or busy
@@ -47,6 +49,11 @@ class Kind(IntEnum):
     CANCEL = 8
     PING = 9
     PONG = 10
+
+
+def packed(kind: Kind, number: int, body: bytes = b"") -> bytes:
+    """Return a frame as bytes."""
+    return _HEAD.pack(len(body), kind, number) + body
 
 
 class Status(NamedTuple):
@@ -114,6 +121,36 @@ def _unpacked_pairs(body: bytes, at: int) -> tuple[Metadata, int]:
     return tuple(pairs), at
 
 
+class Unread:
+    """The messages of one call that were received and not read. They are bounded, because a connection is read for all
+    of its calls at once."""
+
+    __slots__ = ("_messages", "_num_bytes")
+
+    def __init__(self) -> None:
+        self._messages: deque[bytes] = deque()
+        self._num_bytes = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._messages)
+
+    def append(self, body: bytes) -> None:
+        """Raises ValueError above the bound."""
+        self._messages.append(body)
+        self._num_bytes += len(body)
+        if self._num_bytes > MAX_UNREAD_BYTES:
+            raise ValueError(f"a call has more than {MAX_UNREAD_BYTES} bytes that were not read")
+
+    def popleft(self) -> bytes:
+        body = self._messages.popleft()
+        self._num_bytes -= len(body)
+        return body
+
+    def clear(self) -> None:
+        self._messages.clear()
+        self._num_bytes = 0
+
+
 class FrameConnection(asyncio.Protocol):
     """One end of a connection. A subclass handles the frames, in `on_frame`, and the end, in `on_lost`."""
 
@@ -140,7 +177,7 @@ class FrameConnection(asyncio.Protocol):
     def send(self, kind: Kind, number: int, body: bytes = b"") -> None:
         """Send a frame; without effect once the connection is closed."""
         if self.transport is not None and not self.transport.is_closing():
-            self.transport.write(_HEAD.pack(len(body), kind, number) + body)
+            self.transport.write(packed(kind, number, body))
 
     @property
     def is_paused(self) -> bool:

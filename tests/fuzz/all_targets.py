@@ -7,10 +7,16 @@ import base64
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tests.fuzz import file_targets, frame_targets, http_targets, message_targets
+from tests.fuzz import call_targets, file_targets, frame_targets, http_targets, message_targets
 from tests.fuzz.target import Target
 
-GROUPS = {"http": http_targets, "messages": message_targets, "frames": frame_targets, "files": file_targets}
+GROUPS = {
+    "http": http_targets,
+    "messages": message_targets,
+    "frames": frame_targets,
+    "calls": call_targets,
+    "files": file_targets,
+}
 _CORPUS = Path(__file__).parent / "corpus"
 
 

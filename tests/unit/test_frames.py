@@ -1,6 +1,7 @@
 """Calls of members as frames, between real sockets: what gRPC promises holds for them, and gRPC replaces them."""
 
 import asyncio
+import contextlib
 import struct
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -236,3 +237,21 @@ def test_begins_and_statuses_are_read_as_they_were_packed() -> None:
         assert Begin.unpacked(begin.packed()) == begin
     status = Status(grpc.StatusCode.UNAVAILABLE, "gone: ü", (("tandem-reason", "draining"),))
     assert unpacked_status(packed_status(status)) == status
+
+
+async def test_a_call_whose_requests_are_not_read_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "MAX_UNREAD_BYTES", 1_000_000)
+    async with _served() as (callee, server, channel):
+        callee.is_open.set()
+        await worker_pb2_grpc.WorkerStub(channel).Inspect(worker_pb2.InspectRequest())
+        assert channel.frames is not None and channel.frames.connection is not None
+        transport = channel.frames.connection.transport
+        assert transport is not None and server._frames is not None
+        (connection,) = server._frames.connections
+        call = kv_pb2_grpc.KvTransferStub(channel).HandOff()
+        transport.pause_reading()  # so the callee cannot answer, and reads no further request
+        message = kv_pb2.ImporterMessage(settle=kv_pb2.Settle(reason="r" * 10_000))
+        while not connection.lost.done():
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                await call.write(message)
+            await asyncio.sleep(0)
