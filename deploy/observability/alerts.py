@@ -108,9 +108,9 @@ ALERTS = (
     ),
     Alert(
         "TandemSlowWorker",
-        # What the page names, by the same factor: router/overview/slowness.py.
-        "max by (worker, leg) (tandem_worker_slowdown_ratio) > 1.7",
-        5,
+        # What the page names, by the same factor (router/overview/slowness.py). One ratio near it may fall below it.
+        "max by (worker, leg) (avg_over_time(tandem_worker_slowdown_ratio[5m])) > 1.7",
+        2,
         "ticket",
         "{{ $labels.worker }} needs {{ $value }} times as long as other workers for its {{ $labels.leg }} steps",
         (
