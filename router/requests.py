@@ -246,7 +246,11 @@ class Accepted:
     sampling: SamplingParams
     max_tokens: int
     acceptance: bytes  # of router/request/request_acceptance.py
-    num_prompt_tokens: int = 0
+    prompt_token_ids: tuple[int, ...] = ()  # that the request keeps
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,3 +265,4 @@ class Output:
     summary: Summary | None = None
     accepted: Accepted | None = None
     prompt: ScoredPrompt | None = None
+    first_choice: int = 0  # of its request among those of one response

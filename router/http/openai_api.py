@@ -39,7 +39,7 @@ from router.http.divided_chat import chat_shape
 from router.http.edge import ClientGone, Edge
 from router.http.endpoints import add_models, add_operations, add_tokens
 from router.http.errors import error_response, invalid_body, status_response
-from router.http.openai_responses import CompletionShape, Envelope, ScoredPrompts, Shape
+from router.http.openai_responses import CompletionShape, Envelope, PromptFields, Shape
 from router.http.openai_schema import ChatCompletionRequest, CompletionRequest
 from router.http.openai_stream import EventStream, Generates, PromptsOnly, WholeResponse
 from router.request.divided_answers import ChatSettings
@@ -134,7 +134,7 @@ def _add_generation(
         responses=generation_responses(Completion, CompletionChunk),
     )
     async def completions(body: CompletionRequest, headers: _Headers, request: Request) -> Response:
-        prompts = body.scored_prompts(tokenization, is_chat=False)
+        prompts = body.prompt_fields(tokenization, is_chat=False)
         shape = CompletionShape(
             tokenization,
             body.return_token_ids,
@@ -159,7 +159,7 @@ def _add_generation(
         shape = chat_shape(chats, body, use, tokenization, f"chatcmpl-{label}")
         asked = [chats.constrained(each, use, tokenization) for each in body.requests(label)]
         requests = headers.apply(asked, request)
-        return answers.answer(body, requests, headers, shape, names, body.scored_prompts(tokenization, is_chat=True))
+        return answers.answer(body, requests, headers, shape, names, body.prompt_fields(tokenization, is_chat=True))
 
     routes = {route.path: route for route in app.routes if isinstance(route, Route)}
     hot = (
@@ -184,7 +184,7 @@ class _Answers:
         headers: RequestHeaders,
         shape: Shape,
         names: tuple[str, str, str],
-        prompts: ScoredPrompts | None,
+        prompts: PromptFields | None,
     ) -> Response:
         prefix, kind, chunk_kind = names
         options = body.stream_options

@@ -1,7 +1,7 @@
 """Builds OpenAI responses from tokens and text, for both endpoints, whole or in chunks.
 
 Each response has one builder. It keeps only the state that the response format needs: the text offsets of tokens, and
-which choices have begun. Scored prompts are in vLLM's field `prompt_logprobs`.
+which choices have begun. Prompts are in vLLM's fields `prompt_token_ids` and `prompt_logprobs`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +14,7 @@ from router.requests import (
     Accepted,
     ChoiceDelta,
     Ledger,
+    Output,
     Prompt,
     PromptToken,
     ScoredPrompt,
@@ -174,7 +175,7 @@ class CompletionShape:
     skips_special_tokens: bool = True
     echoes: Mapping[int, Prompt] = field(default_factory=dict)  # by choice: the prompt with which its text begins
     num_logprobs: int | None = None
-    prompts: "ScoredPrompts | None" = None
+    prompts: "PromptFields | None" = None
     _begun: set[int] = field(default_factory=set)
     _offsets: dict[int, "_Offsets"] = field(default_factory=dict)
 
@@ -298,56 +299,70 @@ def token_ids(deltas: Sequence[ChoiceDelta], *, wanted: bool) -> Json:
     return {"token_ids": [token_id for delta in deltas for token_id in delta.token_ids]} if wanted else {}
 
 
-class ScoredPrompts:
-    """The scored prompts of one response. Prompt i belongs to the choices i * n to i * n + n - 1."""
+@dataclass(frozen=True, slots=True)
+class PromptNames:
+    """The names of a prompt's tokens."""
+
+    tokenization: Tokenization
+    as_ids: bool
+
+    def of(self, token_id: int) -> str:
+        return self.tokenization.token_name(token_id, as_id=self.as_ids)
+
+
+class PromptFields:
+    """What one response says about its prompts: their tokens, and the log-probabilities of these. Prompt i belongs to
+    the choices i * n to i * n + n - 1."""
 
     def __init__(
-        self, tokenization: Tokenization, num_top: int | None, *, n: int, as_ids: bool, is_of_body: bool
+        self, names: PromptNames, num_top: int | None, has_token_ids: bool, *, n: int, is_of_body: bool
     ) -> None:
-        """`num_top`: the request's `prompt_logprobs`; None: no field is made. `as_ids`: tokens are named by their ids.
-        `is_of_body`: the field stands beside the choices, else in each choice."""
-        self._tokenization = tokenization
+        """`num_top`: the request's `prompt_logprobs`; None: there is no such field. `has_token_ids`: there is
+        `prompt_token_ids`. `is_of_body`: the fields stand beside the choices, else in each choice."""
+        self._names = names
         self._num_top = num_top
+        self._has_token_ids = has_token_ids
         self._n = max(1, n)
-        self._as_ids = as_ids
         self._is_of_body = is_of_body
         self._is_begun = False
-        self._prompts: dict[int, ScoredPrompt] = {}
+        self._token_ids: dict[int, tuple[int, ...]] = {}  # by prompt
+        self._scored: dict[int, ScoredPrompt] = {}
 
-    def add(self, choice: int, prompt: ScoredPrompt) -> None:
-        """Add the prompt of a choice."""
-        self._prompts[choice // self._n] = prompt
+    def add(self, output: Output) -> None:
+        """Read the prompt in an output, if it has one."""
+        prompt = output.first_choice // self._n
+        if output.accepted is not None and self._has_token_ids:
+            self._token_ids[prompt] = output.accepted.prompt_token_ids
+        if output.prompt is not None:
+            self._scored[prompt] = output.prompt
 
     def of(self, choice: int) -> ScoredPrompt | None:
-        return self._prompts.get(choice // self._n)
+        return self._scored.get(choice // self._n)
 
     def in_choice(self, choice: int) -> Json:
-        """Return the field of the first chunk of a choice, or of a whole one."""
-        return {} if self._is_of_body else self._field(choice)
+        """Return the fields of the first chunk of a choice, or of a whole one."""
+        return {} if self._is_of_body else self._fields(choice)
 
     def in_body(self) -> Json:
-        """Return the field of the body, once: of the first chunk, or of the whole response."""
+        """Return the fields of the body, once: of the first chunk, or of the whole response."""
         if self._is_begun or not self._is_of_body:
             return {}
-        field = self._field(0)
-        self._is_begun = bool(field)
-        return field
+        fields = self._fields(0)
+        self._is_begun = bool(fields)
+        return fields
 
-    def _field(self, choice: int) -> Json:
-        prompt = self.of(choice)
-        if prompt is None or self._num_top is None:
-            return {}
-        return {"prompt_logprobs": [None, *map(self._position, prompt.tokens())]}
+    def _fields(self, choice: int) -> Json:
+        token_ids, scored = self._token_ids.get(choice // self._n), self.of(choice)
+        fields: Json = {} if token_ids is None else {"prompt_token_ids": list(token_ids)}
+        if scored is not None and self._num_top is not None:
+            fields["prompt_logprobs"] = [None, *map(self._position, scored.tokens())]
+        return fields
 
     def _position(self, token: PromptToken) -> Json:
         """Return the token and the most likely ones, by their ids."""
         top = enumerate(token.top[: self._num_top], start=1)
         others = ((token_id, logprob, rank) for rank, (token_id, logprob) in top if token_id != token.token_id)
         return {
-            str(token_id): {
-                "logprob": logprob,
-                "rank": rank,
-                "decoded_token": self._tokenization.token_name(token_id, as_id=self._as_ids),
-            }
+            str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": self._names.of(token_id)}
             for token_id, logprob, rank in chain([(token.token_id, token.logprob, token.rank)], others)
         }

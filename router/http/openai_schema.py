@@ -15,7 +15,7 @@ from router.http.bodies.generation_fields import LogitFields, StructuredOutputFi
 from router.http.bodies.messages import MAX_MESSAGES, Message, ToolFields
 from router.http.bodies.openapi import TOKEN_IDS
 from router.http.bodies.strict_body import NeutralValues, StrictBody
-from router.http.openai_responses import ScoredPrompts
+from router.http.openai_responses import PromptFields, PromptNames
 from router.request.validation import (
     MAX_CACHE_SALT_CHARACTERS,
     MAX_CHOICES,
@@ -218,7 +218,7 @@ class _Request(LogitFields, StructuredOutputFields):
         json_schema_extra=_range(0, MAX_LOGPROBS),
     )
     echo: bool = Field(False, description="true: the text begins with the prompt or the continued message")
-    return_token_ids: bool = Field(False, description="true: every choice has token_ids")
+    return_token_ids: bool = Field(False, description="true: choices have token_ids, and prompts prompt_token_ids")
     return_tokens_as_token_ids: bool = Field(False, description="true: logprobs name tokens by id: token_id:7")
     request_id: str = Field(
         "",
@@ -242,12 +242,12 @@ class _Request(LogitFields, StructuredOutputFields):
             raise ValueError(f"must be at most {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters")
         return value
 
-    def scored_prompts(self, tokenization: Tokenization, *, is_chat: bool) -> ScoredPrompts | None:
+    def prompt_fields(self, tokenization: Tokenization, *, is_chat: bool) -> PromptFields | None:
         """Return what the response says about its prompts, if it does."""
-        if self.num_prompt_logprobs is None:
+        if self.num_prompt_logprobs is None and not self.return_token_ids:
             return None
-        as_ids, of_body = self.return_tokens_as_token_ids, is_chat
-        return ScoredPrompts(tokenization, self.prompt_logprobs, n=self.n, as_ids=as_ids, is_of_body=of_body)
+        names = PromptNames(tokenization, as_ids=self.return_tokens_as_token_ids)
+        return PromptFields(names, self.prompt_logprobs, self.return_token_ids, n=self.n, is_of_body=is_chat)
 
     @property
     def num_prompt_logprobs(self) -> int | None:
@@ -344,8 +344,8 @@ class ChatCompletionRequest(_Request, ToolFields):
     top_logprobs: int | None = Field(
         None, description="from 0 to 20; above 0 it needs logprobs", json_schema_extra=_range(0, MAX_LOGPROBS)
     )
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
-        None, description="given to the chat template; none also sets its enable_thinking to false"
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="given to the chat template, with enable_thinking, which is false for none"
     )
     include_reasoning: bool = Field(default=True, description="false: the reasoning is left out of the answer")
     documents: list[dict[str, str]] = Field([], description="given to the chat template", max_length=MAX_DOCUMENTS)
@@ -370,7 +370,7 @@ class ChatCompletionRequest(_Request, ToolFields):
         """Return the conversation with the arguments of the chat template."""
         arguments = self.chat_template_kwargs
         if self.reasoning_effort is not None:
-            thinks = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
+            thinks = {"enable_thinking": self.reasoning_effort != "none"}
             arguments = {"reasoning_effort": self.reasoning_effort} | thinks | arguments
         options = ChatOptions(
             tools=tuple(tool.value() for tool in self.tools if self.tool_choice.type != "none"),

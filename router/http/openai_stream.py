@@ -18,7 +18,7 @@ from cluster.errors import TandemError
 from cluster.messages import FinishReason
 from router.http.edge import ClientGone, ClientStalled, DirectChunks, chunks_of, while_connected
 from router.http.errors import error_body, internal_error, json_bytes
-from router.http.openai_responses import Envelope, ScoredPrompts, Shape, UsageSoFar
+from router.http.openai_responses import Envelope, PromptFields, Shape, UsageSoFar
 from router.request.live_requests import LiveRequests
 from router.request.outbox import WholeAnswer
 from router.requests import Accepted, ChoiceDelta, GenerateRequest, Ledger, Output, Usage
@@ -89,7 +89,7 @@ async def _merged(pipeline: Generates, requests: Sequence[GenerateRequest]) -> A
             async with aclosing(pipeline.generate(request)) as outputs:
                 async for output in outputs:
                     deltas = tuple(delta._replace(choice=first_choice + delta.choice) for delta in output.deltas)
-                    await queue.put(replace(output, deltas=deltas))
+                    await queue.put(replace(output, deltas=deltas, first_choice=first_choice))
             await queue.put(None)
         except Exception as error:  # noqa: BLE001  # raised again where the queue is read
             await queue.put(error)
@@ -126,9 +126,9 @@ class WholeResponse(Response):
         requests: Sequence[GenerateRequest],
         shape: Shape,
         envelope: Envelope,
-        prompts: ScoredPrompts | None = None,
+        prompts: PromptFields | None = None,
     ) -> None:
-        """`prompts`: of requests that ask for the log-probabilities of their prompts."""
+        """`prompts`: what the response says about its prompts, if it does."""
         super().__init__()
         self._pipeline, self._live_requests, self._requests = pipeline, live_requests, requests
         self._shape, self._envelope, self._prompts = shape, envelope, prompts
@@ -143,8 +143,8 @@ class WholeResponse(Response):
         async with opened(self._pipeline, self._requests) as outputs:
             async for output in outputs:
                 answer.add(output.deltas, output.prompt)
-                if self._prompts is not None and output.prompt is not None:
-                    self._prompts.add(output.deltas[0].choice, output.prompt)
+                if self._prompts is not None:
+                    self._prompts.add(output)
                 if output.summary is not None:
                     usage = _plus(usage, output)
                     ledgers.append(output.summary.ledger)
@@ -191,7 +191,7 @@ class EventStream(Response):
         requests: Sequence[GenerateRequest],
         shape: Shape,
         envelope: Envelope,
-        prompts: ScoredPrompts | None = None,
+        prompts: PromptFields | None = None,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
@@ -241,8 +241,9 @@ class EventStream(Response):
         async for output in outputs:
             if output.accepted is not None:
                 events_of.begin(output.accepted)
+            if self._prompts is not None:
+                self._prompts.add(output)
             if self._prompts is not None and output.prompt is not None:
-                self._prompts.add(output.deltas[0].choice, output.prompt)
                 events = await asyncio.to_thread(events_of.of, output.deltas)
             else:
                 events = events_of.of(output.deltas)
@@ -280,7 +281,7 @@ class _Events:
     of a choice, so it is encoded once.
     """
 
-    def __init__(self, shape: Shape, envelope: Envelope, prompts: ScoredPrompts | None = None) -> None:
+    def __init__(self, shape: Shape, envelope: Envelope, prompts: PromptFields | None = None) -> None:
         self._shape, self._envelope, self._prompts = shape, envelope, prompts
         self._around: dict[int, tuple[bytes, bytes]] = {}  # a text, by choice
         self._so_far = UsageSoFar() if envelope.continuous_usage else None  # the usage that each event has

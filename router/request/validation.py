@@ -70,7 +70,7 @@ class ResolvedRequest:
             frequency_penalty=rules.frequency_penalty,
             repetition_penalty=rules.repetition_penalty,
         )
-        return Accepted(resolved, self.stops.max_tokens, acceptance, len(self.prompt_token_ids))
+        return Accepted(resolved, self.stops.max_tokens, acceptance, self.prompt_token_ids)
 
 
 def check(request: GenerateRequest, model: ModelInfo) -> None:

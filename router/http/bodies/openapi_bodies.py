@@ -69,6 +69,11 @@ PromptLogprobs = Annotated[
 ]
 
 
+PromptTokenIds = Annotated[
+    list[int] | None, Field(description="present with return_token_ids: the prompt's tokens; in a stream, once")
+]
+
+
 class CompletionLogprobs(Body):
     tokens: list[str]
     token_logprobs: list[float | None] = Field(description="null for the first token of an echoed prompt")
@@ -83,6 +88,7 @@ class CompletionChoice(Body):
     finish_reason: FinishReason | None
     stop_reason: str | int | None = Field(description="the stop string or stop token of the request that ended it")
     token_ids: list[int] | None = Field(None, description="present with return_token_ids")
+    prompt_token_ids: PromptTokenIds = None
     prompt_logprobs: PromptLogprobs = None
 
 
@@ -157,6 +163,7 @@ class ChatCompletion(Body):
     model: str
     choices: list[ChatChoice]
     usage: UsageBody
+    prompt_token_ids: PromptTokenIds = None
     prompt_logprobs: PromptLogprobs = None
     ledger: Ledgers = None
 
@@ -197,6 +204,7 @@ class ChatCompletionChunk(Body):
     model: str
     choices: list[ChatChunkChoice] = Field(description="empty in the chunk that stream_options.include_usage adds")
     usage: UsageBody | None = Field(None, description="present with stream_options.include_usage")
+    prompt_token_ids: PromptTokenIds = None
     prompt_logprobs: PromptLogprobs = None
     ledger: Ledgers = None
 

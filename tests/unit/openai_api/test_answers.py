@@ -257,6 +257,22 @@ def test_token_ids_are_returned_with_return_token_ids(shared: Endpoint, stream: 
     assert token_ids == shared.pipeline._tokens(0)[:3]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_tokens_of_prompts_come_once_with_return_token_ids(shared: Endpoint, stream: bool) -> None:
+    wanted: dict[str, Any] = {"max_tokens": 3, "n": 2, "stream": stream, "return_token_ids": True}
+    texts = ["def f():", "import os\n"]
+    answer = shared.post("/v1/completions", wanted | {"prompt": texts, "truncate_prompt_tokens": 2})
+    bodies = events_of(answer.text) if stream else [answer.json()]
+    choices = [choice for body in bodies for choice in body["choices"] if "prompt_token_ids" in choice]
+    kept = [list(shared.pipeline.tokenization.encode(text))[-2:] for text in texts for _ in range(2)]
+    assert sorted((choice["index"], choice["prompt_token_ids"]) for choice in choices) == list(enumerate(kept))
+
+    rendered = shared.post("/tokenize", {"messages": USER}).json()["tokens"]
+    answer = shared.post("/v1/chat/completions", wanted | {"messages": USER})
+    bodies = events_of(answer.text) if stream else [answer.json()]
+    assert [body["prompt_token_ids"] for body in bodies if "prompt_token_ids" in body] == [rendered]
+
+
 def test_models_are_listed_and_found(shared: Endpoint) -> None:
     assert [model.id for model in shared.client.models.list()] == ["demo_model"]
     assert shared.client.models.retrieve("demo_model").owned_by == "tandem"

@@ -150,7 +150,7 @@ def test_a_conversation_with_calls_and_results_reaches_the_template(tools: Endpo
         ChatMessage("tool", "warm", "get_weather", tool_call_id="1"),
     )
     assert prompt.options.tools == (WEATHER,)
-    assert prompt.options.arguments == {"reasoning_effort": "low"}
+    assert prompt.options.arguments == {"reasoning_effort": "low", "enable_thinking": True}
     assert prompt.options.documents == ({"text": "d"},)
 
 
