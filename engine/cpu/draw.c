@@ -18,7 +18,7 @@
 #define ANY_INLINE static inline __attribute__((always_inline))
 #define WIDE __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
 
-enum { BLOCK = 64, SUMS = 16, SAMPLED = 32 };
+enum { BLOCK = 64, SUMS = 16, SAMPLED = 32, LANES = 32 };
 
 static const uint64_t GOLDEN = 0x9E3779B97F4A7C15u, MIX_1 = 0xBF58476D1CE4E5B9u, MIX_2 = 0x94D049BB133111EBu;
 static const double MOST_NOISE = 36.8;  /* of u = 1 - 2^-53, and more */
@@ -28,6 +28,7 @@ static const double LARGEST_TEMPERATURE = 1e20;
 typedef struct {
     float *logits;  /* [vocab], then -inf to a multiple of BLOCK; -inf for what is banned or below min-p */
     int64_t vocab, padded;
+    int64_t first;  /* of those with the best logit */
     double best, temperature;
 } row_of;
 
@@ -73,23 +74,27 @@ ANY_INLINE double exp_of(double x) {
     return x < -708 ? 0 : y;
 }
 
-/* 0 where a logit is not a number. */
-ANY_INLINE int load(const td_draws *draws, int64_t row, float *to) {
-    const float *adjusted = draws->samplings[row].adjusted;
-    int all_numbers = 1;
-    if (adjusted) {
-        memcpy(to, adjusted, (size_t)draws->vocab * sizeof *to);
-    } else if (draws->is_bf16) {
-        const bf16 *from = (const bf16 *)draws->logits + row * draws->stride;
-        for (int64_t i = 0; i < draws->vocab; i++) {
-            const uint32_t bits = (uint32_t)from[i] << 16;
-            memcpy(to + i, &bits, sizeof bits);
-        }
-    } else {
-        memcpy(to, (const float *)draws->logits + row * draws->stride, (size_t)draws->vocab * sizeof *to);
-    }
-    for (int64_t i = 0; i < draws->vocab; i++) all_numbers &= to[i] == to[i];
-    return all_numbers;
+ANY_INLINE float logit_at(const void *logits, const int is_bf16, int64_t id) {
+    if (!is_bf16) return ((const float *)logits)[id];
+    const uint32_t bits = (uint32_t)((const bf16 *)logits)[id] << 16;
+    float logit;
+    memcpy(&logit, &bits, sizeof logit);
+    return logit;
+}
+
+ANY_INLINE const void *logits_of(const td_draws *draws, int64_t row) {
+    if (draws->samplings[row].adjusted) return draws->samplings[row].adjusted;
+    return (const char *)draws->logits + row * draws->stride * (int64_t)(draws->is_bf16 ? sizeof(bf16) : sizeof(float));
+}
+
+ANY_INLINE int is_narrow(const td_draws *draws, int64_t row) {
+    return draws->is_bf16 && !draws->samplings[row].adjusted;
+}
+
+ANY_INLINE void load(const td_draws *draws, int64_t row, float *to) {
+    const void *from = logits_of(draws, row);
+    if (!is_narrow(draws, row)) memcpy(to, from, (size_t)draws->vocab * sizeof *to);
+    for (int64_t i = 0; is_narrow(draws, row) && i < draws->vocab; i++) to[i] = logit_at(from, 1, i);
 }
 
 /* -inf for the tokens that a mask excludes. */
@@ -105,19 +110,48 @@ ANY_INLINE void exclude(const uint32_t *mask, int64_t words, int64_t vocab, floa
         if (i / 32 >= words || !(mask[i / 32] >> (i & 31) & 1)) logits[i] = -INFINITY;
 }
 
-ANY_INLINE float max_of(const row_of *row) {
-    float most[BLOCK], best = -INFINITY;
-    for (int l = 0; l < BLOCK; l++) most[l] = -INFINITY;
-    for (int64_t i = 0; i < row->padded; i += BLOCK)
-        for (int l = 0; l < BLOCK; l++) most[l] = row->logits[i + l] > most[l] ? row->logits[i + l] : most[l];
-    for (int l = 0; l < BLOCK; l++) best = most[l] > best ? most[l] : best;
-    return best;
+/* The lowest id of the best logit that may be drawn, in one pass over the logits where they lie; words of a mask that
+ * exclude all their tokens are skipped. -1 where one of these logits is not a number, or none is finite. */
+ANY_INLINE int64_t best_of(const void *logits, const int is_bf16, int64_t vocab, const uint32_t *mask, int64_t words) {
+    float most[LANES], best = -INFINITY;
+    int32_t places[LANES] = {0}, is_odd[LANES] = {0}, any_odd = 0;
+    for (int l = 0; l < LANES; l++) most[l] = -INFINITY;
+    for (int64_t w = 0; w * LANES < vocab; w++) {
+        const uint32_t bits = !mask ? UINT32_MAX : w < words ? mask[w] : 0;
+        if (!bits) continue;
+        const int64_t start = w * LANES;
+        float at[LANES];
+        for (int l = 0; start + LANES > vocab && l < LANES; l++)
+            at[l] = start + l < vocab ? logit_at(logits, is_bf16, start + l) : -INFINITY;
+        for (int l = 0; start + LANES <= vocab && l < LANES; l++) at[l] = logit_at(logits, is_bf16, start + l);
+        for (int l = 0; l < LANES; l++) {
+            const float logit = bits & 1u << l ? at[l] : -INFINITY;
+            is_odd[l] |= logit != logit;
+            places[l] = logit > most[l] ? (int32_t)w : places[l];
+            most[l] = logit > most[l] ? logit : most[l];
+        }
+    }
+    for (int l = 0; l < LANES; l++) best = most[l] > best ? most[l] : best;
+    for (int l = 0; l < LANES; l++) any_odd |= is_odd[l];
+    int64_t id = INT64_MAX;
+    for (int l = 0; l < LANES; l++) {
+        const int64_t first = (int64_t)places[l] * LANES + l;
+        id = most[l] == best && first < id ? first : id;
+    }
+    return any_odd || !(fabsf(best) <= FLT_MAX) ? -1 : id;
 }
 
-static int64_t first_of(const row_of *row, float logit) {
-    int64_t id = 0;
-    while (row->logits[id] != logit) id++;
-    return id;
+ANY_INLINE int64_t greedy_of(const td_draws *draws, int64_t row) {
+    const void *logits = logits_of(draws, row);
+    const uint32_t *mask = draws->samplings[row].mask;
+    if (is_narrow(draws, row)) return best_of(logits, 1, draws->vocab, mask, draws->mask_words);
+    return best_of(logits, 0, draws->vocab, mask, draws->mask_words);
+}
+
+static int is_among(const int64_t *ids, int64_t n, int64_t id) {
+    int found = 0;
+    for (int64_t i = 0; i < n; i++) found |= ids[i] == id;
+    return found;
 }
 
 /* Of those above the pivot, or not below it. Without weights each weighs 1. */
@@ -279,7 +313,7 @@ ANY_INLINE float floor_of(const row_of *row, cut kept, double best) {
 ANY_INLINE int64_t winner_of(const row_of *row, uint64_t key, cut kept) {
     const float best_logit = (float)row->best;
     const float scale = row->temperature > 1e-30 ? (float)(1 / row->temperature) : 1e30f;
-    int64_t winner = first_of(row, best_logit); /* kept by every filter */
+    int64_t winner = row->first; /* kept by every filter */
     double best = noise_of(key, winner);
     float floor = floor_of(row, kept, best), needed = (float)best - SLACK;
     for (int64_t start = 0; start < row->padded; start += BLOCK) {
@@ -326,22 +360,23 @@ ANY_INLINE void draw_rows(const td_draws *draws, const keeping keep) {
     const int64_t *banned = draws->banned;
     for (int64_t i = 0; i < draws->rows; i++) {
         const td_sampling *sampling = draws->samplings + i;
-        const int all_numbers = load(draws, i, logits);
+        const int64_t *ours = banned, num_banned = sampling->num_banned;
+        int64_t *token_id = draws->token_ids + i;
+        banned += num_banned;
+        *token_id = -1;
+        if (sampling->temperature > LARGEST_TEMPERATURE) continue;
+        if (sampling->temperature <= 0) *token_id = greedy_of(draws, i);
+        if (sampling->temperature <= 0 && !is_among(ours, num_banned, *token_id)) continue;
+        load(draws, i, logits);
         if (sampling->mask) exclude(sampling->mask, draws->mask_words, draws->vocab, logits);
         for (int64_t j = draws->vocab; j < padded; j++) logits[j] = -INFINITY;
-        for (int64_t j = 0; j < sampling->num_banned; j++, banned++)
-            if (*banned >= 0 && *banned < draws->vocab) logits[*banned] = -INFINITY;
-        row_of row = {logits, draws->vocab, padded, 0, sampling->temperature};
-        const float best = max_of(&row);
-        draws->token_ids[i] = -1;
-        if (!all_numbers || !(fabsf(best) <= FLT_MAX) || sampling->temperature > LARGEST_TEMPERATURE) continue;
-        row.best = best;
-        if (sampling->temperature <= 0) {
-            draws->token_ids[i] = first_of(&row, best);
-            continue;
-        }
+        for (int64_t j = 0; j < num_banned; j++)
+            if (ours[j] >= 0 && ours[j] < draws->vocab) logits[ours[j]] = -INFINITY;
+        *token_id = best_of(logits, 0, draws->vocab, NULL, 0);
+        if (*token_id < 0 || sampling->temperature <= 0) continue;
+        const row_of row = {logits, draws->vocab, padded, *token_id, logits[*token_id], sampling->temperature};
         if (sampling->least_score > -INFINITY) drop_below(&row, sampling->least_score);
-        draws->token_ids[i] = winner_of(&row, sampling->key, cut_of(&row, sampling, left, weights, keep));
+        *token_id = winner_of(&row, sampling->key, cut_of(&row, sampling, left, weights, keep));
     }
 }
 

@@ -165,6 +165,22 @@ def test_both_ways_of_drawing_draw_the_same_allowed_tokens(dtype: torch.dtype, v
     assert torch.equal(logits, before)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_excluded_or_banned_token_is_not_drawn_whatever_its_logit_is(temperature: float) -> None:
+    """Token 40 is not a number, and token 3 is banned, so that the best one left is the last."""
+    try:
+        compiled = CompiledDraw(load_library())
+    except NotCompiled as why:
+        pytest.skip(f"{why}")
+    logits = torch.full((1, 97), -1000.0)
+    logits[0, [3, 40, 96]] = torch.tensor([9.0, torch.nan, 1.0])
+    state = GrammarState(GRAMMARS["regex"], [], 0)
+    state.masks = torch.tensor([[1 << 3, 0, 3, 1]], dtype=torch.int32)
+    samples = [Sample(0, 0, Sampling(temperature), frozenset({3}), grammar_state=state)]
+    assert [token.token_id for token in draw(logits, samples, compiled)] == [96]
+    assert draw(logits, samples) == draw(logits, samples, compiled)
+
+
 def test_log_probabilities_are_those_before_the_grammar() -> None:
     generator = torch.Generator().manual_seed(1)
     logits, state = torch.randn(1, 64, generator=generator), GrammarState(GRAMMARS["regex"], [], 0)
