@@ -1,10 +1,11 @@
-"""Measure what logit rules cost: decode steps of the demo model whose requests have none, and some.
+"""Measure what logit rules cost: decode steps of the demo model whose requests have none, and some. The first table is
+that of all features of generation that a step can have and does not.
 
 `python -m benchmarks.logit_rules` prints the table of benchmarks/results/logit_rules.md; `--write` stores it. A pair is
 one step computed twice, in random order, from the making of its samples to its drawn tokens: with the code as it is,
-and with the code that looks for rules and grammars replaced by what stood there before. Figures are CPU time of the
-thread, which other processes disturb little. The interval is that of the median of the ratios of pairs (bootstrap,
-95 %).
+and with the code that looks for rules, grammars and scored prompts replaced by what stood there before. Figures are
+CPU time of the thread, which other processes disturb little. The interval is that of the median of the ratios of pairs
+(bootstrap, 95 %).
 """
 
 import argparse
@@ -25,6 +26,9 @@ from engine.scheduling.batching.chunks import banned_token_ids, chunk_of
 from engine.scheduling.batching.sequences import Group, Sequence
 from engine.scheduling.step import Sample, StepPlan
 from engine.steps import sampler
+from engine.steps.prompt_scores import NO_SCORES
+from engine.steps.runner import ModelRunner, StartedStep
+from engine.steps.sampler import StepDraws
 
 _MODEL = Path(__file__).parents[1] / "examples" / "demo_model"
 _RESULT = Path(__file__).parent / "results" / "logit_rules.md"
@@ -53,8 +57,8 @@ def main() -> None:
 
 _ABOUT = """Decode steps of the demo model (vocabulary 1,024) at a context of 200 tokens, CPU time of one thread, by
 `python -m benchmarks.logit_rules --write`. Unused rules are compared with a step without the code that looks for
-them and for grammars: each pair computes one step both ways, in random order. The interval is the 95 % bootstrap
-interval of the median ratio.
+them, for grammars and for prompts to score: each pair computes one step both ways, in random order. The interval is
+the 95 % bootstrap interval of the median ratio.
 The model is so small that everything beside it weighs more than it does beside a model in use.
 
 """
@@ -65,7 +69,7 @@ def _unused(engine: Engine) -> list[str]:
     for batch in (1, 8, 32):
         for name, sampling in _SAMPLINGS.items():
             step = _step(engine, batch, sampling)
-            pairs = _pairs(step, lambda step=step: _without_rules(step))  # type: ignore[misc]
+            pairs = _pairs(step, lambda step=step: _without_features(step))  # type: ignore[misc]
             ratios = [with_code / without for with_code, without in pairs]
             low, high = _interval(ratios)
             median_ms = 1e3 * statistics.median(with_code for with_code, _ in pairs)
@@ -118,11 +122,18 @@ def _sequence(number: int, sampling: Sampling) -> Sequence:
     )
 
 
-def _without_rules(step: Callable[[], float]) -> float:
-    """Compute a step without the code of logit rules and grammars."""
+def _without_features(step: Callable[[], float]) -> float:
+    """Compute a step without the code of logit rules, grammars and scored prompts."""
     without_rows = mock.patch.multiple(sampler, adjusted_rows=_none, masked_rows=_none)
-    with mock.patch.object(chunks, "_samples", _plain_samples), without_rows:
+    plain_start = mock.patch.object(ModelRunner, "start", _plain_start)
+    with mock.patch.object(chunks, "_samples", _plain_samples), without_rows, plain_start:
         return step()
+
+
+def _plain_start(runner: ModelRunner, plan: StepPlan) -> StartedStep:
+    """Do what `start` did before there were masks and scored prompts."""
+    draws = StepDraws(runner.logits(plan), plan, runner.compiled_draw)
+    return StartedStep(runner, plan, draws, NO_SCORES, None, {}, can_feed=runner.feeds and draws.is_whole)
 
 
 def _plain_samples(sequence: Sequence, draft_tokens: tuple[int, ...]) -> tuple[Sample, ...]:
