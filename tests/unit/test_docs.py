@@ -2,14 +2,17 @@
 
 import argparse
 import re
+import shlex
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr
 from functools import cache
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
-from cli.command import _VERBS, PROGRAMS, verb_module
+from cli.command import _VERBS, PROGRAMS, _parser, verb_module
 from cluster.errors import _STATUS, HandOffReason
 from cluster.observe.metrics import METRICS, VLLM_NAMES
 
@@ -139,6 +142,28 @@ def unknown_commands(page: Path) -> Iterator[str]:
             yield f"make {target[1]}"
 
 
+def refused_commands(page: Path) -> Iterator[str]:
+    """Return the commands in code blocks that the parser of `tandem` refuses, with their arguments."""
+    for block in re.findall(r"```(?:sh|console)\n(.*?)```", _text(page), flags=re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            found = re.match(r"(?:\$ |\w+=\S* |docker compose exec (?:-T )?router |\S*/)*tandem (.*)", line)
+            if found is None or found[1].startswith((*PROGRAMS,)):
+                continue
+            words = shlex.split(re.split(r" [|>&;]", found[1])[0], comments=True)
+            try:
+                with redirect_stderr(StringIO()):
+                    unknown = _tandem_parser().parse_known_args(words)[1]
+            except SystemExit:
+                unknown = words
+            if unknown:
+                yield line
+
+
+@cache
+def _tandem_parser() -> argparse.ArgumentParser:
+    return _parser()[0]
+
+
 def unknown_metrics(page: Path) -> Iterator[str]:
     for word in _words(page):
         metric = re.fullmatch(r"(tandem_[a-z_]+)(?:\{([\w, =\"]+)\})?", word)
@@ -160,7 +185,15 @@ def unknown_names(page: Path) -> Iterator[str]:
                 yield f"{name} in {word}"
 
 
-CHECKS = (broken_links, missing_paths, unknown_flags, unknown_commands, unknown_metrics, unknown_names)
+CHECKS = (
+    broken_links,
+    missing_paths,
+    unknown_flags,
+    unknown_commands,
+    refused_commands,
+    unknown_metrics,
+    unknown_names,
+)
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -180,6 +213,8 @@ def test_every_name_in_the_documentation_exists(check: Callable[[Path], Iterator
         (unknown_commands, "`tandem fly`"),
         (unknown_commands, "`make coffee`"),
         (unknown_commands, "`python -m benchmarks.nowhere`"),
+        (refused_commands, "```sh\ntandem migrate decode-0 --max many\n```"),
+        (refused_commands, "```sh\nKEY=$K tandem keys add --tenant\n```"),
         (unknown_metrics, "`tandem_nowhere_total`"),
         (unknown_metrics, "`tandem_requests_total{reason}`"),
         (unknown_names, "`no_such_reason_anywhere`"),
