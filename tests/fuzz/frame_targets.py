@@ -98,8 +98,10 @@ def _answer_of(request: bytes, transport: str = "tcp") -> bytes:
 
 
 def _answer_request(data: bytes) -> str:
-    with refusals(MemberRefused):
+    try:
         return f"{len(_answer_of(data))} bytes"
+    except MemberRefused as refusal:  # its text has the name in the request
+        raise Refused(refusal.refusal) from refusal
 
 
 def _verify_answer(data: bytes) -> str:
@@ -269,7 +271,8 @@ def _pass_file(listener: socket.socket, data: bytes) -> None:
         connection.settimeout(5)
         request = connection.recv(HELLO_BYTES + len(_ASKED) + PROOF_BYTES, socket.MSG_WAITALL)
         socket.send_fds(connection, [_answer_of(request, "shm"), data], [_shm_exporter()._read_only])
-        connection.recv(1)
+        with suppress(ConnectionResetError):  # the importer has left bytes unread
+            connection.recv(1)
 
 
 @cache
