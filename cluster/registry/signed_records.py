@@ -53,11 +53,12 @@ class SignedRecords:
         try:
             values = json.loads(record)
             body, signature = str(values["body"]), bytes.fromhex(values["signature"])
+            signed = self._text(body)  # raises ValueError for half of a surrogate pair
         except (ValueError, KeyError, TypeError, RecursionError):
             return Refusal.NO_PROOF, None
         if self._keys.secret_of(signature[:KEY_ID_BYTES]) is None:
             return Refusal.UNKNOWN_KEY, None
-        if not self._keys.verify(Purpose.REGISTRATIONS, self._text(body), signature):
+        if not self._keys.verify(Purpose.REGISTRATIONS, signed, signature):
             return Refusal.WRONG_PROOF, None
         try:
             member = from_json(body)

@@ -13,6 +13,7 @@ from cluster.errors import ConfigError, InvalidRequest, RegistryUnavailable
 from cluster.grammar.tokenizer_files import read_json
 from cluster.messages import Grammar, GrammarKind, LayoutFingerprint
 from cluster.registry.scale_registry import _target as scale_target
+from cluster.registry.signed_records import SignedRecords
 from cluster.settings.config import RouterConfig
 from cluster.settings.config_sources import load_config
 from prefill_worker.prefixes.tier_storage import BlockFiles
@@ -24,6 +25,7 @@ from router.text.chat_template import ChatTemplate
 from router.text.tokenization import Tokenization
 from router.tools.call_forms import CallableTool
 from router.tools.constraint import ToolUse
+from tests.system.registry_rig import member
 
 _NESTED = "[" * 100_000
 _ALL_ARGUMENTS = "{% for call in messages[0].tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}"
@@ -111,3 +113,13 @@ def test_a_chat_with_tools_and_a_grammar_is_refused_where_the_router_parses_no_c
     request = GenerateRequest(prompt=ChatPrompt((ChatMessage("user", "x"),)), grammar=Grammar(GrammarKind.REGEX, "a"))
     with pytest.raises(InvalidRequest, match="this router parses no tool calls"):
         ChatSettings().constrained(request, ToolUse((tool,)), Tokenization.load(str(model)))
+
+
+def test_a_registration_whose_text_cannot_be_encoded_is_refused_and_the_others_are_read() -> None:
+    keys, refused = ClusterKeys(b"k" * 32), list[str]()
+    records = SignedRecords(keys, "tandem", lambda reason, identifier: refused.append(f"{identifier}: {reason}"))
+    signature = keys.sign(Purpose.REGISTRATIONS, b"").hex()
+    other = member()
+    stored = [("d9", json.dumps({"body": "\ud800", "signature": signature})), (other.id.id, records.sign(other))]
+    found = records.read(stored)
+    assert found == [other] and refused == ["d9: no_proof"]
