@@ -223,7 +223,9 @@ def main() -> None:
     if options.baseline:
         print("\n".join(["", *_ratios(measured, options.paths)]))
     if options.write:
-        (_RESULTS / "router.md").write_text(_page(about, table))
+        page = _RESULTS / "router.md"
+        _, heading, notes = page.read_text().partition("\n## ")  # the rest of the page is written by hand
+        page.write_text(_page(about, table) + heading + notes)
         rows = [{"path": path, "arm": arm} | asdict(figures) for (path, arm), figures in measured.items()]
         (_RESULTS / "router.json").write_text(json.dumps({"about": about, "rows": rows}) + "\n")
 

@@ -298,15 +298,27 @@ class _Bodies:
 async def while_connected(receive: Receive, work: Coroutine[None, None, T]) -> T:
     """Return the result of `work`. A disconnect of the client cancels it and raises ClientGone. The body has
     been read."""
-    working = asyncio.create_task(work)
+    task = asyncio.current_task()
+    assert task is not None
+    num_cancels, is_gone = task.cancelling(), False
+
+    def on_left(watching: "asyncio.Task[None]") -> None:
+        nonlocal is_gone
+        if not watching.cancelled():
+            is_gone = True
+            task.cancel()
+
     watching = asyncio.create_task(_left(receive))
+    watching.add_done_callback(on_left)
     try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGone
-        return working.result()
+        return await work
+    except asyncio.CancelledError:
+        if is_gone and task.uncancel() <= num_cancels:
+            raise ClientGone from None
+        raise
     finally:
-        await end(working, watching)
+        watching.remove_done_callback(on_left)
+        await end(watching)
 
 
 async def _left(receive: Receive) -> None:

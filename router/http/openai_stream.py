@@ -196,7 +196,7 @@ class EventStream(Response):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._pipeline = pipeline
-        self._requests = [replace(request, keepalive_interval_s=KEEPALIVE_INTERVAL_S) for request in requests]
+        self._requests = requests
         self._shape = shape
         self._envelope = envelope
         self._prompts = prompts
@@ -207,10 +207,12 @@ class EventStream(Response):
     async def _send_all(self, scope: Scope, send: Send) -> None:
         started, chunks = False, chunks_of(scope, send)
         events_of = self._new_events()
-        reader, requests = None, self._requests
-        if isinstance(chunks, DirectChunks) and len(requests) == 1:  # of several, choices are numbered again
+        reader = None
+        if isinstance(chunks, DirectChunks) and len(self._requests) == 1:  # of several, choices are numbered again
             reader = _Reader(chunks, events_of)
-            requests = [replace(requests[0], reader=reader)]
+        requests = [
+            replace(request, keepalive_interval_s=KEEPALIVE_INTERVAL_S, reader=reader) for request in self._requests
+        ]
         try:
             async with opened(self._pipeline, requests) as outputs:
                 async for events in self._events(outputs, events_of):

@@ -6,22 +6,23 @@ worker, so that the prefill is not repeated. docs/failover.md.
 """
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from cluster.auth.keys import ClusterKeys
 from cluster.errors import HandOffFailed, WrongTokens
-from cluster.messages import MemberId
+from cluster.messages import DecodeJob, MemberId
 from cluster.observe.telemetry import Telemetry
 from cluster.outstanding_work import PromptWork
 from cluster.protocol import tickets
 from cluster.protocol.hashing import BlockChain
 from router.fleet.decode_events import MoveRequest
 from router.fleet.fleet import Fleet
-from router.fleet.peer import FirstTokens, Peer
+from router.fleet.peer import FirstTokens, Peer, PrefillCall
 from router.fleet.prefix_locator import PrefixLocator
 from router.pipeline.decode_leg import DecodeLeg
 from router.pipeline.failures import DECODE, PREFILL, AttemptFailed, RetryBudget, leg
@@ -98,11 +99,11 @@ class TicketImport:
         """Record that the client has the first tokens."""
         self._first_tokens.set_result(None)
 
-    async def running_leg(self) -> DecodeLeg:
-        """Wait until the sequences run at a decode worker, or have ended. Call it last. Raises AttemptFailed,
-        TandemError."""
+    def running_leg(self) -> "asyncio.Task[DecodeLeg]":
+        """Return the task that waits until the sequences run at a decode worker, or have ended. Await it last. It
+        raises AttemptFailed, TandemError."""
         assert self._task is not None, "no ticket was taken"
-        return await self._task
+        return self._task
 
     async def _import(self, ticket: bytes, attempt: int, prefill: Peer) -> DecodeLeg:
         taken = self._exit.enter_context(prefill.abandoned_unless_imported(ticket))
@@ -121,13 +122,15 @@ class TicketImport:
     async def _run(self, decoding: DecodeLeg, ticket: bytes, attempt: int) -> None:
         job = self._admitted.decode_job(decoding.owners, self._committed, attempt, ticket)
         with leg(DECODE, decoding.worker):
-            await self._unless_suspect(decoding.decode, decoding.decode.start(job))
+            await self._unless_suspect(decoding.decode, self._start(decoding, job))
+
+    async def _start(self, decoding: DecodeLeg, job: DecodeJob) -> None:
+        await decoding.decode.start(job)
         while len(self._legs) > 1:  # only now: a cancelled importer settles its hand-off as unneeded
             self._legs.pop(0).close()
-        with leg(DECODE, decoding.worker):
-            await self._unless_suspect(decoding.decode, decoding.unless_failed(self._first_tokens))
-            decoding.cancel_ended()
-            await self._unless_suspect(decoding.decode, decoding.until_started())
+        await decoding.unless_failed(self._first_tokens)
+        decoding.cancel_ended()
+        await decoding.until_started()
 
     async def _unless_suspect(self, decode: Peer, work: Coroutine[Any, Any, None]) -> None:
         """Await `work`. If the importer is suspect and another worker can import the ticket, raises the error of the
@@ -230,8 +233,9 @@ class Attempt:
                 job = self._admitted.prefill_job(self._choices, self._number, decode_id, sources, num_cached)
                 prefill = self._fleet.connected_peer(prefill_id)
                 async with prefill.prefill(job) as call:
-                    ticket_import.begin(await self._from(PREFILL, prefill, call.ticket()), self._number, prefill)
-                    self._deliver_first(await self._from(PREFILL, prefill, call.first_tokens()), prefill_id)
+                    begin = partial(ticket_import.begin, attempt=self._number, prefill=prefill)
+                    first = await self._from(PREFILL, prefill, _first_tokens(call, begin))
+                    self._deliver_first(first, prefill_id)
                     self._prefixes.note_routed(chain, prefill_id)
             if all(choice.ended for choice in self._choices):
                 return
@@ -249,8 +253,8 @@ class Attempt:
             job = self._admitted.prefill_job(self._choices, self._number, importer=None)
             prefill = self._fleet.connected_peer(prefill_id)
             async with prefill.prefill(job) as call:
-                await self._from(PREFILL, prefill, call.ticket())
-                self._deliver_first(await self._from(PREFILL, prefill, call.first_tokens()), prefill_id)
+                first = await self._from(PREFILL, prefill, _first_tokens(call, lambda ticket: None))
+                self._deliver_first(first, prefill_id)
 
     async def on_decode(self, decode_id: MemberId) -> None:
         """Run both legs on one decode worker."""
@@ -314,6 +318,14 @@ class Attempt:
             await overtaken.end()
             return None
 
-    async def _from(self, leg_name: str, peer: Peer, work: Coroutine[Any, Any, Answer]) -> Answer:
+    async def _from(
+        self, leg_name: str, peer: Peer, work: "Coroutine[Any, Any, Answer] | asyncio.Task[Answer]"
+    ) -> Answer:
         """Await an answer for which all choices wait. Raises Overtaken."""
         return await self._hedges.unless_overtaken(self._admitted, self._choices, PendingLeg(leg_name, peer), work)
+
+
+async def _first_tokens(call: PrefillCall, begin: Callable[[bytes], None]) -> FirstTokens:
+    """Wait for the first tokens of a prefill. `begin` is called with its ticket before."""
+    begin(await call.ticket())
+    return await call.first_tokens()

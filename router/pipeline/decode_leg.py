@@ -94,6 +94,8 @@ class DecodeLeg:
     async def unless_failed(self, until: "asyncio.Future[None]") -> None:
         """Wait for `until`. Only a failure of the worker is handled meanwhile; other events wait in the queue. Raises
         AttemptFailed, TandemError."""
+        if until.done():
+            return
         with leg(DECODE, self.worker):
             async with running(self.sequences.failure()) as failing:
                 await asyncio.wait((failing, until), return_when=asyncio.FIRST_COMPLETED)

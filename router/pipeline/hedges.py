@@ -158,7 +158,7 @@ class Hedges:
         admitted: AdmittedRequest,
         choices: Sequence[Choice],
         pending: PendingLeg,
-        work: Coroutine[Any, Any, Answer],
+        work: "Coroutine[Any, Any, Answer] | asyncio.Task[Answer]",
     ) -> Answer:
         """Return the result of `work`, for which these choices wait and which waits for the worker of `pending`.
 

@@ -201,7 +201,8 @@ class Pipeline:
 
     def _isolated(self, request: GenerateRequest) -> GenerateRequest:
         """Return the request with a cache salt that no other tenant's requests have."""
-        return replace(request, cache_salt=tenant_salt(self._salt_key, request.caller.tenant, request.cache_salt))
+        salt = tenant_salt(self._salt_key, request.caller.tenant, request.cache_salt)
+        return request if salt == request.cache_salt else replace(request, cache_salt=salt)
 
     async def _resolved(
         self, request: GenerateRequest, prompt_token_ids: tuple[int, ...], bad_words: Sequence[tuple[int, ...]]

@@ -145,7 +145,8 @@ async def test_a_stranger_that_connects_to_a_workers_kv_sockets_receives_nothing
     try:
         worker = await cluster.start_member("prefill0", "prefill_worker", cluster.joining_flags()[-2:])
         async with asyncio.timeout(_DEADLINE_S):
-            for transport, connect in (("tcp", _connected_by_tcp), ("shm", _connected_by_shm)):
+            by_tcp = partial(_connected_by_tcp, frame_port=await _frame_port(cluster, worker))
+            for transport, connect in (("tcp", by_tcp), ("shm", _connected_by_shm)):
                 await _attack(transport, connect, worker)
     finally:
         await cluster.stop()
@@ -224,15 +225,23 @@ async def _rest(reader: asyncio.StreamReader) -> bytes:
         return b""
 
 
-async def _connected_by_tcp(member: Member) -> _Streams:
-    """Connect to the one port on which the worker listens without announcing it."""
+async def _frame_port(cluster: LocalCluster, member: Member) -> int:
+    """Return the port that takes members' calls as frames, which a session names."""
+    async with grpc.aio.insecure_channel(member.ready["grpc"]) as channel:
+        request = OpeningSession(load_keys(cluster.key_file), "x@0").request()
+        opened = await worker_pb2_grpc.MemberAuthStub(channel).OpenSession(request)
+    return int(opened.frame_port)
+
+
+async def _connected_by_tcp(member: Member, *, frame_port: int) -> _Streams:
+    """Connect to the one port, beside that for frames, on which the worker listens without announcing it."""
     announced = {
         int(member.ready[name].rsplit(":", 1)[1]) for name in ("grpc", "metrics", "health") if name in member.ready
     }
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     own = _socket_inodes(member)
     ports = {int(line[1].rpartition(":")[2], 16) for line in lines if line[3] == "0A" and line[9] in own}
-    (port,) = ports - announced
+    (port,) = ports - announced - {frame_port}
     return await asyncio.open_connection("127.0.0.1", port)
 
 

@@ -48,6 +48,7 @@ REQUEST = GenerateRequest(
     TokenPrompt(PROMPT),
     "r",
     client=client_of("Bearer one"),
+    num_bytes=100,
     sampling=SamplingParams(seed=3),
     stop=StopConditions(max_tokens=9, stop=("end",), stop_token_ids=(4,)),
     n=2,
@@ -215,3 +216,7 @@ def test_a_deadline_too_late_to_encode_is_cut() -> None:
         REQUEST, resolve(REQUEST, PROMPT, MODEL), MODEL, stream_id=b"s" * 16, rendered_at_us=NOW_US, timeout_s=1e300
     )
     assert len(AcceptanceSigner(ClusterKeys(b"key")).sign("r", acceptance)) == ACCEPTANCE_BYTES
+
+
+def test_a_request_that_cannot_be_resumed_gets_no_acceptance() -> None:
+    assert AcceptanceSigner(ClusterKeys(b"key")).sign("r", accepted(replace(REQUEST, num_bytes=0))) == b""
