@@ -9,7 +9,8 @@
 `AsyncClient` is the same with `async with`, `async for` and `await`. Calls raise the errors of tandem/errors.py, and
 ValueError or TypeError for parameters that cannot be sent. `close`, leaving the `with` block of a generation, or
 dropping it cancels it on every worker. If a router is lost, its generations continue at another router of the cluster
-(tandem/progress.py): routers name the others in their responses, and a client may be given several addresses.
+(tandem/progress.py): routers name the others in their responses, and a client may be given several addresses. In a
+program that uses OpenTelemetry, a generation belongs to the trace of the span in which it was started.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ import grpc
 
 from tandem.channel import open_async_channel, open_channel
 from tandem.errors import DeadlineExceeded, TandemError, Unavailable
-from tandem.generation import AsyncGeneration, CallParameters, Generation, Metadata, translated_errors
+from tandem.generation import AsyncGeneration, CallParameters, Generation, Metadata, trace_context, translated_errors
 from tandem.keepalive import KEEPALIVE_TIMEOUT_S
 from tandem.keepalive_watch import KeepAliveWatch
 from tandem.options import AllOptions, Message, generate_request, token_ids_message, tokenize_request
@@ -77,7 +78,8 @@ class _BaseClient(Generic[Channel]):
 
     def _parameters(self, request: inference_pb2.GenerateRequest, timeout_s: float | None) -> CallParameters:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        return CallParameters(request, self._routers, self._metadata, timeout_s, self._keepalive_timeout_s)
+        metadata = (*self._metadata, *trace_context())
+        return CallParameters(request, self._routers, metadata, timeout_s, self._keepalive_timeout_s)
 
 
 class Client(_BaseClient[grpc.Channel]):

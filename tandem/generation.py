@@ -4,6 +4,7 @@ It continues at another router when its own is lost.
 """
 
 import asyncio
+import sys
 import threading
 import time
 from collections import deque
@@ -27,6 +28,18 @@ Metadata: TypeAlias = tuple[tuple[str, str], ...]
 # Any other status comes from a router that responds.
 _NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 _AsyncCall: TypeAlias = "grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]"
+
+
+def trace_context() -> Metadata:
+    """Return the W3C context of the caller's current span as metadata; empty if the program does not use
+    OpenTelemetry, or has no span now."""
+    if "opentelemetry" not in sys.modules:
+        return ()
+    from opentelemetry.propagate import inject
+
+    carrier: dict[str, str] = {}
+    inject(carrier)
+    return (("traceparent", carrier["traceparent"]),) if "traceparent" in carrier else ()
 
 
 class _Call(Protocol):

@@ -18,6 +18,7 @@ import pytest_asyncio
 from google.protobuf.json_format import MessageToDict
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from opentelemetry.sdk.trace import TracerProvider
 
 from cluster.errors import QueueFull
 from cluster.observe.spans import SpanExport
@@ -25,6 +26,8 @@ from cluster.observe.trace_context import TRACE_PARENT_KEY, parse_trace_parent
 from router.request.span_sender import SpanSender
 from router.request.traces import Traces
 from router.requests import GenerateRequest
+from tandem.client import AsyncClient
+from tandem.generation import trace_context
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from tests.system.asking import question
 from tests.system.local_cluster import LocalCluster
@@ -246,6 +249,21 @@ async def test_a_stream_of_grpc_has_its_trace_in_its_metadata_and_explain_finds_
     trace = parse_trace_parent(str(metadata[TRACE_PARENT_KEY]))
     assert trace is not None and f"{trace.trace_id:032x}" == trace_id and not trace.is_sampled
     assert [each.trace_id for each in explained.requests] == [trace_id]
+
+
+async def test_a_generation_belongs_to_the_trace_of_the_span_in_which_the_client_started_it(
+    traced: dict[str, str], receiver: Receiver
+) -> None:
+    tracer = TracerProvider().get_tracer("a program that asks")
+    async with AsyncClient(traced["grpc"]) as client:
+        with tracer.start_as_current_span("ask") as asking:
+            generation = client.generate(token_ids=range(20, 40), max_tokens=2)
+        await generation.result()
+    trace_id = f"{asking.get_span_context().trace_id:032x}"
+    await receiver.until_received(trace_id)  # its program samples the span
+    [root] = receiver.of(trace_id)["root"]
+    assert root.parent_span_id.hex() == f"{asking.get_span_context().span_id:016x}"
+    assert trace_context() == ()
 
 
 async def test_a_router_without_traces_sends_no_context(traced: dict[str, str], shm_cluster: LocalCluster) -> None:
