@@ -13,12 +13,13 @@ import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from benchmarks import machine
 from benchmarks.router.figures import ALL_IN_TOKENS, Interval, Pair, Round, interval, of_pairs, percentile, ratio
 from benchmarks.router.load import Job
-from benchmarks.router.observation import Served, costs_of_router, table
+from benchmarks.router.observation import Served, costs_of_router, share_of_metrics, table
 from benchmarks.router.parties import Arm, Parties, Router, parties
 
 _RESULTS = Path(__file__).parents[1] / "results"
@@ -32,6 +33,7 @@ _PROMPTS: dict[str, str | list[int]] = {
     "tokens": list(range(1, 65)),
     "long": [1 + number * 7 % 1000 for number in range(100_000)],
 }
+_PAIRS = 8  # with and without metrics, for each round
 _LONG_REQUESTS = 8  # of one client, one after another
 PATHS = ("http text", "http tokens", "https text", "https tokens", "grpc text", "grpc tokens")
 LONG_PATHS = ("http tokens", "grpc tokens")  # with prompts of 100,000 token ids too
@@ -112,17 +114,23 @@ async def _measure(options: argparse.Namespace) -> dict[tuple[str, str], Measure
 
 async def _observe(options: argparse.Namespace) -> list[str]:
     """Return a table of what watching a router costs."""
+    arm = Arm(Path(__file__).parents[2], module="benchmarks.router.switchable")
     with tempfile.TemporaryDirectory(prefix="tandem-bench-router-") as folder:
-        async with parties({_OURS: Arm(Path(__file__).parents[2])}, Path(folder), [False]) as present:
+        async with parties({_OURS: arm}, Path(folder), [False]) as present:
             [router] = present.routers[False]
             bench = Bench(present, dict(json.loads(options.extra)))
 
-            async def load() -> Served:
-                served = await bench.round("http text", router, ALL_IN_TOKENS, _SHORT_REQUESTS)
+            async def load(num_requests: int = _SHORT_REQUESTS) -> Served:
+                served = await bench.round("http text", router, ALL_IN_TOKENS, num_requests)
                 return Served(served.num_requests, served.cpu_s)
 
             await load()
-            return table(await costs_of_router(router, load, options.rounds))
+            more, low, high = await share_of_metrics(router, partial(load, 1), _PAIRS * options.rounds)
+            return [
+                *table(await costs_of_router(router, load, options.rounds)),
+                "",
+                f"A request with its metrics, compared with one without: {more:+.2%} ({low:+.2%} to {high:+.2%}).",
+            ]
 
 
 async def _take_turns(

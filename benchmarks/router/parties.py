@@ -31,6 +31,7 @@ class Arm:
 
     checkout: Path
     num_processes: int = 1
+    module: str = "router"  # that is started
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,13 @@ class Router:
     def cpu_s(self) -> float:
         """Return the CPU time that its processes have used: user and system, of all threads."""
         return sum(time.clock_gettime(_cpu_clock(process.pid)) for process in self.processes)
+
+    async def switch_metrics(self, state: str) -> None:
+        """Switch the metrics of a switchable router "on" or "off"."""
+        [process] = self.processes
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(f"{state}\n".encode())
+        assert await process.stdout.readline() == f"{state}\n".encode()
 
 
 def _cpu_clock(pid: int) -> int:
@@ -131,7 +139,7 @@ async def _router(stack: AsyncExitStack, name: str, arm: Arm, flags: list[str], 
     for _ in range(arm.num_processes):
         port = http.rpartition(":")[2] or "0"
         sharing = ["--share-port=on"] if arm.num_processes > 1 else []
-        arguments = ["router", *flags, f"--port={port}", "--grpc-port=0", "--log-level=error", *sharing]
+        arguments = [arm.module, *flags, f"--port={port}", "--grpc-port=0", "--log-level=error", *sharing]
         process = await _start(stack, arm.checkout, arguments)
         fields = await _ready(process)
         http, grpc = fields["http"], grpc or fields["grpc"]
