@@ -92,13 +92,12 @@ def kept_lines(lines: Sequence[str], name: str, asked: Collection[str]) -> dict[
         try:
             answer = json.loads(line)
             custom_id, response = answer["custom_id"], answer["response"]
-            status_code = response["status_code"] if response else 0
+            if is_final(response["status_code"] if response else 0) or custom_id not in asked:
+                kept[custom_id] = line
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ConfigError(
                 f"{name}, line {number} is not an answer of a batch; choose another file for the answers"
             ) from None
-        if is_final(status_code) or custom_id not in asked:
-            kept[custom_id] = line
     return kept
 
 

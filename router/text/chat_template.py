@@ -39,7 +39,7 @@ class ChatTemplate:
         del environment.filters["random"], environment.globals["lipsum"]
         try:
             self._template = environment.from_string(source)
-        except (jinja2.TemplateError, RecursionError) as error:
+        except (jinja2.TemplateError, RecursionError, ValueError) as error:  # ValueError: a number of 5,000 digits
             raise ConfigError(f"the model's chat template is not valid Jinja: {error}") from error
         self._special_tokens = dict(special_tokens)
 

@@ -87,6 +87,18 @@ def test_deeply_nested_model_files_are_refused(tmp_path: Path) -> None:
         ChatTemplate("{{" + _NESTED[:5000], {})
 
 
+def test_a_number_of_many_digits_in_a_template_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not valid Jinja"):
+        ChatTemplate("{{ " + "9" * 5000 + " }}", {})
+
+
+@pytest.mark.parametrize(("custom_id", "status_code"), [("1", "r"), ("1", []), ([], 200)])
+def test_an_answer_of_a_batch_with_values_of_other_types_names_its_line(custom_id: object, status_code: object) -> None:
+    line = json.dumps({"custom_id": custom_id, "response": {"status_code": status_code}})
+    with pytest.raises(ConfigError, match="out, line 1 is not an answer"):
+        kept_lines([line + "\n"], "out", ["1"])
+
+
 def test_deeply_nested_arguments_of_a_call_are_a_text() -> None:
     """They come from a client with its conversation, and from a model in its answer."""
     calls = (ToolCall("1", "f", _NESTED),)
