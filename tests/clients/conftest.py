@@ -61,14 +61,16 @@ def url(on_loop: Callable[[Coroutine[None, None, T]], T], tmp_path_factory: pyte
 def run_client(tmp_path: Path) -> Run:
     """Run a program of the clients' environment to its end in an empty folder. Returns its output."""
 
-    def run(program: str, *arguments: str, environment: Mapping[str, str] | None = None) -> str:
+    def run(
+        program: str, *arguments: str, environment: Mapping[str, str] | None = None, timeout_s: float = _TIMEOUT_S
+    ) -> str:
         finished = subprocess.run(
             [str(ENVIRONMENT / "bin" / program), *arguments],
             cwd=tmp_path,
             env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "COLUMNS": "200"} | dict(environment or {}),
             capture_output=True,
             text=True,
-            timeout=_TIMEOUT_S,
+            timeout=timeout_s,
             check=False,
         )
         output = finished.stdout + finished.stderr

@@ -1,9 +1,10 @@
-"""An answer under a schema and a forced call of a tool: their decode worker is killed at twenty tokens, they are moved,
-and their router is killed."""
+"""An answer under a schema, a forced call of a tool and four choices under penalties are disturbed: their decode worker
+is killed or drained, they are moved, and their router is killed. test_penalties_after_kills.py kills decode workers of
+the last."""
 
 import json
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,29 @@ import pytest
 import pytest_asyncio
 
 from tandem.client import AsyncClient, AsyncGeneration
+from tandem.results import Result
 from tests.system.local_cluster import LocalCluster
 from tests.system.test_structured_output import SCHEMA
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600), pytest.mark.slow]
 
 _NUM_KILLS = 20
+_MOST_ATTEMPTS = 8
 _LAST_TOKENS = 40  # which a worker may generate before the test has found it
-_REQUEST: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 300, "json_schema": SCHEMA}
-_PROMPT = "def city():\n    return "
+_SAMPLING: dict[str, Any] = {"temperature": 1.0, "seed": 3}
+_PROMPT = {"prompt": "def city():\n    return "}
+_REQUEST: dict[str, Any] = {**_PROMPT, **_SAMPLING, "max_tokens": 300, "json_schema": SCHEMA}
+_PENALTIES: dict[str, Any] = {
+    **(_PROMPT | _SAMPLING),
+    "max_tokens": 160,
+    "ignore_eos": True,
+    "n": 4,
+    "repetition_penalty": 1.1,
+    "frequency_penalty": 0.7,
+    "presence_penalty": 0.4,
+    "logit_bias": {40: 1.5},
+    "bad_words": ["self"],
+}
 _TOOL: dict[str, Any] = {
     "name": "write_report",
     "parameters": {
@@ -38,8 +53,7 @@ _CALL: dict[str, Any] = {
     "tools": [{"type": "function", "function": _TOOL}],
     "tool_choice": ["write_report"],
     "template_arguments": {"enable_thinking": False},
-    "temperature": 1.0,
-    "seed": 3,
+    **_SAMPLING,
     "max_tokens": 600,
 }
 
@@ -63,7 +77,7 @@ async def client(cluster: LocalCluster) -> AsyncIterator[AsyncClient]:
 
 async def _undisturbed(client: AsyncClient) -> tuple[str, int]:
     """Return the text of the answer and its number of tokens."""
-    result = await client.generate(_PROMPT, **_REQUEST).result()
+    result = await client.generate(**_REQUEST).result()
     jsonschema.validate(json.loads(result.text), SCHEMA)
     return result.text, len(result.token_ids)
 
@@ -84,7 +98,7 @@ async def test_decode_killed_at_twenty_indices_changes_no_text(cluster: LocalClu
     indices = {1 + turn * (num_tokens - _LAST_TOKENS) // _NUM_KILLS for turn in range(_NUM_KILLS)}
     assert len(indices) == _NUM_KILLS, f"an answer of {num_tokens} tokens is too short"
     for index in sorted(indices):
-        generation = client.generate(_PROMPT, **_REQUEST)
+        generation = client.generate(**_REQUEST)
         await _read(generation, index)
         await _kill(cluster, await cluster.busy_decode_worker())
         result = await generation.result()
@@ -115,24 +129,49 @@ async def test_decode_killed_at_twenty_indices_changes_no_part_of_a_streamed_cal
         await cluster.mend()
 
 
-async def test_an_answer_that_is_moved_to_another_decode_worker_keeps_its_text(
-    cluster: LocalCluster, client: AsyncClient
-) -> None:
-    text, _ = await _undisturbed(client)
-    generation = client.generate(_PROMPT, **_REQUEST)
-    await _read(generation, 6)
-    assert (await cluster.migrate(await cluster.busy_decode_worker())).num_moved == 1
-    result = await generation.result()
-    assert result.text == text
-    assert {"decode0", "decode1"} <= {member.partition("@")[0] for member in result.ledger.members}
+async def _migrate(cluster: LocalCluster) -> None:
+    for source in cluster.workers("decode"):
+        if (await cluster.migrate(source)).num_moved:
+            return
 
 
-async def test_an_answer_is_resumed_at_another_router(cluster: LocalCluster, client: AsyncClient) -> None:
-    text, _ = await _undisturbed(client)
-    generation = client.generate(_PROMPT, **_REQUEST)
-    await _read(generation, 6)
+async def _drain(cluster: LocalCluster) -> None:
+    loads = {name: (await cluster.inspect(name)).figures["running"] for name in cluster.workers("decode")}
+    busiest = cluster.members[max(loads, key=lambda name: loads[name])]
+    busiest.send_signal(signal.SIGTERM)
+    assert await busiest.exit_code() == 0
+
+
+async def _kill_its_router(cluster: LocalCluster) -> None:
     await _kill(cluster, "router0")
-    result = await generation.result()
-    assert result.text == text
-    assert "resumed" in result.ledger.reasons
-    await cluster.mend()
+
+
+def _answers(result: Result) -> list[object]:
+    calls = [[(call.name, call.arguments) for call in choice.tool_calls] for choice in result.choices]
+    return [calls, *((choice.token_ids, choice.text, choice.finish_reason) for choice in result.choices)]
+
+
+def _was_moved(result: Result) -> bool:
+    names = {member.partition("@")[0] for member in result.ledger.members}
+    return names >= {"decode0", "decode1"} or "resumed" in result.ledger.reasons
+
+
+@pytest.mark.parametrize("disturb", [_migrate, _drain, _kill_its_router])
+@pytest.mark.parametrize("request_", [_REQUEST, _CALL, _PENALTIES], ids=["schema", "call", "penalties"])
+async def test_an_answer_that_is_moved_or_resumed_elsewhere_is_the_undisturbed_one(
+    cluster: LocalCluster,
+    client: AsyncClient,
+    request_: dict[str, Any],
+    disturb: Callable[[LocalCluster], Awaitable[None]],
+) -> None:
+    undisturbed = await client.generate(**request_).result()
+    for _ in range(_MOST_ATTEMPTS):  # an answer may end before it is disturbed
+        generation = client.generate(**request_)
+        await _read(generation, 6)
+        await disturb(cluster)
+        result = await generation.result()
+        await cluster.mend()
+        assert _answers(result) == _answers(undisturbed)
+        if _was_moved(result):
+            return
+    pytest.fail("no answer was disturbed")
