@@ -19,6 +19,7 @@ from cluster.errors import InvalidRequest, Unavailable
 from cluster.messages import MAX_PROFILE_S, Role
 from cluster.observe.telemetry import Telemetry
 from cluster.observe.trace_context import TRACE_PARENT_KEY, RequestTrace
+from cluster.protocol.field_rules import LONGEST_S
 from cluster.registry.scale_target import POOLS
 from router.drain.operator_commands import MemberCommands, OperatorCall, ScaleTargetView, target_to_wire
 from router.fleet.fleet import Fleet
@@ -334,7 +335,7 @@ def _timeout_s(left_s: float | None) -> float | None:
     if left_s is None or left_s <= 0.0:
         return left_s
     rounding_s = 10.0 ** (math.floor(math.log10(left_s)) - 2)
-    return left_s - rounding_s - min(_EARLY_MAX_S, left_s * _EARLY_SHARE)
+    return min(LONGEST_S, left_s - rounding_s - min(_EARLY_MAX_S, left_s * _EARLY_SHARE))
 
 
 def _trace_parent(context: _Context) -> str:

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from http import HTTPStatus
 from typing import Any
 
@@ -24,10 +25,12 @@ from cluster.errors import (
     http_status,
     openai_error_type,
 )
+from router.http.bodies.strict_body import all_bodies
 
 _NOT_AN_OBJECT = ("missing", "model_type", "model_attributes_type", "dict_type")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _ELSEWHERE_S = 1.0  # behind a load balancer the next try finds another router; our own client needs no wait
+_MOST_COMPARED = 64  # characters of an unknown field's name
 _MAX_REPORTED = 5  # validation errors in one message
 _LOG = logging.getLogger("tandem.router.http")
 
@@ -81,7 +84,7 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> TandemError:
     for error in errors:
         if error["type"] == "extra_forbidden":
             param = _path(error["loc"])
-            return UnsupportedField(f"unsupported field {param!r}: leave it out", param=param)
+            return UnsupportedField(f"unsupported field {param!r}: {_instead(str(error['loc'][-1]))}", param=param)
     first = errors[0]
     if first["type"] == "json_invalid":
         return InvalidRequest(f"the body is not valid JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
@@ -90,6 +93,15 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> TandemError:
     described = "; ".join(_description(error) for error in errors[:_MAX_REPORTED])
     more = f" (and {len(errors) - _MAX_REPORTED} more)" if len(errors) > _MAX_REPORTED else ""
     return InvalidRequest(described + more, param=_param(first) or None)
+
+
+def _instead(name: str) -> str:
+    """Return what a client may do about an unsupported field."""
+    if any(name in body.asks_for_nothing for body in all_bodies()):
+        return "leave it out"
+    known = {field for body in all_bodies() for field in body.model_fields}
+    close = get_close_matches(name[:_MOST_COMPARED], sorted(known - {name}), n=1, cutoff=0.8)
+    return f"did you mean {close[0]}? Otherwise leave it out" if close else "leave it out"
 
 
 def _description(error: Mapping[str, Any]) -> str:

@@ -285,7 +285,8 @@ async def _http_exception(request: Request, error: Exception) -> Response:
         return error_response(error.__cause__, request.url.path)
     message, headers = _NO_PATH if error.status_code == HTTPStatus.NOT_FOUND else str(error.detail), error.headers
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        headers = {"allow": ", ".join(sorted(_methods(request)))}
+        allowed = ", ".join(sorted(_methods(request)))
+        message, headers = f"{request.method} is not possible here; use {allowed}", {"allow": allowed}
     return status_response(error.status_code, message, headers, path=request.url.path)
 
 

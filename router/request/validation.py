@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from cluster.errors import InvalidRequest, NoTokenizer, PromptTooLong, RequestTooLarge, UnknownModel
 from cluster.messages import MAX_GRAMMAR_BYTES, MAX_PROMPT_LOGPROBS, Grammar, LogitRules, Sampling, TokenStops
+from cluster.protocol.field_rules import LONGEST_S
 from router.request.logit_rules import check_logit_rules, resolved_logit_rules
 from router.requests import Accepted, ChatPrompt, GenerateRequest, ResumedChoice, SamplingParams, StopConditions
 from router.text.model_files import ModelInfo
@@ -103,9 +104,9 @@ def check(request: GenerateRequest, model: ModelInfo) -> None:
         f"priority must fit 32 bits with sign, not {request.priority}",
     )
     _require(
-        request.timeout_s is None or 0 < request.timeout_s < math.inf,
+        request.timeout_s is None or 0 < request.timeout_s <= LONGEST_S,
         None,
-        f"the request's timeout must be positive, not {request.timeout_s}",
+        f"the request's timeout must be above 0 and at most {LONGEST_S:g} s, not {request.timeout_s}",
     )
     _require(
         1 <= request.stream_interval <= MAX_STREAM_INTERVAL,

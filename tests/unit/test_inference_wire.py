@@ -8,7 +8,9 @@ from google.protobuf.descriptor import FieldDescriptor as Field
 from google.protobuf.message import Message
 
 from cluster.errors import InvalidRequest
+from cluster.protocol.field_rules import LONGEST_S
 from router.grpc_api.inference_wire import chat_from_wire, generate_request_from_wire
+from router.grpc_api.service import _timeout_s
 from tandem.v1 import inference_pb2
 
 UNKNOWN = 77
@@ -69,3 +71,9 @@ def test_an_unset_stream_interval_sends_every_token_by_itself() -> None:
     for sent, interval in ((0, 1), (16, 16)):
         message = inference_pb2.GenerateRequest(text="x", stream_interval=sent)
         assert generate_request_from_wire(message, None).stream_interval == interval
+
+
+def test_a_call_with_a_deadline_in_centuries_has_the_longest_timeout() -> None:
+    """Clients write a large number where they want no deadline."""
+    assert _timeout_s(3.6e11) == LONGEST_S
+    assert _timeout_s(600.0) == pytest.approx(600, rel=0.01)

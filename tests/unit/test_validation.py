@@ -73,6 +73,7 @@ def test_sampling_out_of_range_is_refused_by_name_and_value(sampling: SamplingPa
         (replace(REQUEST, stream_interval=0), "stream_interval.*1 to 4096, not 0"),
         (replace(REQUEST, stream_interval=4097), "stream_interval.*1 to 4096"),
         (replace(REQUEST, slo_ttft_s=0.0), "slo_ttft_s must be positive, not 0.0"),
+        (replace(REQUEST, timeout_s=1e300), "timeout"),
         (replace(REQUEST, slo_ttft_s=math.nan), "slo_ttft_s must be positive"),
         (replace(REQUEST, slo_tpot_s=math.inf), "slo_tpot_s must be positive"),
         (replace(REQUEST, resume_from=(ResumedChoice(),)), "resume_from.*request_id"),

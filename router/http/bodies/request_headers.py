@@ -10,13 +10,14 @@ from starlette.requests import Request
 from cluster.accounts.keys import Caller
 from cluster.accounts.limits import check_request
 from cluster.observe.trace_context import RequestTrace
+from cluster.protocol.field_rules import LONGEST_S
 from router.requests import GenerateRequest
 
-_LEAST_MS = 0.001
+_LEAST_MS, _MOST_MS = 0.001, LONGEST_S * 1000
 
 
 def _milliseconds(description: str) -> Any:
-    return Field(None, ge=_LEAST_MS, allow_inf_nan=False, description=description)
+    return Field(None, ge=_LEAST_MS, le=_MOST_MS, allow_inf_nan=False, description=description)
 
 
 class RequestHeaders(BaseModel):

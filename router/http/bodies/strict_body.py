@@ -4,6 +4,7 @@ value, is refused by name. The JSON schema of a body says the same, and says whi
 """
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -66,6 +67,17 @@ class StrictBody(BaseModel):
         neutral = cls.asks_for_nothing.get(name) if isinstance(name, str) else None
         # `True == 1` in Python: a boolean is nothing only where a boolean is named.
         return neutral is not None and (value is None or any(value == n and type(value) in _alike(n) for n in neutral))
+
+
+@cache
+def all_bodies() -> frozenset[type[StrictBody]]:
+    """Return every kind of object that clients may send."""
+    found, left = set[type[StrictBody]](), [StrictBody]
+    while left:
+        body = left.pop()
+        found.add(body)
+        left += body.__subclasses__()
+    return frozenset(found)
 
 
 def _whole(value: object) -> object:

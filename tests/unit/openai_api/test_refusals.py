@@ -219,12 +219,19 @@ def test_an_unknown_model_is_not_found(shared: Endpoint) -> None:
     assert raised.value.code == "unknown_model"
 
 
+def test_a_misspelt_field_is_refused_with_the_name_that_is_close(shared: Endpoint) -> None:
+    for name, words in (("max_token", "did you mean max_tokens?"), ("best_off", "leave it out"), ("suffix", "leave")):
+        answer = shared.post("/v1/completions", {"prompt": "x", name: 3})
+        refused(answer, 400, "unsupported_field", name, words)
+    assert "did you mean" not in answer.json()["error"]["message"]
+
+
 def test_errors_for_unknown_paths_and_methods_have_the_openai_shape(shared: Endpoint) -> None:
     refused(shared.http.get("/v1/nothing"), 404, "not_found", None)
     for path in ("/v1/nothing", "/docs", "/redoc"):  # pages of FastAPI load scripts from another site
         assert "/openapi.json" in shared.http.get(path).json()["error"]["message"], "it says where to look"
     assert shared.http.get("/openapi.json").status_code == 200
-    refused(shared.http.get("/v1/completions"), 405, "method_not_allowed", None)
+    refused(shared.http.get("/v1/completions"), 405, "method_not_allowed", None, "GET", "POST")
     assert shared.http.put("/ping").headers["allow"] == "GET, HEAD, POST"
 
 
