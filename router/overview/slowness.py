@@ -3,20 +3,23 @@
 Links are compared from three on, workers of one leg from two on.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from statistics import median_low
+from typing import TypeAlias
 
 from cluster.messages import LinkSpeed, MemberId, Role
 from cluster.service_times import ServiceTimes, StepWork, TimedStep
 
 SLOW_LINK, SLOW_WORKER = 3.0, 1.7  # times the median
 _LEAST_LINKS, _LEAST_WORKERS = 3, 2
+_MOST_OTHERS = 5  # of which two may be slow themselves
 _FULL = 0.95  # of a KV pool's blocks
 _PREEMPTIONS = 3  # a minute; deploy/observability/alerts.py has the same bound
 _IDLE = ("blocks_free", "blocks_cached")
 _READ_BYTES = 1 << 20
 _MIN_S = 1e-9
+_Measured: TypeAlias = tuple[ServiceTimes, TimedStep]
 
 
 def slow_links(links: Mapping[MemberId, Iterable[LinkSpeed]]) -> Iterator[str]:
@@ -52,7 +55,8 @@ class Slowdown:
 
 
 def slowdowns(decodes: Mapping[MemberId, ServiceTimes], prefills: Mapping[MemberId, ServiceTimes]) -> list[Slowdown]:
-    """Compare each worker with the others of its leg. Workers that have not measured enough steps are not compared."""
+    """Compare each worker with others of its leg: all, or a few spread over a large pool, because a comparison takes
+    20 us. Workers that have not measured enough steps are not compared."""
     decode_steps = {member: (times, times.typical_decode) for member, times in decodes.items()}
     prefill_steps = {member: (times, times.typical_prefill) for member, times in prefills.items()}
     found = []
@@ -60,9 +64,13 @@ def slowdowns(decodes: Mapping[MemberId, ServiceTimes], prefills: Mapping[Member
         measured = {member: (times, step) for member, (times, step) in steps.items() if step is not None}
         if len(measured) >= _LEAST_WORKERS:
             for member, own in measured.items():
-                others = (other for name, other in measured.items() if name != member)
+                others = _spread([other for name, other in measured.items() if name != member])
                 found.append(Slowdown(member, leg, median_low(_times_slower(*own, *other) for other in others)))
     return found
+
+
+def _spread(others: Sequence[_Measured]) -> Sequence[_Measured]:
+    return others[:: max(1, -(-len(others) // _MOST_OTHERS))]
 
 
 def _times_slower(times: ServiceTimes, step: TimedStep, others: ServiceTimes, others_step: TimedStep) -> float:

@@ -98,6 +98,12 @@ def test_slow_workers_are_found_beside_another_slow_one() -> None:
     assert [text.split(" ")[0] for text in slow] == ["decode-1", "decode-2"]
 
 
+def test_the_slow_workers_of_a_large_pool_are_found_by_a_few_comparisons_of_each() -> None:
+    slow = {0, 7, 31, 63}
+    decodes = {MemberId(f"d{number}", "a"): _times(2.0 if number in slow else 1.0) for number in range(64)}
+    assert [text.split(" ")[0] for text in _faults(decodes, {})] == [f"d{number}" for number in sorted(slow)]
+
+
 def _pool(role: Role = Role.DECODE, used: float = 80.0, leased: float = 0.0, **figures: float) -> list[str]:
     blocks = {"blocks_held": used - leased, "blocks_leased": leased, "blocks_cached": 10.0, "blocks_free": 90.0 - used}
     return list(full_pools([("w", role, figures | blocks)]))
