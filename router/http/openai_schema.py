@@ -61,6 +61,7 @@ _ASKS_FOR_NOTHING: NeutralValues = {
     "ec_transfer_params": ({},),
     "vllm_xargs": ({},),
     "repetition_detection": (),
+    "return_weight_versions": (False,),
 }
 _COMPLETION_ASKS_FOR_NOTHING: NeutralValues = {
     **_ASKS_FOR_NOTHING,
@@ -234,6 +235,7 @@ class _Request(LogitFields, StructuredOutputFields):
     metadata: dict[str, str] | None = _NO_EFFECT
     store: Literal[False] | None = _NO_EFFECT
     return_mm_kwargs: bool | None = _NO_EFFECT
+    mm_payload: Literal["tensors", "none"] | None = _NO_EFFECT
 
     @field_validator("request_id")
     @classmethod

@@ -16,7 +16,7 @@ def _names(words: str) -> list[str]:
 
 
 # The fields of vLLM's CompletionRequest and ChatCompletionRequest, looked up in vllm/entrypoints/openai/completion/
-# protocol.py and chat_completion/protocol.py at commit 002032ee2b18e1f7bd924ec47b62504ba3866063.
+# protocol.py and chat_completion/protocol.py of vLLM 0.33.0.
 _VLLM_BOTH = _names(
     """
     model frequency_penalty logit_bias logprobs max_tokens n presence_penalty seed stop stream stream_options
@@ -26,7 +26,7 @@ _VLLM_BOTH = _names(
     logprob_token_ids bad_words add_special_tokens response_format structured_outputs priority request_id
     session_id return_tokens_as_token_ids return_token_ids routed_experts_prompt_start return_token_offsets
     return_mm_kwargs cache_salt kv_transfer_params ec_transfer_params vllm_xargs repetition_detection
-    thinking_token_budget stream_interval echo
+    thinking_token_budget stream_interval echo mm_payload return_weight_versions
     """
 )
 _VLLM_COMPLETION = [*_VLLM_BOTH, *["prompt", "suffix", "prompt_embeds"]]
@@ -108,6 +108,7 @@ def test_fields_without_effect_leave_the_request_as_it_is(shared: Endpoint, path
         "metadata": {"trace": "7"},
         "store": False,
         "return_mm_kwargs": False,
+        "mm_payload": "none",
     }
     names = [name for name in body.model_fields if _kind(body, name) == "no effect"]
     plain = least | {"request_id": "the same"}
