@@ -67,7 +67,7 @@ def test_in_random_orders_hand_offs_do_not_wait_for_each_other() -> None:
 
 @pytest.mark.slow
 def test_in_many_random_orders_hand_offs_do_not_wait_for_each_other() -> None:
-    walk(range(40, 5000))
+    walk(range(40, 2000))
 
 
 def _without_announcements(monkeypatch: pytest.MonkeyPatch) -> None:
