@@ -22,10 +22,9 @@ from cluster.observe.trace_context import RequestTrace
 from router.policies.admission import AdmissionControl
 from router.policies.candidates import NO_TARGETS, SloTargets
 from router.request.account import RequestAccount
-from router.request.explanations import Explanation, Explanations, is_named
+from router.request.explanations import Explanation, Explanations, RequestLog, is_named
 from router.request.live_table import ClientBuffers, LiveRow, LiveTable
 from router.request.outbox import Outbox, WholeAnswer
-from router.request.request_log import RequestLog
 from router.request.traces import Traces
 from router.requests import Accepted, GenerateRequest
 

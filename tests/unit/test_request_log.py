@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from router.request.explanations import Explanation
-from router.request.request_log import RequestLog, ended_fields
+from router.request.explanations import Explanation, RequestLog, ended_fields
 from router.requests import Ledger, Phase
 
 _LEDGER = Ledger(
