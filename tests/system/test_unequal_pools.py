@@ -170,7 +170,8 @@ async def test_a_resumed_request_waits_for_a_large_worker_as_before() -> None:
         await router.add_prefill("p0", capacity=LARGE)
         large = await router.add_decode("d0", capacity=LARGE)
         await router.connected()
-        first = await answer_to(router, request := ask(request_id="mine"))
+        request = replace(ask(request_id="mine"), num_bytes=100)  # as over gRPC, so that it can be resumed
+        first = await answer_to(router, request)
         accepted = next(output.accepted for output in first.outputs if output.accepted is not None)
         await router.add_decode("d1", capacity=SMALL)
         await _die(router, large)
