@@ -90,8 +90,8 @@ class MemberCommands:
         member = self._member(name)
         if not member.role.is_worker:
             raise InvalidRequest(f"{member.id.id} is a router; only workers have a role that can be changed")
-        others = (other for other in self._fleet.members() if other.id != member.id and other.role.decodes)
-        if not role.decodes and all(other.state is not MemberState.READY for other in others):
+        # A worker that may not get work now does not count: the registration of one that died remains for a while.
+        if not role.decodes and all(load.member == member.id for load in self._fleet.decode_loads()):
             raise InvalidRequest(
                 f"{member.id.id} is the last worker that decodes; give another worker the role decode or both first"
             )

@@ -8,7 +8,9 @@ from pathlib import Path
 import grpc
 import pytest
 
+from cluster.errors import InvalidRequest
 from cluster.messages import Role
+from router.drain.operator_commands import MemberCommands
 from tandem.enum_words import MEMBER_ROLES
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
 from tests.system.asking import Answer, ask, question
@@ -111,6 +113,24 @@ async def test_the_last_worker_that_decodes_keeps_its_role(cluster: LocalCluster
         await _set_role(cluster, "decode0", "decode")
         await _until_role(cluster, "decode0", "decode")
     await cluster.until_free()
+
+
+async def test_a_worker_that_has_died_does_not_count_as_one_that_decodes() -> None:
+    async with router_under_test() as router:
+        await router.add_prefill("p0")
+        dead, last = await router.add_decode("d0"), await router.add_decode("d1")
+        await router.connected()
+        await dead.die()
+        await router.until_gone(dead)  # its registration remains
+        commands = MemberCommands(
+            router=router.member.id,
+            fleet=router.fleet,
+            connect=grpc.aio.insecure_channel,
+            stop=asyncio.Event(),
+            drained=asyncio.get_running_loop().create_future(),
+        )
+        with pytest.raises(InvalidRequest, match="d1 is the last worker that decodes"):
+            await commands.set_role(last.id.id, Role.PREFILL)
 
 
 async def test_a_sequence_ends_where_it_runs_when_its_worker_gets_another_role() -> None:
