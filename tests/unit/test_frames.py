@@ -194,7 +194,7 @@ async def test_a_connection_that_is_not_proven_carries_no_call(keys: ClusterKeys
 
 async def test_a_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "PING_AFTER_S", 0.02)
-    monkeypatch.setattr(frames, "PONG_WITHIN_S", 0.02)
+    monkeypatch.setattr(frames, "PONG_WITHIN_S", 1.0)  # a busy machine may keep both ends from answering for a while
     async with _served() as (callee, server, channel):
         callee.is_open.set()
         await worker_pb2_grpc.WorkerStub(channel).Inspect(worker_pb2.InspectRequest())
