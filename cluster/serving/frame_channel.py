@@ -16,6 +16,7 @@ import grpc
 
 from cluster.auth.connections import OpeningConnection
 from cluster.auth.keys import ClusterKeys
+from cluster.auth.sessions import Refusal, refused
 from cluster.errors import MemberRefused
 from cluster.serving.frames import CALLS, Begin, FrameConnection, Kind, Metadata, Status, Unread, unpacked_status
 
@@ -74,7 +75,7 @@ class FrameChannel:
             try:
                 async with asyncio.timeout(_CONNECT_S):
                     self._connection = await self._connect(port, callee)
-            except (OSError, TimeoutError, MemberRefused) as error:
+            except (OSError, TimeoutError, ValueError, MemberRefused) as error:  # ValueError: the host has no name
                 problem = f"{type(error).__name__}: {error}"
             if not first.done():
                 first.set_result(None)
@@ -104,6 +105,7 @@ class CallerConnection(FrameConnection):
     def __init__(self, opening: OpeningConnection) -> None:
         super().__init__()
         self._opening = opening
+        self._is_callee_verified = False
         self._numbers = itertools.count(1)
         self._calls: dict[int, FrameCall] = {}
         self.proven: asyncio.Future[None] = self._loop.create_future()
@@ -140,7 +142,10 @@ class CallerConnection(FrameConnection):
                     call.end(unpacked_status(body))
             elif kind == Kind.CHALLENGE:
                 self.send(Kind.PROOF, 0, self._opening.prove(body))
+                self._is_callee_verified = True
             elif kind == Kind.PROOF:
+                if not self._is_callee_verified:
+                    raise refused(Refusal.NO_PROOF, "the peer accepts calls without a proof that it is a member")
                 self.is_proven = True
                 if not self.proven.done():
                     self.proven.set_result(None)
@@ -212,19 +217,20 @@ class FrameCall:
         """Return the next message, or grpc.aio.EOF at the end. Raises AioRpcError.
 
         Other tasks run before each message, so that many that came together do not keep those who wait for them."""
-        if self._messages:
-            await asyncio.sleep(0)
-        while not self._messages:
-            if self._status is not None:
-                self._raise_unless_ok(self._status)
-                return grpc.aio.EOF
-            self._news = asyncio.get_running_loop().create_future()
-            try:
+        try:
+            if self._messages:
+                await asyncio.sleep(0)
+            while not self._messages and self._status is None:
+                self._news = asyncio.get_running_loop().create_future()
                 await self._news
-            except asyncio.CancelledError:
-                self.cancel()
-                raise
-        return self._read(self._messages.popleft())
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        if self._messages:
+            return self._read(self._messages.popleft())
+        assert self._status is not None
+        self._raise_unless_ok(self._status)
+        return grpc.aio.EOF
 
     async def write(self, message: Any) -> None:
         """Send a request. Raises asyncio.InvalidStateError if the call is over."""

@@ -35,12 +35,14 @@ _CALLEE_FRAMES = (
     packed(Kind.MESSAGE, 1, b"a response"), packed(Kind.STATUS, 1, packed_status(Status(grpc.StatusCode.OK))),
     packed(Kind.PING, 0), packed(Kind.STATUS, 1, _STATUS), packed(Kind.PONG, 0),
 )  # fmt: skip
+_UNASKED = packed(Kind.PROOF, 0)  # without the callee's own proof before it
 
 
 def targets() -> Iterator[Target]:
     yield Target("call begin", _BEGINS, _read_begin, words=(_METHOD.encode(),))
     yield Target("call status", [_STATUS], _read_status)
     yield Target("frames of strangers", [packed(Kind.HELLO, 0, _opening().hello), b"", *_CALLER_FRAMES], _come_unproved)
+    yield Target("frames of impostors", [b"", _UNASKED], _come_unasked, partial(_shuffled, (_UNASKED, *_CALLEE_FRAMES)))
     yield Target("frames of a caller", [b"".join(_CALLER_FRAMES)], _call, partial(_shuffled, _CALLER_FRAMES))
     yield Target("frames of a callee", [b"".join(_CALLEE_FRAMES)], _answer, partial(_shuffled, _CALLEE_FRAMES))
 
@@ -141,6 +143,24 @@ async def _served(data: bytes, opening: OpeningConnection | None) -> str:
     finally:
         await server.stop(0)
         assert not server.connections, "a connection outlives its server"
+
+
+def _come_unasked(data: bytes) -> str:
+    """Let a member connect to a process that sends the bytes in place of its proof: no call may go there."""
+
+    async def connect() -> str:
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: _Sending(data, None, None), "127.0.0.1", 0)
+        async with server, asyncio.timeout(10):
+            port = server.sockets[0].getsockname()[1]
+            _, connection = await loop.create_connection(lambda: CallerConnection(_opening()), "127.0.0.1", port)
+            with suppress(OSError, MemberRefused):
+                await connection.proven
+                raise AssertionError("the connection of an impostor counts as proven")
+            connection.abort()
+            return "not proven"
+
+    return _runner().run(connect())
 
 
 def _answer(data: bytes) -> str:

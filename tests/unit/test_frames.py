@@ -18,8 +18,8 @@ from cluster.errors import QueueFull
 from cluster.messages import MemberId
 from cluster.observe.telemetry import Telemetry
 from cluster.serving import frames
-from cluster.serving.frame_channel import MAX_REQUEST_BYTES
-from cluster.serving.frames import Begin, FrameConnection, Kind, Status, packed_status, unpacked_status
+from cluster.serving.frame_channel import MAX_REQUEST_BYTES, FrameChannel
+from cluster.serving.frames import Begin, FrameConnection, Kind, Status, packed, packed_status, unpacked_status
 from cluster.serving.rpc_errors import error_from_rpc
 from cluster.serving.serving import GrpcServer
 from tandem.internal.v1 import kv_pb2, kv_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -190,6 +190,22 @@ async def test_a_connection_that_is_not_proven_carries_no_call(keys: ClusterKeys
         assert await reader.read() == b""
         writer.close()
         assert not callee.contexts
+
+
+async def test_no_call_goes_to_a_process_that_does_not_prove_to_be_the_callee() -> None:
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(1)
+        writer.write(packed(Kind.PROOF, 0))  # as if the caller had verified this process
+        received.set_result(await reader.read())
+        writer.close()
+
+    received: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+    channel = FrameChannel("127.0.0.1", _KEYS, "router-0@1")
+    async with await asyncio.start_server(accept, "127.0.0.1", 0) as server, asyncio.timeout(_TIMEOUT_S):
+        await channel.offer(server.sockets[0].getsockname()[1], "decode-0@1")
+        assert channel.connection is None
+        await received  # the connection is closed
+        channel.close()
 
 
 async def test_a_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
