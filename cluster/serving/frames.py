@@ -227,9 +227,11 @@ class FrameConnection(asyncio.Protocol):
             self._received += data[rest:]
 
     def _parse(self, data: bytes | bytearray) -> int:
-        """Handle all whole frames, and return where the next one begins."""
+        """Handle all whole frames, and return where the next one begins. None is handled on a closed connection."""
         at, end = 0, len(data)
         while end - at >= _HEAD.size:
+            if self.transport is not None and self.transport.is_closing():
+                return end
             length, kind, number = _HEAD.unpack_from(data, at)
             if length > (MAX_FRAME_BYTES if self.is_proven else _MAX_UNPROVEN_BYTES):
                 self.abort()

@@ -311,8 +311,8 @@ class PromptNames:
 
 
 class PromptFields:
-    """What one response says about its prompts: their tokens, and the log-probabilities of these. Prompt i belongs to
-    the choices i * n to i * n + n - 1."""
+    """The fields of one response about its prompts: their tokens, and the log-probabilities of these. Prompt i belongs
+    to the choices i * n to i * n + n - 1."""
 
     def __init__(
         self, names: PromptNames, num_top: int | None, has_token_ids: bool, *, n: int, is_of_body: bool

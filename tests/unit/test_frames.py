@@ -178,6 +178,18 @@ async def test_a_caller_that_does_not_read_stops_the_callee() -> None:
         assert [event.next_number async for event in call] == list(range(2_000))
 
 
+async def test_no_frame_is_handled_after_one_that_must_not_come(caplog: pytest.LogCaptureFixture) -> None:
+    async with _served() as (callee, _, channel):
+        callee.is_open.set()
+        await worker_pb2_grpc.WorkerStub(channel).Inspect(worker_pb2.InspectRequest())
+        assert channel.frames is not None and channel.frames.connection is not None
+        connection = channel.frames.connection
+        assert connection.transport is not None
+        connection.transport.write(packed(Kind.BEGIN, 7, b"no begin") * 100)
+        await connection.lost
+    assert caplog.text.count("a connection of a member is closed") == 1
+
+
 @pytest.mark.parametrize("keys", [_KEYS, ClusterKeys(b"x" * 32)])
 async def test_a_connection_that_is_not_proven_carries_no_call(keys: ClusterKeys) -> None:
     async with _served() as (callee, server, _):
