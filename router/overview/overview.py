@@ -1,7 +1,7 @@
 """The overview for operators: `Overview` records the rates and events of this router, and collects the overviews of all
 routers. It reads existing state only: counters, live and ended requests, the fleet. Routers ask each other only while a
-caller asks one of them, and callers of the same second share the answers. Owns the history, the event log, and the
-channels to other routers.
+caller asks one of them, and callers that poll in the same second share the answers. Owns the history, the event log,
+and the channels to other routers.
 """
 
 import asyncio
@@ -72,8 +72,8 @@ class Watched:
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """The router as callers see it for `RECENT_S`, and the answers that were made from it. Callers that poll get the
-    same positions from it, so that they soon ask the same and share an answer."""
+    """The router as callers that poll see it for `RECENT_S`, and the answers that were made from it. They get the same
+    positions from it, so that they soon ask the same and share an answer."""
 
     at_s: float  # by the clock of the live requests
     common: admin_pb2.RouterOverview  # the part that does not depend on what the caller has seen
@@ -116,9 +116,10 @@ class Overview:
 
     async def of_cluster(self, request: admin_pb2.OverviewRequest, metadata: Metadata) -> admin_pb2.OverviewResponse:
         """Return the overview of all routers, this one's first. `metadata` has the caller's API key, for the others.
-        A router that does not answer is listed with the reason. It is at most `RECENT_S` old, and callers with the same
-        request and key share it: it must not be changed."""
-        snapshot = self._recent()
+        A router that does not answer is listed with the reason. A first look shows the routers as they are now, so that
+        a request that has just ended is in it. What a caller that polls gets is at most `RECENT_S` old, and shared by
+        callers with the same request and key: it must not be changed."""
+        snapshot = self._recent() if request.seen else self._now()
         question = request.SerializeToString(deterministic=True), tuple(metadata)
         answer = snapshot.answers.get(question)
         if answer is None:
@@ -153,9 +154,12 @@ class Overview:
 
     def _recent(self) -> _Snapshot:
         """Return a snapshot that is at most `RECENT_S` old."""
-        now_s, watched = self._clock.now_s(), self._watched
-        if self._snapshot is not None and now_s - self._snapshot.at_s < RECENT_S:
+        if self._snapshot is not None and self._clock.now_s() - self._snapshot.at_s < RECENT_S:
             return self._snapshot
+        return self._now()
+
+    def _now(self) -> _Snapshot:
+        now_s, watched = self._clock.now_s(), self._watched
         origin_s = self._wall_clock() - now_s
         common = admin_pb2.RouterOverview(
             router=str(watched.router.id),

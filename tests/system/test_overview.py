@@ -122,7 +122,7 @@ async def watched(clock: Clock | None = None) -> AsyncIterator[tuple[RouterUnder
         await registry.close()
 
 
-async def test_callers_of_one_second_share_an_answer() -> None:
+async def test_callers_that_poll_in_the_same_second_share_an_answer() -> None:
     clock = ManualClock()
     async with watched(clock) as (router, overview):
         await router.add_prefill("p0")
@@ -137,16 +137,31 @@ async def test_callers_of_one_second_share_an_answer() -> None:
             await answer_to(router, ask())
             clock.advance(0.5)
 
-        early, late = await poll(None), None
+        early = await poll(None)
+        await pass_half_a_second()
+        late = await poll(None)
+        await pass_half_a_second()
+        early = await poll(early)
         for _ in range(3):
             await pass_half_a_second()
-            late = await poll(late)
-            assert late is early, "half a second later the second caller asks and gets the same"
+            before, late = late, await poll(late)
+            assert len(late.routers[0].ended) == 2, "each request is shown once"
             await pass_half_a_second()
             early = await poll(early)
-            assert len(early.routers[0].ended) == 2, "each request is shown once"
-        other_key = await poll(late, key="b")
-        assert other_key is not early and other_key == early
+            assert early is late, "half a second later the second caller asks and gets the same"
+        other_key = await poll(before, key="b")
+        assert other_key is not late and other_key == late
+
+
+async def test_a_first_look_shows_what_ended_in_the_same_second() -> None:
+    async with watched(ManualClock()) as (router, overview):
+        await router.add_prefill("p0")
+        await router.add_decode("d0")
+        await router.connected()
+        for num_ended in (1, 2):
+            await answer_to(router, ask())
+            shown = await overview.of_cluster(admin_pb2.OverviewRequest(), [])
+            assert len(shown.routers[0].ended) == num_ended
 
 
 def _decodes_in(seconds: float) -> ServiceTimes:
