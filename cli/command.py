@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from cluster.errors import ConfigError, TandemError
 from cluster.process import ExitStatus, full_disk
-from cluster.settings.config_sources import refuse_unknown
+from cluster.settings.config_sources import LineParser, refuse_unknown
 from tandem.errors import TandemError as ClientError
 
 # Verb -> its folder below `cli/verbs`, in the order of `tandem --help`.
@@ -77,7 +77,7 @@ def run(arguments: Sequence[str] | None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
+    arguments = (sys.argv[1:] if arguments is None else arguments) or ("--help",)
     if arguments and arguments[0] in PROGRAMS:
         _become(*arguments)
     if arguments and not arguments[0].startswith("-") and arguments[0] not in _VERBS:
@@ -106,7 +106,7 @@ def verb_module(verb: str) -> ModuleType:
 
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser], dict[str, ModuleType]]:
     """Return the parser of all commands, and the parser and the module of each verb."""
-    parser = argparse.ArgumentParser(
+    parser = LineParser(
         prog="tandem",
         description="LLM serving with prefill and decode on separate pools.",
         epilog=f"To run one member of a cluster: tandem {'|'.join(PROGRAMS)} FLAGS (--help lists them).",

@@ -1,18 +1,18 @@
 """`python -m worker --role both --model M --redis URL ...`: one worker of any role."""
 
-import argparse
 import sys
 
 from cluster.messages import Role
 from cluster.process import announce_ready, exit_process, reload_requested, run_process, stop_requested
 from cluster.settings.config import WorkerConfig
+from cluster.settings.config_sources import LineParser
 from cluster.settings.reload import settings_source
 from worker.life import run_worker
 
 
 async def _main() -> None:
-    roles = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    roles.add_argument("--role", choices=[role for role in Role if role.is_worker], default=Role.BOTH)
+    roles = LineParser(prog="python -m worker", add_help=False, allow_abbrev=False)
+    roles.add_argument("--role", choices=[str(role) for role in Role if role.is_worker], default=Role.BOTH)
     chosen, others = roles.parse_known_args(sys.argv[1:])
     source = settings_source(WorkerConfig, "worker", others, reload_requested())
     await run_worker(source.read(), Role(chosen.role), stop=stop_requested(), announce=announce_ready, source=source)

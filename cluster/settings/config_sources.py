@@ -13,7 +13,7 @@ import re
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from cluster.errors import ConfigError
 from cluster.settings.config import ClusterSettings, RouterConfig, WorkerConfig
@@ -29,8 +29,28 @@ _GROUPS: dict[type, str] = {
     TransferSettings: "KV transfer",
 }
 _METAVARS: dict[type, str] = {int: "N", float: "X", str: "VALUE"}
+_NUMBERS = {"int": "a whole number", "float": "a number"}
 
 Config = TypeVar("Config", bound=WorkerConfig | RouterConfig)
+
+
+class LineParser(argparse.ArgumentParser):
+    """A parser whose errors are one line without the usage. It raises ConfigError instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{_plain(message)}; {self.prog} --help lists the arguments")
+
+
+def _plain(message: str) -> str:
+    """Say an error of argparse as errors of other settings are said."""
+    name, _, problem = message.removeprefix("argument ").partition(": ")
+    if wrong := re.fullmatch(r"invalid (\w+) value: (.+)", problem):
+        return f"{name} must be {_NUMBERS.get(wrong[1], 'valid')}, not {wrong[2]}"
+    if wrong := re.fullmatch(r"invalid choice: (.+) \(choose from (.+)\)", problem):
+        return f"{name} must be one of {wrong[2].replace(chr(39), '')}, not {wrong[1]}"
+    if problem == "expected one argument":
+        return f"{name} needs a value"
+    return f"missing: {problem}" if name == "the following arguments are required" else f"{name}: {problem}"
 
 
 def add_flags(
@@ -84,7 +104,7 @@ def load_config(
 
 def parse_arguments(config_type: type[Config], prog: str, arguments: Sequence[str]) -> Config:
     """Parse the arguments of a process started as `python -m prog ...`. Raises ConfigError."""
-    parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=config_type.__doc__, allow_abbrev=False)
+    parser = LineParser(prog=f"python -m {prog}", description=config_type.__doc__, allow_abbrev=False)
     add_flags(parser, config_type)
     parsed, unknown = parser.parse_known_args(arguments)
     refuse_unknown(parser, unknown)
@@ -104,7 +124,7 @@ def setting_outside_flags(name: str, environment: Mapping[str, str] | None = Non
 
 def config_path(arguments: Sequence[str]) -> str:
     """Return the file of settings of a process with these arguments; empty: there is none."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = LineParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", default=os.environ.get(_ENVIRONMENT_PREFIX + "CONFIG", ""))
     return str(parser.parse_known_args(arguments)[0].config)
 

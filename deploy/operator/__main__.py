@@ -16,14 +16,14 @@ from cluster.registry.registry import Registry
 from cluster.registry.scale_registry import WorkerLoads
 from cluster.serving.tls import ClusterTls, load_tls
 from cluster.settings.config import RouterConfig
-from cluster.settings.config_sources import load_config, refuse_unknown
+from cluster.settings.config_sources import LineParser, load_config, refuse_unknown
 from deploy.operator.api_server import Access, ApiServer
 from deploy.operator.follower import DeploymentFollower, keep_costs
 from deploy.operator.pools import Pools
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m deploy.operator", description=__doc__, allow_abbrev=False)
+    made = LineParser(prog="python -m deploy.operator", description=__doc__, allow_abbrev=False)
     made.add_argument("--follow", choices=("on", "off"), default="off", help="scale the pools to the scale target")
     made.add_argument("--router", default="tandem-router:50051", help="gRPC address of the routers' Service")
     made.add_argument("--namespace", default="", help="namespace of the Deployments (default: that of this pod)")

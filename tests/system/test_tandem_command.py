@@ -263,6 +263,8 @@ def test_measurements_of_link_checks_are_published(tandem: Command) -> None:
         (("generate", PROMPT, "--address", "nowhere"), "host:port"),
         (("status", "--address", "127.0.0.1:1"), "127.0.0.1:1"),
         (("staus",), "unknown command 'staus'; did you mean status?"),
+        (("role", "decode-0", "idle"), "role must be one of prefill, decode, both, not 'idle'; tandem role --help"),
+        (("role",), "missing: MEMBER, role; tandem role --help"),
     ],
 )
 def test_a_wrong_word_is_answered_in_one_line(tandem: Command, words: tuple[str, ...], said: str) -> None:

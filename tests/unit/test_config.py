@@ -73,9 +73,13 @@ def test_an_unknown_variable_is_refused_with_the_nearest_name() -> None:
         (["--blok-size=8"], "unknown flag --blok-size; did you mean --block-size?"),
         (["--zzz"], "unknown flag --zzz; python -m prefill_worker --help lists the flags"),
         (["eight"], "unexpected argument 'eight'"),
+        (["--block-size", "x"], "--block-size must be a whole number, not 'x'; python -m prefill_worker --help lists"),
+        (["--lease-s", "long"], "--lease-s must be a number, not 'long'; "),
+        (["--dtype", "float31"], "--dtype must be one of auto, float32"),
+        (["--block-size"], "--block-size needs a value; "),
     ],
 )
-def test_an_unknown_flag_is_refused_with_the_nearest_name(arguments: list[str], message: str) -> None:
+def test_a_wrong_flag_is_refused_in_one_line(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_arguments(WorkerConfig, "prefill_worker", ["--model", "m", *arguments])
     assert message in refused.value.message

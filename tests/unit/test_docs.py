@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cli.command import _VERBS, PROGRAMS, _parser, verb_module
-from cluster.errors import _STATUS, HandOffReason
+from cluster.errors import _STATUS, ConfigError, HandOffReason
 from cluster.observe.metrics import METRICS, VLLM_NAMES
 
 ROOT = Path(__file__).parents[2]
@@ -153,7 +153,7 @@ def refused_commands(page: Path) -> Iterator[str]:
             try:
                 with redirect_stderr(StringIO()):
                     unknown = _tandem_parser().parse_known_args(words)[1]
-            except SystemExit:
+            except (ConfigError, SystemExit):
                 unknown = words
             if unknown:
                 yield line
