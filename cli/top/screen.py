@@ -6,7 +6,7 @@ from itertools import islice
 
 from rich.text import Text
 
-from cli.top.watch import Watch, WatchedRequest, full_name, kv_use, short
+from cli.top.watch import Watch, WatchedRequest, full_name, kv_use, num_live, num_waiting, short
 from tandem.enum_words import MEMBER_ROLES, MEMBER_STATES, REQUEST_PHASES
 from tandem.v1 import admin_pb2
 
@@ -54,7 +54,7 @@ def requests_shown(watch: Watch, view: View) -> list[WatchedRequest]:
 def members_shown(watch: Watch, view: View) -> list[admin_pb2.MemberStatus]:
     orders = (
         lambda each: (each.role, each.member_id),
-        lambda each: -_live(each),
+        lambda each: -num_live(each),
         lambda each: -kv_use(each).share,
     )
     return sorted(watch.members, key=orders[view.member_order])
@@ -149,14 +149,13 @@ def _member_cells(member: admin_pb2.MemberStatus | None, watch: Watch) -> Cells:
     rate = watch.tokens_per_s.get(full_name(member))
     state = f"silent {member.last_seen_s:.0f} s" if member.last_seen_s else MEMBER_STATES.label(member.state)
     is_fault = bool(member.last_seen_s) or member.state == admin_pb2.MEMBER_STATE_UNHEALTHY
-    waiting = sum(int(member.figures.get(name, 0)) for name in ("waiting", "waiting_jobs", "handoffs_waiting"))
-    live = _router_live(member, watch) if is_router else _live(member)
+    live = _router_live(member, watch) if is_router else num_live(member)
     return [
         (f"{member.member_id[:14]:<14}", ""),
         (f"{MEMBER_ROLES.label(member.role):<8}", "bright_black"),
         (f"{state[:10]:<10}", "bold red" if is_fault else "bright_black"),
         (f"{live:>5}", ""),
-        (f"{waiting if not is_router else '':>5}", ""),
+        (f"{num_waiting(member) if not is_router else '':>5}", ""),
         (f"{'' if rate is None else f'{rate:.0f}':>9}", ""),
         (_bar(use.share, _KV_WIDTH) if use.num_blocks else " " * _KV_WIDTH, "blue"),
         (f"{100 * use.share:>4.0f}%" if use.num_blocks else "", ""),
@@ -199,10 +198,6 @@ def _shown_rows(number: int, chosen: int, height: int) -> range:
     """Return the rows that are shown, the chosen one among them; -1: none is chosen."""
     first = max(0, min(chosen - height + 1, number - height))
     return range(first, min(number, first + height))
-
-
-def _live(member: admin_pb2.MemberStatus) -> int:
-    return int(member.figures.get("running", 0) + member.figures.get("frozen", 0))
 
 
 def _router_live(member: admin_pb2.MemberStatus, watch: Watch) -> int:

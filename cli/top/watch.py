@@ -135,6 +135,16 @@ def kv_use(member: admin_pb2.MemberStatus) -> KvUse:
     return KvUse(used, blocks.get("cached", 0), sum(blocks.values()))
 
 
+def num_live(member: admin_pb2.MemberStatus) -> int:
+    """Return how many sequences of a worker run or are frozen for a move."""
+    return int(member.figures.get("running", 0) + member.figures.get("frozen", 0))
+
+
+def num_waiting(member: admin_pb2.MemberStatus) -> int:
+    """Return how many prompts, sequences and hand-offs wait at a worker."""
+    return sum(int(member.figures.get(name, 0)) for name in ("waiting", "waiting_jobs", "handoffs_waiting"))
+
+
 def full_name(member: admin_pb2.MemberStatus) -> str:
     return f"{member.member_id}@{member.incarnation}"
 

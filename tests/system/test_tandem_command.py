@@ -182,7 +182,10 @@ def test_status_lists_every_member_with_its_blocks(tandem: Command) -> None:
     assert {member["state"] for member in members.values()} == {"ready"}
     assert members["decode-0"]["figures"]["blocks_free"] > 0
     _, text = tandem("status")
-    assert "prefill-0" in text
+    (row,) = [line for line in text.splitlines() if " decode-0 " in line]
+    num_blocks = sum(n for name, n in members["decode-0"]["figures"].items() if name.startswith("blocks_"))
+    assert row.split()[2] == "ready" and row.split()[4:7] == ["-", "0", "0"] and f"/{num_blocks:.0f}" in row, row
+    assert max(map(len, text.splitlines())) < 160, "a line fits a wide terminal; --json has all figures"
 
 
 def test_bench_measures_what_it_sent(tandem: Command) -> None:

@@ -7,6 +7,7 @@ import sys
 from cli import connection
 from cli.local.last_cluster import find_address
 from cli.table import table
+from cli.top.watch import num_live, num_waiting
 from cluster.registry.scale_target import sizes_text
 from tandem.enum_words import DISAGGREGATION_VERDICTS, EFFECT_BASES, MEMBER_ROLES, MEMBER_STATES
 from tandem.v1 import admin_pb2
@@ -93,16 +94,12 @@ def status_text(address: str, status: admin_pb2.StatusResponse) -> str:
             MEMBER_STATES.label(member.state),
             member.address,
             f"{member.last_seen_s:.1f}" if member.last_seen_s else "-",
+            *((str(num_live(member)), str(num_waiting(member)), _handoffs(member)) if member.figures else "---"),
             _blocks(member),
-            ", ".join(
-                f"{name} {value:g}"
-                for name, value in sorted(member.figures.items())
-                if value and not name.startswith(_BLOCKS)
-            ),
         )
         for member in _sorted(status)
     ]
-    heading = ("role", "member", "state", "address", "silent for s", "blocks", "figures")
+    heading = ("role", "member", "state", "address", "silent for s", "live", "waiting", "hand-offs", "blocks")
     lines = [f"router {address}: {status.live_requests} live request(s)"]
     if status.HasField("target"):
         lines.append(target_text(status.target))
@@ -208,6 +205,12 @@ def _ms(seconds: float) -> str:
     """Return milliseconds with their sign and three digits."""
     seconds = round(seconds, 5) + 0.0  # differences below 10 us are rounding errors; -0.0 becomes 0.0
     return f"{1e3 * seconds:+.3g}" if abs(seconds) < 1 else f"{1e3 * seconds:+.0f}"
+
+
+def _handoffs(member: admin_pb2.MemberStatus) -> str:
+    """Return how many hand-offs were completed, as exporter or importer: `120`, or `120 (2 failed)`."""
+    failed = int(member.figures.get("handoffs_failed", 0))
+    return f"{member.figures.get('handoffs_ok', 0):.0f}{f' ({failed} failed)' if failed else ''}"
 
 
 def _blocks(member: admin_pb2.MemberStatus) -> str:
