@@ -1,6 +1,7 @@
 """The events that an attempt receives about its sequences at one decode worker, and the queue that holds them."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -11,6 +12,7 @@ from cluster.messages import MemberId, SampledToken, TokenLogprobs
 from cluster.protocol import wire
 from router.policies.work_ahead import SequenceProgress
 from router.request.account import HandOff
+from router.running import first_done
 from tandem.internal.v1 import worker_pb2
 
 
@@ -79,28 +81,12 @@ class MoveRequest:
             self.outcome.set_result(outcome)
 
 
-@dataclass(frozen=True, slots=True)
-class _Taking:
-    """An attempt that receives tokens as they arrive. `ended` is done when the attempt's task must continue."""
-
-    take: Callable[[SequenceToken], None]
-    ended: asyncio.Future[None]
-
-    def give(self, token: SequenceToken, live: set[int]) -> None:
-        try:
-            self.take(token)
-        except Exception as error:  # noqa: BLE001  # the attempt's, which raises it; the stream serves others
-            self.ended.set_exception(error)
-        else:
-            if not live:
-                self.ended.set_result(None)
-
-
 DecodeEvent = SequencesStarted | SequenceToken | SequencesFailed | StreamLost | MoveRequest
 
 
 class Sequences:
-    """The handles of one attempt on the stream of a decode worker, and the events about them."""
+    """The handles of one attempt on the stream of a decode worker, and the events about them. One task waits at a
+    time."""
 
     def __init__(self, all_progress: dict[int, SequenceProgress]) -> None:
         """`all_progress` is the progress of each sequence by handle."""
@@ -109,65 +95,83 @@ class Sequences:
         self.live = set(all_progress)
         self.started: set[int] = set()  # sequences that have joined the worker's batch
         self.on_first_token: Callable[[float], None] | None = None  # called once, with the time, where this is set
-        self.events: asyncio.Queue[DecodeEvent] = asyncio.Queue()  # bounded by the request's own max_tokens
-        self._taking: _Taking | None = None
+        self.events: deque[DecodeEvent] = deque()  # bounded by the request's own max_tokens
+        self._take: Callable[[SequenceToken], None] | None = None  # takes tokens as they arrive
+        self._woken: asyncio.Future[None] | None = None  # done when the task that waits must continue
 
     def put(self, event: DecodeEvent) -> None:
         """Add an event. A token goes to the attempt at once, if it waits in `next_besides_tokens`."""
-        if self._taking is None or self._taking.ended.done():
-            self.events.put_nowait(event)
-        elif isinstance(event, SequenceToken):
-            self._taking.give(event, self.live)
+        woken = self._woken
+        if woken is None or woken.done():
+            self.events.append(event)
+        elif self._take is None or not isinstance(event, SequenceToken):
+            self.events.append(event)
+            woken.set_result(None)
         else:
-            self.events.put_nowait(event)
-            self._taking.ended.set_result(None)
+            try:
+                self._take(event)
+            except Exception as error:  # noqa: BLE001  # the attempt's, which raises it; the stream serves others
+                woken.set_exception(error)
+            else:
+                if not self.live:
+                    woken.set_result(None)
 
     async def next_besides_tokens(self, take: Callable[[SequenceToken], None]) -> DecodeEvent | None:
         """Pass tokens to `take` as they arrive, without a switch to this task for each, until another event arrives.
         Returns that event; None when no sequence is live. Raises the errors of `take`.
         """
         while self.live:
-            if self.events.empty():
-                self._taking = _Taking(take, asyncio.get_running_loop().create_future())
-                try:
-                    await self._taking.ended
-                finally:
-                    self._taking = None
+            if not self.events:
+                await self._wait(take)
                 continue
-            event = self.events.get_nowait()
+            event = self.events.popleft()
             if not isinstance(event, SequenceToken):
                 return event
             take(event)
         return None
 
     async def next(self) -> DecodeEvent:
-        return await self.events.get()
+        while not self.events:
+            await self._wait()
+        return self.events.popleft()
 
-    async def failure(self) -> SequencesFailed | StreamLost:
-        """Return the next failure. Events that arrived before it stay in the queue, in their order."""
-        earlier: list[DecodeEvent] = []
-        try:
-            while not isinstance(event := await self.events.get(), SequencesFailed | StreamLost):
-                earlier.append(event)
-            return event
-        finally:
-            earlier.extend(self.events.get_nowait() for _ in range(self.events.qsize()))
-            for event in earlier:
-                self.events.put_nowait(event)
+    async def unless_failed(self, until: asyncio.Future[None]) -> SequencesFailed | StreamLost | None:
+        """Wait for `until`. Returns a failure that arrives before it. Other events wait, in their order."""
+        while not until.done():
+            failure = next((event for event in self.events if isinstance(event, SequencesFailed | StreamLost)), None)
+            if failure is not None:
+                self.events.remove(failure)
+                return failure
+            await self._wait(until=until)
+        return None
 
     def split(self, handle: int) -> "Sequences":
         """Return one sequence by itself, with the events about it that were not read yet."""
         parted = Sequences({handle: self.all_progress[handle]})
         parted.started = self.started & parted.live
         self.live.discard(handle)
-        for _ in range(self.events.qsize()):
-            event = self.events.get_nowait()
+        for _ in range(len(self.events)):
+            event = self.events.popleft()
             is_its_own = isinstance(event, SequenceToken | MoveRequest) and event.handle == handle
             if is_its_own or not isinstance(event, SequenceToken | MoveRequest):
-                parted.events.put_nowait(event)
+                parted.events.append(event)
             if not is_its_own:
-                self.events.put_nowait(event)
+                self.events.append(event)
         return parted
+
+    async def _wait(
+        self, take: Callable[[SequenceToken], None] | None = None, *, until: asyncio.Future[None] | None = None
+    ) -> None:
+        """Wait for an event that `take` does not take, for the end of the last sequence, or for `until`."""
+        assert self._woken is None, "another task waits for these events"
+        self._take, self._woken = take, asyncio.get_running_loop().create_future()
+        try:
+            if until is None:
+                await self._woken
+            else:
+                await first_done(self._woken, until)
+        finally:
+            self._take = self._woken = None
 
 
 def tokens_of(step: worker_pb2.StepOutput) -> Iterator[SequenceToken]:

@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import grpc
@@ -123,8 +124,12 @@ class Fleet:
         await self._changed.wait()
 
     def next_change(self) -> "asyncio.Future[None]":
-        """Return the future for which `changed` waits, to give it to asyncio.wait."""
+        """Return the future for which `changed` waits, to give it to `first_done`."""
         return self._changed.next()
+
+    def calling(self, on_change: Callable[[], None]) -> AbstractContextManager[None]:
+        """Call `on_change` at each such change, until the `with` block ends."""
+        return self._changed.calling(on_change)
 
     def prefill_loads(self) -> list[WorkerLoad]:
         """Return the loads of the workers whose role computes prompts."""

@@ -6,8 +6,8 @@ worker, so that the prefill is not repeated. docs/failover.md.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -31,9 +31,10 @@ from router.pipeline.migration import Migrations
 from router.pipeline.worker_choice import PairHealth, WorkerChoice
 from router.request.admitted_request import AdmittedRequest
 from router.request.choice import Choice
-from router.running import branches, end, running
+from router.running import branches, end, first_done
 
 _REISSUED = "ticket_reissued"
+_SUSPECT = "does not answer, and another one does"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +123,8 @@ class TicketImport:
     async def _run(self, decoding: DecodeLeg, ticket: bytes, attempt: int) -> None:
         job = self._admitted.decode_job(decoding.owners, self._committed, attempt, ticket)
         with leg(DECODE, decoding.worker):
-            await self._unless_suspect(decoding.decode, self._start(decoding, job))
+            async with self._unless_suspect(decoding.decode):
+                await self._start(decoding, job)
 
     async def _start(self, decoding: DecodeLeg, job: DecodeJob) -> None:
         await decoding.decode.start(job)
@@ -132,16 +134,31 @@ class TicketImport:
         decoding.cancel_ended()
         await decoding.until_started()
 
-    async def _unless_suspect(self, decode: Peer, work: Coroutine[Any, Any, None]) -> None:
-        """Await `work`. If the importer is suspect and another worker can import the ticket, raises the error of the
-        importer's loss; this repeats no prefill, so no hedge is needed."""
-        fleet = self._context.fleet
-        async with running(work) as working:
-            while not working.done():
-                if decode.num_missed and self._others(decode) - (self._tried if decode.num_missed == 1 else set()):
-                    raise decode.loss("does not answer, and another one does")
-                await asyncio.wait((working, fleet.next_change()), return_when=asyncio.FIRST_COMPLETED)
-            working.result()
+    @asynccontextmanager
+    async def _unless_suspect(self, decode: Peer) -> AsyncIterator[None]:
+        """End the block by the error of the importer's loss once the importer is suspect and another worker can import
+        the ticket. This repeats no prefill, so no hedge is needed."""
+        if self._is_replaceable(decode):
+            raise decode.loss(_SUSPECT)
+        loop, until_suspect = asyncio.get_running_loop(), asyncio.timeout(None)
+
+        def look() -> None:
+            if not until_suspect.expired() and self._is_replaceable(decode):
+                until_suspect.reschedule(loop.time())
+
+        try:
+            async with until_suspect:
+                with self._context.fleet.calling(look):
+                    yield
+        except TimeoutError as error:
+            if not until_suspect.expired():
+                raise
+            raise decode.loss(_SUSPECT) from error
+
+    def _is_replaceable(self, decode: Peer) -> bool:
+        """Return whether the importer has missed a health check and another worker can import the ticket."""
+        tried = self._tried if decode.num_missed == 1 else set()
+        return bool(decode.num_missed and self._others(decode) - tried)
 
     def _others(self, decode: Peer) -> set[MemberId]:
         """Return the other workers that may decode."""
@@ -186,7 +203,7 @@ class TicketImport:
                 if decode is not None or self._first_tokens.done():
                     return decode
                 waits.add(self._first_tokens)
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            await first_done(*waits)
         return None
 
     def _leg_at(self, decode: Peer) -> DecodeLeg:

@@ -34,7 +34,6 @@ from router.pipeline.failures import (
 from router.policies.work_ahead import SequenceProgress
 from router.request.admitted_request import AdmittedRequest
 from router.request.choice import Choice
-from router.running import running
 
 
 class DecodeLeg:
@@ -94,13 +93,9 @@ class DecodeLeg:
     async def unless_failed(self, until: "asyncio.Future[None]") -> None:
         """Wait for `until`. Only a failure of the worker is handled meanwhile; other events wait in the queue. Raises
         AttemptFailed, TandemError."""
-        if until.done():
-            return
         with leg(DECODE, self.worker):
-            async with running(self.sequences.failure()) as failing:
-                await asyncio.wait((failing, until), return_when=asyncio.FIRST_COMPLETED)
-                if failing.done():
-                    self._take(failing.result())
+            if (failure := await self.sequences.unless_failed(until)) is not None:
+                self._take(failure)
 
     async def until_started(self) -> None:
         """Wait until one of the sequences has joined the worker's batch, or all have ended. Raises AttemptFailed,

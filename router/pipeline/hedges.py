@@ -17,7 +17,7 @@ from router.pipeline.worker_choice import WorkerChoice
 from router.policies.hedging import Action, Execution, HedgeBudget, Race, RaceOutcome, decide
 from router.request.admitted_request import AdmittedRequest
 from router.request.choice import Choice
-from router.running import ChangeSignal, end
+from router.running import ChangeSignal, end, first_done
 
 Answer = TypeVar("Answer")
 GoOn = Callable[["Hedges", AdmittedRequest, Sequence[Choice]], Coroutine[Any, Any, None]]
@@ -236,8 +236,7 @@ class _Watch:
     async def until_changed(self, working: "asyncio.Future[Any]") -> None:
         """Wait until the worker, a hedge or the work may have changed."""
         decided = () if self._hedge is None else (self._hedge.decided,)
-        waits = {working, *self._hedging.next_changes(), *decided}
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        await first_done(working, *self._hedging.next_changes(), *decided)
 
     def is_overtaken_after(self, working: "asyncio.Future[Any]") -> bool:
         """Return whether the hedge is current: it has a token, or `working` failed before it had one."""

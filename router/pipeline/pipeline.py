@@ -11,7 +11,6 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from cluster.accounts.keys import tenant_salt, tenant_share
 from cluster.accounts.limits import check_request
@@ -48,7 +47,7 @@ from router.requests import (
     Output,
     Summary,
 )
-from router.running import all_of, running
+from router.running import all_of, first_done, running
 from router.text.tokenization import Tokenization, TokenizerThreads
 
 _INLINE_TOKENS = 1024  # a resumed request with more tokens is replayed off the event loop
@@ -370,8 +369,7 @@ class Pipeline:
 async def _until_accepted(live: LiveRequest, serving: "asyncio.Task[AdmittedRequest]") -> AsyncGenerator[Output, None]:
     """Yield keep-alive messages, then the acceptance. Without an acceptance, `serving` has failed."""
     while not (live.accepted.done() or serving.done()):
-        waiting: set[asyncio.Future[Any]] = {live.accepted, serving}
-        await asyncio.wait(waiting, timeout=live.request.keepalive_interval_s, return_when=asyncio.FIRST_COMPLETED)
+        await first_done(live.accepted, serving, timeout_s=live.request.keepalive_interval_s)
         if not (live.accepted.done() or serving.done()):
             yield Output(live.request_id)
     if live.accepted.done():

@@ -37,24 +37,35 @@ async def test_a_failure_is_returned_at_once_and_other_events_keep_their_order()
     started = SequencesStarted((1,), (4,), queue_s=0.0, kv_bytes=0, transport="tcp", num_cached=0)
     token, failed = SequenceToken(1, 1, SampledToken(5, None, None)), SequencesFailed("read_failed", "")
     for event in (started, failed, token):
-        sequences.events.put_nowait(event)
+        sequences.put(event)
 
-    assert await sequences.failure() == failed
+    assert await sequences.unless_failed(asyncio.get_running_loop().create_future()) == failed
     assert [await sequences.next(), await sequences.next()] == [started, token]
 
 
 async def test_no_event_is_lost_when_the_wait_for_a_failure_is_cancelled() -> None:
     sequences = Sequences({1: SequenceProgress(8)})
     events = [SequenceToken(1, index, SampledToken(5, None, None)) for index in range(3)]
-    sequences.events.put_nowait(events[0])
-    waiting = asyncio.create_task(sequences.failure())
+    sequences.put(events[0])
+    waiting = asyncio.create_task(sequences.unless_failed(asyncio.get_running_loop().create_future()))
     await asyncio.sleep(0)
     for event in events[1:]:
-        sequences.events.put_nowait(event)
+        sequences.put(event)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
 
     assert [await sequences.next() for _ in events] == events
+
+
+async def test_a_wait_for_something_else_than_a_failure_leaves_all_events() -> None:
+    sequences, until = Sequences({1: SequenceProgress(8)}), asyncio.get_running_loop().create_future()
+    waiting = asyncio.create_task(sequences.unless_failed(until))
+    await asyncio.sleep(0)
+    sequences.put(_token(0))
+    until.set_result(None)
+
+    assert await waiting is None
+    assert await sequences.next() == _token(0)
 
 
 def _token(index: int, handle: int = 1) -> SequenceToken:

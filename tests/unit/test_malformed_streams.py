@@ -90,7 +90,7 @@ def _short_logprobs(handles: list[int]) -> worker_pb2.WorkerMessage:
 
 
 def _heard(sequences: Sequences) -> list[DecodeEvent]:
-    return [sequences.events.get_nowait() for _ in range(sequences.events.qsize())]
+    return [sequences.events.popleft() for _ in range(len(sequences.events))]
 
 
 @pytest.mark.parametrize("kind", ["short logprobs", "ragged tokens", "failed", "started"])
