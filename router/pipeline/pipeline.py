@@ -29,7 +29,7 @@ from router.pipeline.failures import AttemptFailed, RetryBudget
 from router.pipeline.hedges import Hedges, Hedging, Overtaken
 from router.pipeline.migration import Migrations
 from router.pipeline.prompts import Prompts
-from router.pipeline.worker_choice import PairHealth, WorkerChoice
+from router.pipeline.worker_choice import Options, PairHealth, WorkerChoice
 from router.policies.breakers import BreakerPolicy
 from router.policies.candidates import SloTargets
 from router.policies.hedging import claim
@@ -146,9 +146,10 @@ class Pipeline:
                 resolved, acceptance = await self._accept(live, timeout_s)
                 admitted = self._admitted_request(live, resolved, acceptance, deadline_s)
                 missed = await self._resume(admitted, live.request, acceptance)
+                options = None
                 if live.request.resume_from is None:
                     live.reservation.reserve(_most_tokens(live.request, admitted), self._clock.now_s())
-                    await self._refuse_early(admitted)
+                    options = await self._worker_choice.refuse_early(admitted)
                 with self._live_requests.streaming(live, acceptance.stream_id):
                     live.account.record_admission(len(resolved.prompt_token_ids))
                     token = self._signer.sign(live.request_id, acceptance)
@@ -156,7 +157,7 @@ class Pipeline:
                     for delta in missed:
                         live.outbox.put(delta)
                     async with self._hedging.of_request(self._complete) as hedges:
-                        await self._complete(hedges, admitted, admitted.choices)
+                        await self._complete(hedges, admitted, admitted.choices, options)
                     for choice in admitted.choices:
                         self._outputs.record(choice.num_committed, resolved.stops.max_tokens)
                     return admitted
@@ -263,26 +264,11 @@ class Pipeline:
         await self._live_requests.take_over(acceptance.stream_id, request.resume_number)
         return missed
 
-    async def _refuse_early(self, admitted: AdmittedRequest) -> None:
-        """Refuse before any worker is asked. Raises NoWorkerLargeEnough, Overloaded.
-
-        The request waits instead while a large enough worker may only be absent from the registry for a moment."""
-        size = admitted.size(num_choices=len(admitted.choices))
-        while (too_large := self._worker_choice.size_refusal(size)) and not self._fleet.knows_absent_workers:
-            admitted.waits(admitted.choices[0], too_large)
-            with self._worker_choice.waiting(too_large):
-                await self._fleet.changed()
-        admitted.waits(admitted.choices[0], None)
-        refusal = (
-            too_large or self._worker_choice.grammar_refusal(admitted) or self._worker_choice.early_refusal(admitted)
-        )
-        if refusal is not None:
-            raise refusal
-
-    async def _complete(self, hedges: Hedges, admitted: AdmittedRequest, choices: Sequence[Choice]) -> None:
-        """Make attempt after attempt until every one of `choices` has ended.
-
-        Raises TandemError when no attempt is left."""
+    async def _complete(
+        self, hedges: Hedges, admitted: AdmittedRequest, choices: Sequence[Choice], options: Options | None = None
+    ) -> None:
+        """Make attempt after attempt until every one of `choices` has ended. `options`: of the first attempt, where
+        they are known. Raises TandemError when no attempt is left."""
         local_reason = ""  # why the next attempt does without a prefill worker; empty: it does not
         retry_budget = RetryBudget(
             admitted, max_attempts=self._settings.max_attempts, fleet=self._fleet, telemetry=self._telemetry
@@ -292,7 +278,10 @@ class Pipeline:
                 await all_of(self._complete(hedges, admitted, group) for group in groups)
                 return
             num_committed = sum(choice.num_committed for choice in choices)
-            placement = await self._worker_choice.choose_pair(admitted, choices, without_prefill=bool(local_reason))
+            placement = await self._worker_choice.choose_pair(
+                admitted, choices, options, without_prefill=bool(local_reason)
+            )
+            options = None  # another attempt comes later
             claim(choices, admitted.execution)
             attempt = Attempt(admitted, choices, retry_budget, hedges, self._attempt_context)
             try:

@@ -23,7 +23,7 @@ from router.fleet.prefix_locator import PrefixLocator
 from router.pipeline.failures import PREFILL, AttemptFailed
 from router.policies.admission import early_refusal
 from router.policies.breakers import BreakerPolicy, BreakerState, Pair, PairBreakers, Trial
-from router.policies.candidates import RequestFacts, has_large_pair, is_servable
+from router.policies.candidates import RequestFacts, WorkerLoad, has_large_pair, is_servable
 from router.policies.forecast import ModelledRequest
 from router.policies.placement import Candidate, LeastLoaded, Placement, Policy
 from router.request.admitted_request import AdmittedRequest
@@ -135,6 +135,15 @@ _NO_LARGE_ENOUGH_PAIR = "no_large_enough_pair"  # prefill workers exist; no pair
 _WAITING = "tandem_requests_waiting_for_large_worker"
 
 
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The facts about a request, and the loads of all workers at one moment."""
+
+    request: RequestFacts
+    prefills: Sequence[WorkerLoad]
+    decodes: Sequence[WorkerLoad]
+
+
 class WorkerChoice:
     """Chooses workers for the requests of one router."""
 
@@ -148,17 +157,50 @@ class WorkerChoice:
         self._telemetry = telemetry
         self._importers = LeastLoaded()  # of its own: turns are taken among those that were asked for
 
+    async def refuse_early(self, admitted: AdmittedRequest) -> Options:
+        """Refuse a new request before any worker is asked, or return the options from which it was not refused, for its
+        placement. Raises NoWorkerLargeEnough, NoGrammarWorker, Overloaded.
+
+        The request waits instead while a large enough worker may only be absent from the registry for a moment."""
+        size = admitted.size(num_choices=len(admitted.choices))
+        while (too_large := self._size_refusal(size)) and not self._fleet.knows_absent_workers:
+            admitted.waits(admitted.choices[0], too_large)
+            with self._waiting(too_large):
+                await self._fleet.changed()
+        admitted.waits(admitted.choices[0], None)
+        options = self._options(admitted, admitted.choices)
+        if refusal := too_large or self._grammar_refusal(admitted) or self._refusal_by(options, admitted.time_left_s()):
+            raise refusal
+        return options
+
+    def _options(self, admitted: AdmittedRequest, choices: Sequence[Choice]) -> Options:
+        """Return the options of an attempt now."""
+        prompt = admitted.request.prompt_token_ids + choices[0].committed
+        facts = facts_of(
+            admitted,
+            admitted.size(choices[0].num_committed, len(choices)),
+            cached_tokens=self._prefixes.cached_tokens(prompt, admitted.chains),
+            excluded_pairs=self._pairs.excluded_pairs(),
+        )
+        return Options(facts, self._fleet.prefill_loads(), self._fleet.decode_loads())
+
     async def choose_pair(
-        self, admitted: AdmittedRequest, choices: Sequence[Choice], *, without_prefill: bool = False
+        self,
+        admitted: AdmittedRequest,
+        choices: Sequence[Choice],
+        options: Options | None = None,
+        *,
+        without_prefill: bool = False,
     ) -> Placement:
         """Choose the workers of an attempt. Waits while no worker can hold the request, and while a prefill worker is
         suspect rather than doing without one.
 
-        `without_prefill`: prefer a decode worker that runs both legs.
+        `options`: those of now, where the caller has them. `without_prefill`: prefer a decode worker that runs both
+        legs.
         """
-        facts = self._facts_with_prefixes(admitted, choices)
+        options = options or self._options(admitted, choices)
         while True:
-            placement = self._choose(facts, without_prefill=without_prefill)
+            placement = self._choose(options, without_prefill=without_prefill)
             is_hasty = placement is not None and placement.is_fallback and self._fleet.is_checking_prefill
             if placement is not None and (without_prefill or not is_hasty):
                 admitted.waits(choices[0], None)
@@ -168,11 +210,12 @@ class WorkerChoice:
                     now_s, modelled = _now_s(), None if admitted.request.is_batch else self._modelled(chosen)
                     admitted.account.predict(predicted.ttft_s, predicted.itl_s, now_s, modelled)
                 return placement
-            shortage = self._shortage(facts) if placement is None else None
+            shortage = self._shortage(options.request) if placement is None else None
             admitted.waits(choices[0], shortage)
-            with self.waiting(shortage):
+            with self._waiting(shortage):
                 await self._fleet.changed()
-            facts = replace(facts, excluded_pairs=self._pairs.excluded_pairs())
+            facts = replace(options.request, excluded_pairs=self._pairs.excluded_pairs())
+            options = Options(facts, self._fleet.prefill_loads(), self._fleet.decode_loads())
 
     def _modelled(self, chosen: Candidate) -> ModelledRequest | None:
         """Return the record from which the models of the chosen workers learn. None for requests of the batch class,
@@ -185,7 +228,7 @@ class WorkerChoice:
         ttft_s, itl_s = chosen.prediction.modelled_ttft_s, chosen.prediction.modelled_itl_s
         return ModelledRequest(ttft_s, itl_s, _now_s(), computes.unmodelled, decodes.unmodelled)
 
-    def size_refusal(self, size: RequestSize) -> NoWorkerLargeEnough | None:
+    def _size_refusal(self, size: RequestSize) -> NoWorkerLargeEnough | None:
         """Return why no worker can ever hold a new request of this size; None if one can. Workers that do not answer
         now, or that left recently, may come back and count."""
         decodes = self._fleet.recent_capacities(Role.DECODE)
@@ -197,7 +240,7 @@ class WorkerChoice:
                 return None
         return too_large(size, decodes)
 
-    def grammar_refusal(self, admitted: AdmittedRequest) -> NoGrammarWorker | None:
+    def _grammar_refusal(self, admitted: AdmittedRequest) -> NoGrammarWorker | None:
         """Return why no worker applies the request's grammar; None if one does, or none answers now."""
         if not admitted.grammar_engine:
             return None
@@ -210,7 +253,7 @@ class WorkerChoice:
         )
 
     @contextmanager
-    def waiting(self, shortage: NoWorkerLargeEnough | None) -> Iterator[None]:
+    def _waiting(self, shortage: NoWorkerLargeEnough | None) -> Iterator[None]:
         """Count a request that waits within the `with` block because of this shortage; None: for another reason."""
         if shortage is None:
             yield
@@ -221,12 +264,11 @@ class WorkerChoice:
         finally:
             self._telemetry.shift(_WAITING, -1)
 
-    def early_refusal(self, admitted: AdmittedRequest) -> Overloaded | None:
+    def _refusal_by(self, options: Options, time_left_s: float) -> Overloaded | None:
         """Return why a new request would be served too late or not at all; None if it would be served in time."""
-        facts = self._facts_with_prefixes(admitted, admitted.choices)
-        prefills, decodes = self._fleet.prefill_loads(), self._fleet.decode_loads()
+        prefills, decodes, facts = options.prefills, options.decodes, options.request
         ways = self._policy.ways(prefills, decodes, facts)
-        return early_refusal(prefills, decodes, ways, facts, admitted.time_left_s())
+        return early_refusal(prefills, decodes, ways, facts, time_left_s)
 
     def record_local_prefill(
         self, admitted: AdmittedRequest, choices: Sequence[Choice], placement: Placement, failure: str
@@ -276,15 +318,6 @@ class WorkerChoice:
             return None
         return self._fleet.connected_peer(placement.decode)
 
-    def _facts_with_prefixes(self, admitted: AdmittedRequest, choices: Sequence[Choice]) -> RequestFacts:
-        prompt = admitted.request.prompt_token_ids + choices[0].committed
-        return facts_of(
-            admitted,
-            admitted.size(choices[0].num_committed, len(choices)),
-            cached_tokens=self._prefixes.cached_tokens(prompt, admitted.chains),
-            excluded_pairs=self._pairs.excluded_pairs(),
-        )
-
     def _shortage(self, facts: RequestFacts) -> NoWorkerLargeEnough | None:
         """Return why no worker can hold a request without a placement; None if there is no decode worker at all that
         applies its grammar."""
@@ -292,10 +325,10 @@ class WorkerChoice:
         capacities = [load.capacity for load in decodes if load.capacity is not None]
         return too_large(facts.size, capacities) if decodes else None
 
-    def _choose(self, facts: RequestFacts, *, without_prefill: bool) -> Placement | None:
-        prefills, decodes = self._fleet.prefill_loads(), self._fleet.decode_loads()
+    def _choose(self, options: Options, *, without_prefill: bool) -> Placement | None:
+        decodes, facts = options.decodes, options.request
         alone = self._policy.choose([], decodes, facts) if without_prefill else None
-        return alone or self._policy.choose(prefills, decodes, facts)
+        return alone or self._policy.choose(options.prefills, decodes, facts)
 
 
 def _facts(admitted: AdmittedRequest, choices: Sequence[Choice], num_committed: int) -> RequestFacts:
