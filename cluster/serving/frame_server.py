@@ -114,6 +114,7 @@ class _Connection(FrameConnection):
         self._overdue = self._loop.call_later(_PROVE_S, self.abort)
         unproven = [connection for connection in self._server.connections if not connection.is_proven]
         if len(unproven) >= _MAX_UNPROVEN:
+            del self._server.connections[unproven[0]]  # now: many may come before the end of this one is noticed
             unproven[0].abort()
         self._server.connections[self] = None
 
@@ -144,6 +145,11 @@ class _Connection(FrameConnection):
         self._server.connections.pop(self, None)
         for call in tuple(self._calls.values()):
             call.cancel()
+
+    def on_too_large(self) -> None:
+        if not self.is_proven:
+            detail = "the peer sends more than a proof that it is a member"
+            self._server.on_refused(refused(Refusal.NO_PROOF, detail), self.peer)
 
     def refuse_new(self) -> "list[asyncio.Task[None]]":
         """Take no further call, and return the tasks of the present ones."""

@@ -26,7 +26,8 @@ import grpc
 CALLS = "calls"  # the name of these connections in their proofs
 MAX_FRAME_BYTES = 16 << 20
 MAX_UNREAD_BYTES = 64 << 20  # of messages of one call that were received and not read
-_MAX_UNPROVEN_BYTES = 1024
+_MAX_UNPROVEN_BYTES = 1024  # that an end receives before the proof of the other one
+_UNREAD_MESSAGE_BYTES = 64  # memory of an unread message besides its content
 PING_AFTER_S, PONG_WITHIN_S = 10.0, 5.0
 _LATE_S = 0.5  # a look that is later than this shows that this process was stopped or busy
 _HEAD = struct.Struct(">IBI")
@@ -157,6 +158,7 @@ class FrameConnection(asyncio.Protocol):
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._received = bytearray()  # the beginning of a frame
+        self._num_unproven_bytes = 0  # received before the proof
         self._heard_s = self._loop.time()
         self._pinged_s: float | None = None  # when the ping that is not answered was sent
         self._look_s = 0.0  # when the next look is due
@@ -173,6 +175,9 @@ class FrameConnection(asyncio.Protocol):
     def on_lost(self) -> None:
         """Handle the end of the connection."""
         raise NotImplementedError
+
+    def on_too_large(self) -> None:
+        """Handle more bytes than may come, in one frame or before the proof. The connection is closed then."""
 
     def send(self, kind: Kind, number: int, body: bytes = b"") -> None:
         """Send a frame; without effect once the connection is closed."""
@@ -219,6 +224,11 @@ class FrameConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._heard_s, self._pinged_s = self._loop.time(), None
+        if not self.is_proven:
+            self._num_unproven_bytes += len(data)
+            if self._num_unproven_bytes > _MAX_UNPROVEN_BYTES:
+                self._refuse()
+                return
         if self._received:
             self._received += data
             rest = self._parse(self._received)
@@ -234,7 +244,7 @@ class FrameConnection(asyncio.Protocol):
                 return end
             length, kind, number = _HEAD.unpack_from(data, at)
             if length > (MAX_FRAME_BYTES if self.is_proven else _MAX_UNPROVEN_BYTES):
-                self.abort()
+                self._refuse()
                 return end
             begin, next_at = at + _HEAD.size, at + _HEAD.size + length
             if next_at > end:
@@ -245,6 +255,10 @@ class FrameConnection(asyncio.Protocol):
             elif kind != Kind.PONG:
                 self.on_frame(kind, number, bytes(data[begin:next_at]))
         return at
+
+    def _refuse(self) -> None:
+        self.on_too_large()
+        self.abort()
 
     def _look_in(self, delay_s: float) -> None:
         self._look_s = self._loop.time() + delay_s

@@ -3,103 +3,30 @@
 import asyncio
 import contextlib
 import struct
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import Iterator
 
 import grpc
 import pytest
 
-from cluster.accounts.audit import Audit
-from cluster.auth.gate import MemberGate
 from cluster.auth.keys import ClusterKeys
-from cluster.auth.member_channel import MemberChannel, open_member_channel
 from cluster.errors import QueueFull
-from cluster.messages import MemberId
-from cluster.observe.telemetry import Telemetry
 from cluster.serving import frames
 from cluster.serving.frame_channel import MAX_REQUEST_BYTES, FrameChannel
 from cluster.serving.frames import Begin, FrameConnection, Kind, Status, packed, packed_status, unpacked_status
 from cluster.serving.rpc_errors import error_from_rpc
-from cluster.serving.serving import GrpcServer
 from tandem.internal.v1 import kv_pb2, kv_pb2_grpc, worker_pb2, worker_pb2_grpc
-from tests.system.polling import until
-
-_KEYS = ClusterKeys(b"k" * 32)
-_TIMEOUT_S = 20.0
+from tests.unit.frame_rig import KEYS, TIMEOUT_S, Callee, served, until_true
 
 
-class _Callee(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.PrefillWorkerServicer, kv_pb2_grpc.KvTransferServicer):
-    """Records how each call came and whether it was cancelled."""
-
-    def __init__(self) -> None:
-        self.contexts: list[object] = []
-        self.num_cancelled = 0
-        self.num_sent = 0
-        self.is_open = asyncio.Event()
-
-    async def Inspect(self, request: worker_pb2.InspectRequest, context: Any) -> worker_pb2.InspectResponse:
-        self.contexts.append(context)
-        try:
-            await self.is_open.wait()
-        except asyncio.CancelledError:
-            self.num_cancelled += 1
-            raise
-        return worker_pb2.InspectResponse(member="a@1")
-
-    async def Abandon(self, request: worker_pb2.AbandonRequest, context: Any) -> worker_pb2.AbandonResponse:
-        self.contexts.append(context)
-        raise QueueFull("the queue is full: ü", retry_after_s=1.5)
-
-    async def SubscribeCacheEvents(
-        self, request: worker_pb2.SubscribeCacheEventsRequest, context: Any
-    ) -> AsyncIterator[worker_pb2.CacheEvents]:
-        for number in range(2_000):
-            yield worker_pb2.CacheEvents(next_number=number, member="m" * 10_000)
-            self.num_sent += 1
-
-    async def HandOff(self, request_iterator: Any, context: Any) -> AsyncIterator[kv_pb2.ExporterMessage]:
-        async for message in request_iterator:
-            yield kv_pb2.ExporterMessage(refused=kv_pb2.Refused(reason=message.settle.reason))
-
-
-@asynccontextmanager
-async def _served(port: int = 0) -> AsyncIterator[tuple[_Callee, GrpcServer, MemberChannel]]:
-    telemetry, callee = Telemetry(), _Callee()
-    gate = MemberGate(_KEYS, MemberId("decode-0", "1"), telemetry, Audit())
-    server = GrpcServer(service_names=[], telemetry=telemetry, gate=gate)
-    gate.serve(server)
-    worker_pb2_grpc.add_WorkerServicer_to_server(callee, server.grpc)
-    worker_pb2_grpc.add_PrefillWorkerServicer_to_server(callee, server.grpc)
-    kv_pb2_grpc.add_KvTransferServicer_to_server(callee, server.grpc)
-    port = server.bind("127.0.0.1", port)
-    await server.start()
-    try:
-        async with (
-            asyncio.timeout(_TIMEOUT_S),
-            open_member_channel(f"127.0.0.1:{port}", keys=_KEYS, caller="router-0@1") as channel,
-        ):
-            yield callee, server, channel
-    finally:
-        await server.stop(0)
-
-
-async def _until(holds: Callable[[], bool], *, what: str) -> None:
-    async def look() -> bool:
-        return holds()
-
-    await until(look, what=what)
-
-
-def _came_as_frames(callee: _Callee) -> list[bool]:
+def _came_as_frames(callee: Callee) -> list[bool]:
     return [type(context).__name__ == "FrameContext" for context in callee.contexts]
 
 
 async def test_calls_come_as_frames_and_large_requests_over_grpc() -> None:
-    async with _served() as (callee, _, channel):
+    async with served() as (callee, _, channel):
         callee.is_open.set()
         stub = worker_pb2_grpc.WorkerStub(channel)
-        assert (await stub.Inspect(worker_pb2.InspectRequest(), timeout=_TIMEOUT_S)).member == "a@1"
+        assert (await stub.Inspect(worker_pb2.InspectRequest(), timeout=TIMEOUT_S)).member == "a@1"
         for ticket in (b"t", b"t" * (MAX_REQUEST_BYTES + 1)):
             with pytest.raises(grpc.aio.AioRpcError) as failed:
                 await worker_pb2_grpc.PrefillWorkerStub(channel).Abandon(worker_pb2.AbandonRequest(ticket=ticket))
@@ -111,7 +38,7 @@ async def test_calls_come_as_frames_and_large_requests_over_grpc() -> None:
 
 @pytest.mark.parametrize("ends_by", ["cancel", "deadline", "channel"])
 async def test_a_call_that_its_caller_ends_is_cancelled_at_the_callee(ends_by: str) -> None:
-    async with _served() as (callee, _, channel):
+    async with served() as (callee, _, channel):
         callee.is_open.set()
         await worker_pb2_grpc.WorkerStub(channel).Inspect(worker_pb2.InspectRequest())  # opens the session
         callee.is_open.clear()
@@ -120,7 +47,7 @@ async def test_a_call_that_its_caller_ends_is_cancelled_at_the_callee(ends_by: s
         asking = asyncio.ensure_future(
             worker_pb2_grpc.WorkerStub(channel).Inspect(worker_pb2.InspectRequest(), timeout=timeout_s)
         )
-        await _until(lambda: bool(callee.contexts), what="the call at the callee")
+        await until_true(lambda: bool(callee.contexts), what="the call at the callee")
         if ends_by == "cancel":
             asking.cancel()
         elif ends_by == "channel":
@@ -130,15 +57,15 @@ async def test_a_call_that_its_caller_ends_is_cancelled_at_the_callee(ends_by: s
             await asking
         if isinstance(ended.value, grpc.aio.AioRpcError):
             assert ended.value.code().name == ("DEADLINE_EXCEEDED" if timeout_s else "UNAVAILABLE")
-        await _until(lambda: callee.num_cancelled == 1, what="the cancellation at the callee")
+        await until_true(lambda: callee.num_cancelled == 1, what="the cancellation at the callee")
         assert _came_as_frames(callee) == [True]
 
 
 async def test_calls_in_flight_fail_with_their_connection_and_later_ones_use_grpc_until_it_is_restored() -> None:
-    async with _served() as (callee, _, channel):
+    async with served() as (callee, _, channel):
         stub = worker_pb2_grpc.WorkerStub(channel)
         asking = asyncio.ensure_future(stub.Inspect(worker_pb2.InspectRequest()))
-        await _until(lambda: bool(callee.contexts), what="the call at the callee")
+        await until_true(lambda: bool(callee.contexts), what="the call at the callee")
         assert channel.frames is not None and channel.frames.connection is not None
         channel.frames.connection.abort()
         with pytest.raises(grpc.aio.AioRpcError) as broken:
@@ -146,13 +73,13 @@ async def test_calls_in_flight_fail_with_their_connection_and_later_ones_use_grp
         assert broken.value.code() is grpc.StatusCode.UNAVAILABLE
         callee.is_open.set()
         await stub.Inspect(worker_pb2.InspectRequest())
-        await _until(lambda: channel.frames is not None and bool(channel.frames.connection), what="the connection")
+        await until_true(lambda: channel.frames is not None and bool(channel.frames.connection), what="the connection")
         await stub.Inspect(worker_pb2.InspectRequest())
         assert _came_as_frames(callee) == [True, False, True]
 
 
 async def test_a_stream_of_requests_is_answered_one_by_one() -> None:
-    async with _served() as (_, _, channel):
+    async with served() as (_, _, channel):
         call = kv_pb2_grpc.KvTransferStub(channel).HandOff()
         for reason in ("one", "two"):
             await call.write(kv_pb2.ImporterMessage(settle=kv_pb2.Settle(reason=reason)))
@@ -162,7 +89,7 @@ async def test_a_stream_of_requests_is_answered_one_by_one() -> None:
 
 
 async def test_a_caller_that_does_not_read_stops_the_callee() -> None:
-    async with _served() as (callee, server, channel):
+    async with served() as (callee, server, channel):
         callee.is_open.set()
         await worker_pb2_grpc.WorkerStub(channel).Inspect(worker_pb2.InspectRequest())
         assert channel.frames is not None and channel.frames.connection is not None
@@ -172,14 +99,14 @@ async def test_a_caller_that_does_not_read_stops_the_callee() -> None:
         call = worker_pb2_grpc.WorkerStub(channel).SubscribeCacheEvents(worker_pb2.SubscribeCacheEventsRequest())
         assert server._frames is not None
         (connection,) = server._frames.connections
-        await _until(lambda: connection.is_paused, what="a pause of the callee")
+        await until_true(lambda: connection.is_paused, what="a pause of the callee")
         assert callee.num_sent < 2_000  # 20 MB do not fit the sockets' buffers
         transport.resume_reading()
         assert [event.next_number async for event in call] == list(range(2_000))
 
 
 async def test_no_frame_is_handled_after_one_that_must_not_come(caplog: pytest.LogCaptureFixture) -> None:
-    async with _served() as (callee, _, channel):
+    async with served() as (callee, _, channel):
         callee.is_open.set()
         await worker_pb2_grpc.WorkerStub(channel).Inspect(worker_pb2.InspectRequest())
         assert channel.frames is not None and channel.frames.connection is not None
@@ -190,12 +117,12 @@ async def test_no_frame_is_handled_after_one_that_must_not_come(caplog: pytest.L
     assert caplog.text.count("a connection of a member is closed") == 1
 
 
-@pytest.mark.parametrize("keys", [_KEYS, ClusterKeys(b"x" * 32)])
+@pytest.mark.parametrize("keys", [KEYS, ClusterKeys(b"x" * 32)])
 async def test_a_connection_that_is_not_proven_carries_no_call(keys: ClusterKeys) -> None:
-    async with _served() as (callee, server, _):
+    async with served() as (callee, server, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", server.frame_port)
         begin = Begin("/tandem.internal.v1.Worker/Inspect", (), b"").packed()
-        if keys is _KEYS:
+        if keys is KEYS:
             writer.write(struct.pack(">IBI", len(begin), Kind.BEGIN, 1) + begin)
         else:
             writer.write(struct.pack(">IBI", 1 << 20, Kind.HELLO, 0))
@@ -212,8 +139,8 @@ async def test_no_call_goes_to_a_process_that_does_not_prove_to_be_the_callee() 
         writer.close()
 
     received: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-    channel = FrameChannel("127.0.0.1", _KEYS, "router-0@1")
-    async with await asyncio.start_server(accept, "127.0.0.1", 0) as server, asyncio.timeout(_TIMEOUT_S):
+    channel = FrameChannel("127.0.0.1", KEYS, "router-0@1")
+    async with await asyncio.start_server(accept, "127.0.0.1", 0) as server, asyncio.timeout(TIMEOUT_S):
         await channel.offer(server.sockets[0].getsockname()[1], "decode-0@1")
         assert channel.connection is None
         await received  # the connection is closed
@@ -223,7 +150,7 @@ async def test_no_call_goes_to_a_process_that_does_not_prove_to_be_the_callee() 
 async def test_a_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "PING_AFTER_S", 0.02)
     monkeypatch.setattr(frames, "PONG_WITHIN_S", 1.0)  # a busy machine may keep both ends from answering for a while
-    async with _served() as (callee, server, channel):
+    async with served() as (callee, server, channel):
         callee.is_open.set()
         await worker_pb2_grpc.WorkerStub(channel).Inspect(worker_pb2.InspectRequest())
         assert channel.frames is not None and (connection := channel.frames.connection) is not None
@@ -269,7 +196,7 @@ def test_begins_and_statuses_are_read_as_they_were_packed() -> None:
 
 async def test_a_call_whose_requests_are_not_read_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "MAX_UNREAD_BYTES", 1_000_000)
-    async with _served() as (callee, server, channel):
+    async with served() as (callee, server, channel):
         callee.is_open.set()
         await worker_pb2_grpc.WorkerStub(channel).Inspect(worker_pb2.InspectRequest())
         assert channel.frames is not None and channel.frames.connection is not None

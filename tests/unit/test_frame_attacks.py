@@ -1,0 +1,178 @@
+"""Attacks on connections for frames, by strangers and by members, between real sockets."""
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Awaitable, Callable
+
+import grpc
+import pytest
+
+from cluster.auth.connections import AcceptingConnection, OpeningConnection
+from cluster.auth.gate import PROOF
+from cluster.auth.keys import ClusterKeys, Secrets
+from cluster.auth.member_channel import MemberChannel
+from cluster.auth.sessions import OpeningSession, Refusal, Session
+from cluster.serving import frame_server, frames
+from cluster.serving.frame_channel import CallerConnection
+from cluster.serving.frames import CALLS, Begin, FrameConnection, Kind, packed
+from cluster.serving.serving import GrpcServer
+from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
+from tests.unit.frame_rig import CALLEE, KEYS, Callee, served, until_true
+
+_INSPECT, _DRAIN = "/tandem.internal.v1.Worker/Inspect", "/tandem.internal.v1.Worker/DrainWorker"
+_OWN = "attacker@0"
+_Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+def _opening(keys: ClusterKeys = KEYS, callee: str = str(CALLEE), transport: str = CALLS) -> OpeningConnection:
+    return OpeningConnection(keys, transport=transport, importer=_OWN, exporter=callee)
+
+
+async def _challenge(streams: _Streams, opening: OpeningConnection) -> bytes:
+    reader, writer = streams
+    writer.write(packed(Kind.HELLO, 0, opening.hello))
+    length, kind, _ = frames._HEAD.unpack(await reader.readexactly(frames._HEAD.size))
+    assert kind == Kind.CHALLENGE
+    return await reader.readexactly(length)
+
+
+async def _with_a_reflected_proof(streams: _Streams, port: int) -> None:
+    challenge = await _challenge(streams, _opening())
+    streams[1].write(packed(Kind.PROOF, 0, challenge[:4] + challenge[-32:]))
+
+
+async def _with_a_proof_for_another_connection(streams: _Streams, port: int) -> None:
+    other, opening = await asyncio.open_connection("127.0.0.1", port), _opening()
+    proof = opening.prove(await _challenge(other, opening))
+    await _challenge(streams, opening)
+    streams[1].write(packed(Kind.PROOF, 0, proof))
+    other[1].close()
+
+
+async def _with_a_proof_for_another_transport(streams: _Streams, port: int) -> None:
+    kv, exporter = _opening(transport="tcp"), AcceptingConnection(KEYS, transport="tcp", exporter=str(CALLEE))
+    proof = kv.prove(exporter.challenge(kv.hello))
+    await _challenge(streams, kv)
+    streams[1].write(packed(Kind.PROOF, 0, proof))
+
+
+async def _without_a_greeting(streams: _Streams, port: int) -> None:
+    streams[1].write(packed(Kind.PROOF, 0, b"TMP1" + bytes(32)))
+
+
+async def _with_a_call_before_the_proof(streams: _Streams, port: int) -> None:
+    await _challenge(streams, _opening())
+    streams[1].write(packed(Kind.BEGIN, 1, Begin(_INSPECT, (), b"").packed()))
+
+
+async def _with_greetings_only(streams: _Streams, port: int) -> None:
+    streams[1].write(packed(Kind.HELLO, 0, _opening().hello) * 100)
+
+
+async def _with_pings_only(streams: _Streams, port: int) -> None:
+    streams[1].write(packed(Kind.PING, 0) * 10_000)
+
+
+async def _in_another_protocol(streams: _Streams, port: int) -> None:
+    streams[1].write(b"GET / HTTP/1.1\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    ("come", "reason"),
+    [
+        (_with_a_reflected_proof, Refusal.WRONG_PROOF),
+        (_with_a_proof_for_another_connection, Refusal.WRONG_PROOF),
+        (_with_a_proof_for_another_transport, Refusal.WRONG_PROOF),
+        (_without_a_greeting, Refusal.WRONG_PROOF),
+        (_with_a_call_before_the_proof, Refusal.NO_PROOF),
+        (_with_greetings_only, Refusal.NO_PROOF),
+        (_with_pings_only, Refusal.NO_PROOF),
+        (_in_another_protocol, Refusal.NO_PROOF),
+    ],
+)
+async def test_a_peer_without_the_proofs_is_refused_and_counted(
+    come: Callable[[_Streams, int], Awaitable[None]], reason: str
+) -> None:
+    async with served() as (callee, server, _):
+        streams = await asyncio.open_connection("127.0.0.1", server.frame_port)
+        await come(streams, server.frame_port)
+        try:
+            while await streams[0].read(65_536):
+                pass
+        except ConnectionResetError:  # the worker had not read everything
+            pass
+        streams[1].close()
+        assert callee.telemetry.value("tandem_refused_members_total", reason=reason) == 1
+        assert not callee.contexts
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1, socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+async def test_strangers_that_come_together_leave_few_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frame_server, "_PROVE_S", 1_000.0)  # none is closed because of its age
+    async with served() as (_, server, _channel):
+        together = [socket.create_connection(("127.0.0.1", server.frame_port)) for _ in range(90)]  # while it waits
+        await until_true(lambda: sum(map(_is_closed, together)) == 90 - 64, what="the end of all but the last ones")
+        assert not any(map(_is_closed, together[-64:]))
+        for connection in together:
+            connection.close()
+
+
+async def _frames_of(
+    server: GrpcServer, channel: MemberChannel, callee: Callee
+) -> tuple[FrameConnection, CallerConnection]:
+    """Return both ends of the channel's connection."""
+    callee.is_open.set()
+    await worker_pb2_grpc.WorkerStub(channel).Inspect(worker_pb2.InspectRequest())
+    callee.is_open.clear()
+    callee.contexts.clear()
+    assert channel.frames is not None and channel.frames.connection is not None and server._frames is not None
+    (connection,) = server._frames.connections
+    return connection, channel.frames.connection
+
+
+async def _session(channel: MemberChannel, keys: ClusterKeys = KEYS) -> Session:
+    opening = OpeningSession(keys, _OWN)
+    return opening.opened(await worker_pb2_grpc.MemberAuthStub(channel._channel).OpenSession(opening.request()))
+
+
+async def _outcome(connection: CallerConnection, method: str, body: bytes, proof: bytes | None) -> str:
+    """Make a call with this proof, and return its refusal; empty: it was served."""
+    metadata = ((PROOF, proof),) if proof is not None else ()
+    try:
+        await connection.begin(method, body, None, metadata, bytes)
+    except grpc.aio.AioRpcError as error:
+        return str(error.details()).partition(":")[0]
+    return ""
+
+
+async def test_each_call_on_a_proven_connection_needs_its_own_proof_under_a_valid_secret() -> None:
+    old, new = secrets.token_bytes(32), secrets.token_bytes(32)
+    valid = [Secrets(old)]
+    keys = ClusterKeys(valid[0], lambda is_urgent: valid[0])
+    async with served(keys=keys) as (callee, server, channel), served(keys=keys) as (_, _, other_channel):
+        _, connection = await _frames_of(server, channel, callee)
+        callee.is_open.set()
+        session, elsewhere = await _session(channel, keys), await _session(other_channel, keys)
+        own = Session(secrets.token_bytes(16), secrets.token_bytes(32), "", b"")  # a key of the attacker's own
+        assert await _outcome(connection, _INSPECT, b"", None) == Refusal.NO_PROOF
+        assert await _outcome(connection, _INSPECT, b"", own.prove(_INSPECT, b"")) == Refusal.UNKNOWN_SESSION
+        assert await _outcome(connection, _INSPECT, b"", elsewhere.prove(_INSPECT, b"")) == Refusal.UNKNOWN_SESSION
+        assert await _outcome(connection, _INSPECT, b"", session.prove(_DRAIN, b"")) == Refusal.WRONG_PROOF
+        assert await _outcome(connection, _INSPECT, b"", session.prove(_INSPECT, b"x")) == Refusal.WRONG_PROOF
+        proof = session.prove(_INSPECT, b"")
+        assert await _outcome(connection, _INSPECT, b"", proof) == ""
+        assert await _outcome(connection, _INSPECT, b"", proof) == Refusal.REPLAYED
+        valid[0] = Secrets(new, other=old)
+        assert await _outcome(connection, _INSPECT, b"", session.prove(_INSPECT, b"")) == ""
+        valid[0] = Secrets(new)
+        assert await _outcome(connection, _INSPECT, b"", session.prove(_INSPECT, b"")) == Refusal.UNKNOWN_SESSION
+        assert not connection.lost.done(), "the connection stays open"
