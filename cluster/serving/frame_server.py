@@ -10,6 +10,7 @@ import logging
 import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -199,8 +200,10 @@ class _Served:
             self._news.set_result(None)
 
     def cancel(self) -> None:
-        self._is_cancelled = True
-        self.task.cancel()
+        """Cancel the call for its caller, once: a second cancellation would interrupt its release of resources."""
+        if not self._is_cancelled:
+            self._is_cancelled = True
+            self.task.cancel()
 
     async def _serve(self, begin: Begin, find: Find) -> None:
         status = _ENDED
@@ -234,10 +237,11 @@ class _Served:
         if asyncio.iscoroutine(responses):  # of an interceptor that refuses the call
             await responses
             return
-        async for response in responses:
-            self._connection.send(Kind.MESSAGE, self._number, write(response))
-            if self._connection.is_paused:
-                await self._connection.drained()
+        async with aclosing(responses):  # now, not at a later garbage collection
+            async for response in responses:
+                self._connection.send(Kind.MESSAGE, self._number, write(response))
+                if self._connection.is_paused:
+                    await self._connection.drained()
 
     async def _stream(self, read: Callable[[bytes], Any], begin: Begin) -> AsyncIterator[Any]:
         if begin.request is not None:

@@ -1,6 +1,7 @@
 """Attacks on connections for frames, by strangers and by members, between real sockets."""
 
 import asyncio
+import gc
 import secrets
 import socket
 from collections.abc import Awaitable, Callable
@@ -176,3 +177,33 @@ async def test_each_call_on_a_proven_connection_needs_its_own_proof_under_a_vali
         valid[0] = Secrets(new)
         assert await _outcome(connection, _INSPECT, b"", session.prove(_INSPECT, b"")) == Refusal.UNKNOWN_SESSION
         assert not connection.lost.done(), "the connection stays open"
+
+
+async def test_a_call_that_was_cancelled_releases_its_resources_although_its_connection_breaks_meanwhile() -> None:
+    async with served() as (callee, server, channel):
+        callees, callers = await _frames_of(server, channel, callee)
+        callee.may_release.clear()
+        asking = asyncio.ensure_future(worker_pb2_grpc.WorkerStub(channel).Inspect(worker_pb2.InspectRequest()))
+        await until_true(lambda: bool(callee.contexts), what="the call at the callee")
+        asking.cancel()
+        await until_true(lambda: callee.num_cancelled == 1, what="the cancellation at the callee")
+        callers.abort()
+        await callees.lost
+        callee.may_release.set()
+        await until_true(lambda: callee.num_released == 1, what="the release")
+
+
+async def test_a_stream_whose_caller_does_not_read_releases_its_resources_when_its_connection_breaks() -> None:
+    async with served() as (callee, server, channel):
+        callees, callers = await _frames_of(server, channel, callee)
+        assert callers.transport is not None
+        callers.transport.pause_reading()
+        call = worker_pb2_grpc.WorkerStub(channel).SubscribeCacheEvents(worker_pb2.SubscribeCacheEventsRequest())
+        await until_true(lambda: callees.is_paused, what="a pause of the callee")
+        gc.disable()
+        try:
+            callers.abort()
+            await until_true(lambda: callee.num_ended == 1, what="the release")
+        finally:
+            gc.enable()
+        call.cancel()
