@@ -18,7 +18,17 @@ from cluster.auth.connections import OpeningConnection
 from cluster.auth.keys import ClusterKeys
 from cluster.auth.sessions import Refusal, refused
 from cluster.errors import MemberRefused
-from cluster.serving.frames import CALLS, Begin, FrameConnection, Kind, Metadata, Status, Unread, unpacked_status
+from cluster.serving.frames import (
+    CALLS,
+    Begin,
+    FrameConnection,
+    Kind,
+    Metadata,
+    Status,
+    Unread,
+    too_large,
+    unpacked_status,
+)
 
 _LOG = logging.getLogger("tandem.frames")
 MAX_REQUEST_BYTES = 64 << 10  # a larger request goes over gRPC, so that it delays no other call's frames
@@ -233,10 +243,13 @@ class FrameCall:
         return grpc.aio.EOF
 
     async def write(self, message: Any) -> None:
-        """Send a request. Raises asyncio.InvalidStateError if the call is over."""
+        """Send a request; one that is too large ends the call. Raises asyncio.InvalidStateError if the call is over."""
+        request = self._pack(message)
+        if (problem := too_large(request)) is not None:
+            self._cut_short(problem)
         if self._status is not None:
             raise asyncio.InvalidStateError("the call is over")
-        self._connection.send(Kind.MESSAGE, self._number, self._pack(message))
+        self._connection.send(Kind.MESSAGE, self._number, request)
         if self._connection.is_paused:
             await self._connection.drained()
 

@@ -19,7 +19,7 @@ import grpc
 from cluster.auth.connections import AcceptingConnection
 from cluster.auth.sessions import Refusal, refused
 from cluster.errors import MemberRefused
-from cluster.serving.frames import Begin, FrameConnection, Kind, Metadata, Status, Unread, packed_status
+from cluster.serving.frames import Begin, FrameConnection, Kind, Metadata, Status, Unread, packed_status, too_large
 
 _LOG = logging.getLogger("tandem.frames")
 _BACKLOG = 128
@@ -231,7 +231,7 @@ class _Served:
         request = requests if handler.request_streaming else await anext(requests)
         if not handler.response_streaming:
             behaviour = handler.stream_unary if handler.request_streaming else handler.unary_unary
-            self._connection.send(Kind.MESSAGE, self._number, write(await behaviour(request, context)))
+            await self._send(write(await behaviour(request, context)), context)
             return
         responses = (handler.stream_stream if handler.request_streaming else handler.unary_stream)(request, context)
         if asyncio.iscoroutine(responses):  # of an interceptor that refuses the call
@@ -239,9 +239,15 @@ class _Served:
             return
         async with aclosing(responses):  # now, not at a later garbage collection
             async for response in responses:
-                self._connection.send(Kind.MESSAGE, self._number, write(response))
+                await self._send(write(response), context)
                 if self._connection.is_paused:
                     await self._connection.drained()
+
+    async def _send(self, response: bytes, context: "FrameContext") -> None:
+        """Send a response. Aborts the call, as gRPC does, if it is too large."""
+        if (problem := too_large(response)) is not None:
+            await context.abort(problem.code, problem.details)
+        self._connection.send(Kind.MESSAGE, self._number, response)
 
     async def _stream(self, read: Callable[[bytes], Any], begin: Begin) -> AsyncIterator[Any]:
         if begin.request is not None:

@@ -88,6 +88,14 @@ class Begin:
         return Begin(method, metadata, body[at:] if has_request else None)
 
 
+def too_large(message: bytes) -> Status | None:
+    """Return the status, as gRPC's, of a call with a message that does not fit into a frame; None if it fits."""
+    if len(message) <= MAX_FRAME_BYTES:
+        return None
+    details = f"Sent message larger than max ({len(message)} vs. {MAX_FRAME_BYTES})"
+    return Status(grpc.StatusCode.RESOURCE_EXHAUSTED, details)
+
+
 def packed_status(status: Status) -> bytes:
     details = status.details.encode(errors="replace")
     return _STATUS.pack(status.code.value[0], len(details)) + details + _packed_pairs(status.trailing)
@@ -138,13 +146,13 @@ class Unread:
     def append(self, body: bytes) -> None:
         """Raises ValueError above the bound."""
         self._messages.append(body)
-        self._num_bytes += len(body)
+        self._num_bytes += _UNREAD_MESSAGE_BYTES + len(body)
         if self._num_bytes > MAX_UNREAD_BYTES:
             raise ValueError(f"a call has more than {MAX_UNREAD_BYTES} bytes that were not read")
 
     def popleft(self) -> bytes:
         body = self._messages.popleft()
-        self._num_bytes -= len(body)
+        self._num_bytes -= _UNREAD_MESSAGE_BYTES + len(body)
         return body
 
     def clear(self) -> None:
@@ -251,7 +259,8 @@ class FrameConnection(asyncio.Protocol):
                 break
             at = next_at
             if kind == Kind.PING:
-                self.send(Kind.PONG, 0)
+                if not self.is_paused:  # else the other end has frames to read, which show that this one lives
+                    self.send(Kind.PONG, 0)
             elif kind != Kind.PONG:
                 self.on_frame(kind, number, bytes(data[begin:next_at]))
         return at

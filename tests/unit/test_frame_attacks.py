@@ -16,9 +16,9 @@ from cluster.auth.member_channel import MemberChannel
 from cluster.auth.sessions import OpeningSession, Refusal, Session
 from cluster.serving import frame_server, frames
 from cluster.serving.frame_channel import CallerConnection
-from cluster.serving.frames import CALLS, Begin, FrameConnection, Kind, packed
+from cluster.serving.frames import CALLS, Begin, FrameConnection, Kind, Unread, packed
 from cluster.serving.serving import GrpcServer
-from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
+from tandem.internal.v1 import kv_pb2, kv_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.unit.frame_rig import CALLEE, KEYS, Callee, served, until_true
 
 _INSPECT, _DRAIN = "/tandem.internal.v1.Worker/Inspect", "/tandem.internal.v1.Worker/DrainWorker"
@@ -179,6 +179,22 @@ async def test_each_call_on_a_proven_connection_needs_its_own_proof_under_a_vali
         assert not connection.lost.done(), "the connection stays open"
 
 
+async def test_a_member_that_reads_nothing_is_sent_no_answers_to_its_pings() -> None:
+    async with served() as (callee, server, channel):
+        callees, callers = await _frames_of(server, channel, callee)
+        assert callers.transport is not None and callees.transport is not None
+        callers.transport.pause_reading()
+        call = worker_pb2_grpc.WorkerStub(channel).SubscribeCacheEvents(worker_pb2.SubscribeCacheEventsRequest())
+        await until_true(lambda: callees.is_paused, what="a pause of the callee")
+        num_waiting = callees.transport.get_write_buffer_size()
+        callers.transport.write(packed(Kind.PING, 0) * 50_000)
+        asking = asyncio.ensure_future(worker_pb2_grpc.WorkerStub(channel).Inspect(worker_pb2.InspectRequest()))
+        await until_true(lambda: bool(callee.contexts), what="the call behind the pings")
+        assert callees.transport.get_write_buffer_size() <= num_waiting
+        asking.cancel()
+        call.cancel()
+
+
 async def test_a_call_that_was_cancelled_releases_its_resources_although_its_connection_breaks_meanwhile() -> None:
     async with served() as (callee, server, channel):
         callees, callers = await _frames_of(server, channel, callee)
@@ -207,3 +223,27 @@ async def test_a_stream_whose_caller_does_not_read_releases_its_resources_when_i
         finally:
             gc.enable()
         call.cancel()
+
+
+async def test_a_message_that_fits_no_frame_ends_its_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 100_000)
+    async with served() as (callee, server, channel):
+        _, connection = await _frames_of(server, channel, callee)
+        callee.event.member = "m" * 100_001
+        events = worker_pb2_grpc.WorkerStub(channel).SubscribeCacheEvents(worker_pb2.SubscribeCacheEventsRequest())
+        hand_off = kv_pb2_grpc.KvTransferStub(channel).HandOff()
+        await hand_off.write(kv_pb2.ImporterMessage(settle=kv_pb2.Settle(reason="r" * 100_001)))
+        for call in (events, hand_off):
+            with pytest.raises(grpc.aio.AioRpcError, match="larger than max") as failed:
+                await call.read()
+            assert failed.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        callee.is_open.set()
+        await worker_pb2_grpc.WorkerStub(channel).Inspect(worker_pb2.InspectRequest())
+        assert channel.frames is not None and channel.frames.connection is connection
+
+
+def test_empty_messages_that_are_not_read_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "MAX_UNREAD_BYTES", 1_000)
+    unread = Unread()
+    with pytest.raises(ValueError, match="not read"):
+        list(map(unread.append, [b""] * 1_000))
