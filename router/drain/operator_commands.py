@@ -68,6 +68,7 @@ class MemberCommands:
         self._connect = connect
         self._stop = stop
         self._drained = drained
+        self._changing_role = asyncio.Lock()
 
     async def drain(self, name: str, operator: OperatorCall, *, wait: bool) -> DrainResult:
         """Drain a member, named by its id or "id@incarnation". With `wait`, return after the member has left.
@@ -85,11 +86,15 @@ class MemberCommands:
         return DrainResult(member.id, outcome)
 
     async def set_role(self, name: str, role: Role) -> RoleChange:
-        """Change the role of a worker, named as by `drain`. Raises NotFound, InvalidRequest, and the error of a call
-        that does not reach the worker."""
+        """Change the role of a worker, named as by `drain`. Returns when this router knows the new role. Raises
+        NotFound, InvalidRequest, and the error of a call that does not reach the worker."""
         member = self._member(name)
         if not member.role.is_worker:
             raise InvalidRequest(f"{member.id.id} is a router; only workers have a role that can be changed")
+        async with self._changing_role:  # else two operators could take the role from the last two workers that decode
+            return await self._change_role(member, role)
+
+    async def _change_role(self, member: Member, role: Role) -> RoleChange:
         # A worker that may not get work now does not count: the registration of one that died remains for a while.
         if not role.decodes and all(load.member == member.id for load in self._fleet.decode_loads()):
             raise InvalidRequest(
@@ -103,6 +108,8 @@ class MemberCommands:
                 raise error_from_rpc(error) from error
         former = Role(MEMBER_ROLES.word(answer.former_role))
         _LOG.info("an operator changes a role", extra={"worker": str(member.id), "former_role": former, "role": role})
+        if not await self._until_none(lambda known: known.id == member.id and known.role is not role, _ASK_S):
+            _LOG.info("a new role is not registered yet", extra={"worker": str(member.id), "role": role})
         return RoleChange(member.id, former)
 
     async def profile(self, name: str, num_steps: int, timeout_s: float) -> tuple[MemberId, int, bytes]:
@@ -146,12 +153,18 @@ class MemberCommands:
     async def _until_gone(self, member_id: MemberId) -> None:
         """Wait until the member is not registered any more. A member that was killed stays registered until its TTL
         ends, so this waits for `_LEAVE_S` at most."""
+        if not await self._until_none(lambda known: known.id == member_id, _LEAVE_S):
+            _LOG.info("a drained member is still registered", extra={"drained": str(member_id)})
+
+    async def _until_none(self, such: Callable[[Member], bool], timeout_s: float) -> bool:
+        """Wait until the registry has no such member. Returns False after `timeout_s`."""
         try:
-            async with asyncio.timeout(_LEAVE_S):
-                while any(member.id == member_id for member in self._fleet.members()):
+            async with asyncio.timeout(timeout_s):
+                while any(map(such, self._fleet.members())):
                     await self._fleet.changed()
         except TimeoutError:
-            _LOG.info("a drained member is still registered", extra={"drained": str(member_id)})
+            return False
+        return True
 
 
 async def _ask_worker(channel: grpc.aio.Channel, operator: OperatorCall, *, wait: bool) -> str:

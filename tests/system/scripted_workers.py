@@ -39,6 +39,7 @@ from cluster.protocol import wire
 from cluster.protocol.report_wire import link_speeds_to_wire, service_times_to_wire
 from cluster.service_times import ServiceTimes
 from cluster.serving.serving import GrpcServer
+from tandem.enum_words import MEMBER_ROLES
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 
 Context = Any
@@ -338,3 +339,8 @@ class _About(worker_pb2_grpc.WorkerServicer):
         self._worker.state = replace(self._worker.member, state=MemberState.DRAINING).state
         self._worker.drained.set()
         return worker_pb2.DrainWorkerResponse()
+
+    async def SetRole(self, request: worker_pb2.SetRoleRequest, context: Context) -> worker_pb2.SetRoleResponse:
+        """Change the role. The test registers it."""
+        former, self._worker.role = self._worker.role, Role(MEMBER_ROLES.word(request.role))
+        return worker_pb2.SetRoleResponse(former_role=MEMBER_ROLES.number(former))

@@ -10,14 +10,17 @@ import pytest
 
 from cluster.errors import InvalidRequest
 from cluster.messages import Role
+from router.drain import operator_commands
 from router.drain.operator_commands import MemberCommands
 from tandem.enum_words import MEMBER_ROLES
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
 from tests.system.asking import Answer, ask, question
 from tests.system.local_cluster import LocalCluster
 from tests.system.polling import until
-from tests.system.router_harness import answer_to, ask_and_hold, expected_tokens, router_under_test
+from tests.system.router_harness import RouterUnderTest, answer_to, ask_and_hold, expected_tokens, router_under_test
 from tests.system.router_harness import ask as request_of
+from tests.system.scripted_decode import ScriptedDecode
+from tests.system.scripted_workers import connect
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -122,15 +125,38 @@ async def test_a_worker_that_has_died_does_not_count_as_one_that_decodes() -> No
         await router.connected()
         await dead.die()
         await router.until_gone(dead)  # its registration remains
-        commands = MemberCommands(
-            router=router.member.id,
-            fleet=router.fleet,
-            connect=grpc.aio.insecure_channel,
-            stop=asyncio.Event(),
-            drained=asyncio.get_running_loop().create_future(),
-        )
         with pytest.raises(InvalidRequest, match="d1 is the last worker that decodes"):
-            await commands.set_role(last.id.id, Role.PREFILL)
+            await _commands(router).set_role(last.id.id, Role.PREFILL)
+
+
+async def test_two_operators_do_not_take_the_role_from_the_last_two_workers_that_decode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(operator_commands, "_ASK_S", _DEADLINE_S)
+    async with router_under_test() as router:
+        decodes = [await router.add_decode("d0"), await router.add_decode("d1")]
+        await router.connected()
+        commands = _commands(router)
+        changing = [asyncio.ensure_future(commands.set_role(worker.id.id, Role.PREFILL)) for worker in decodes]
+        await until(partial(_roles, decodes), lambda roles: Role.PREFILL in roles, what="one of them has its new role")
+        router.register()
+        outcomes = await asyncio.gather(*changing, return_exceptions=True)
+        assert sorted(type(outcome).__name__ for outcome in outcomes) == ["InvalidRequest", "RoleChange"]
+        assert sorted(await _roles(decodes)) == [Role.DECODE, Role.PREFILL]
+
+
+def _commands(router: RouterUnderTest) -> MemberCommands:
+    return MemberCommands(
+        router=router.member.id,
+        fleet=router.fleet,
+        connect=connect,
+        stop=asyncio.Event(),
+        drained=asyncio.get_running_loop().create_future(),
+    )
+
+
+async def _roles(workers: list[ScriptedDecode]) -> list[Role]:
+    return [worker.role for worker in workers]
 
 
 async def test_a_sequence_ends_where_it_runs_when_its_worker_gets_another_role() -> None:
