@@ -121,7 +121,7 @@ class WorkerApp:
         self._life.phases.end("step_times")
         await self._transfer.start()
         self._steps.start()
-        self._steps.post(commands.SetRole(self._life.role))
+        self._set_role(self._life.role)
         tasks = [
             asyncio.create_task(self._heartbeats.run(), name="heartbeats"),
             asyncio.create_task(self._watch.canaries.run(), name="canaries"),
@@ -129,7 +129,9 @@ class WorkerApp:
         profile, watch = self._transfer.profile(self._capacity, self._grammars.engine_id), self._watch.health.watch
         try:
             setters = {"max_queue": self._set_max_queue, "slo_tpot_ms": self._set_slo_tpot_ms}
-            await self._life.live(profile, announce=announce, drain=self._drain, watch=watch, setters=setters)
+            await self._life.live(
+                profile, announce=announce, drain=self._drain, watch=watch, on_role=self._set_role, setters=setters
+            )
         finally:
             for task in tasks:
                 task.cancel()
@@ -209,7 +211,7 @@ class WorkerApp:
             inspections=self._watch.inspections,
             more_figures=self._figures,
             request_drain=self._life.request_drain,
-            set_role=self._set_role,
+            set_role=self._life.set_role,
             check_link=self._link_check.measure,
             profile=StepProfiler(self._steps).profile,
             publish_cache_events=self._prefill.cache_events.subscribe,
@@ -246,10 +248,8 @@ class WorkerApp:
             if outcome is not None:
                 raise outcome
 
-    async def _set_role(self, role: Role) -> Role:
-        former = await self._life.set_role(role)
+    def _set_role(self, role: Role) -> None:
         self._steps.post(commands.SetRole(role))
-        return former
 
     def _set_max_queue(self, max_queue: int) -> None:
         self._steps.post(commands.LimitQueue(max_queue))

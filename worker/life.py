@@ -209,13 +209,14 @@ class WorkerLife:
         announce: Callable[..., None],
         drain: Drain,
         watch: Callable[[Registration], Coroutine[Any, Any, None]],
+        on_role: Callable[[Role], None],
         setters: Mapping[str, Callable[[Any], None]],
     ) -> None:
-        """Serve until the worker is asked to stop, then drain and return. `drain` gets the grace in seconds. `setters`:
-        by the name of each setting of the worker's work that can change, what receives its new value. Raises
-        DrainIncomplete if work is left after the grace, Fenced if a newer member has this name, InternalError after
-        `fatal`, and ConfigError if the worker does not fit into the cluster."""
-        registration = Registration(self._registry, self._as_member(profile))
+        """Serve until the worker is asked to stop, then drain and return. `drain` gets the grace in seconds, `on_role`
+        each new role. `setters`: by the name of each setting of the worker's work that can change, what receives its
+        new value. Raises DrainIncomplete if work is left after the grace, Fenced if a newer member has this name,
+        InternalError after `fatal`, and ConfigError if the worker does not fit into the cluster."""
+        registration = Registration(self._registry, self._as_member(profile), on_role=on_role)
         await self.server.start()
         self._health.start()
         self._metrics.start()

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import secrets
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -22,8 +23,12 @@ _LOG = logging.getLogger("tandem.registration")
 
 
 class Registration:
-    def __init__(self, registry: Registry, member: Member) -> None:
-        self._registry = registry
+    def __init__(
+        self, registry: Registry, member: Member, *, on_role: Callable[[Role], None] = lambda role: None
+    ) -> None:
+        """`on_role` is called with each new role, in the order in which they are registered."""
+        self._registry, self._on_role = registry, on_role
+        self._writing = asyncio.Lock()  # writes on two connections to Redis could change their order
         self._state = member.state
         self._is_unhealthy = False
         self.member = member
@@ -72,6 +77,7 @@ class Registration:
         """Register another role as `set_state` does. Return the former one. Raises Fenced."""
         former = self.member.role
         self.member = replace(self.member, role=role)
+        self._on_role(role)  # now: the caller may leave while the registry answers
         await self._register_state()
         return former
 
@@ -94,7 +100,7 @@ class Registration:
         while True:
             await asyncio.sleep(jittered(self._registry.ttl_s / 3))
             try:
-                await self._registry.renew(self.member)
+                await self._renew()
             except RegistryUnavailable as error:
                 if reachable:
                     _LOG.warning("the registry is unreachable; continuing without it", extra={"error": str(error)})
@@ -107,7 +113,8 @@ class Registration:
     async def deregister(self) -> None:
         """Delete the registration, best-effort: it would expire by itself."""
         try:
-            await self._registry.deregister(self.member)
+            async with self._writing:
+                await self._registry.deregister(self.member)
         except (RegistryUnavailable, Fenced) as error:
             _LOG.info("this member left without deleting its registration", extra={"error": str(error)})
 
@@ -115,10 +122,14 @@ class Registration:
         state = MemberState.UNHEALTHY if self._is_unhealthy else self._state
         self.member = self.member.with_state(state)
         try:
-            await self._registry.renew(self.member)
+            await self._renew()
         except RegistryUnavailable as error:
             fields = {"state": state, "role": self.member.role, "error": str(error)}
             _LOG.warning("the registry does not have this member's new state yet", extra=fields)
+
+    async def _renew(self) -> None:
+        async with self._writing:
+            await self._registry.renew(self.member)
 
 
 def refuse_unequal(member: Member, others: tuple[Member, ...]) -> None:

@@ -116,6 +116,19 @@ async def test_the_newer_incarnation_wins_after_redis_lost_its_data(
     assert await registry.members() == (member(incarnation="new"),)
 
 
+async def test_every_new_role_is_reported_in_order_also_if_its_caller_leaves(registry: Registry) -> None:
+    roles: list[Role] = []
+    registration = Registration(registry, member(), on_role=roles.append)
+    await registration.join()
+    leaving = asyncio.create_task(registration.set_role(Role.DECODE))
+    await asyncio.sleep(0)  # it writes now
+    leaving.cancel()
+    others = await asyncio.gather(registration.set_role(Role.BOTH), registration.set_role(Role.PREFILL))
+    assert leaving.cancelled()
+    assert roles == [Role.DECODE, *others[1:], Role.PREFILL] == [Role.DECODE, Role.BOTH, Role.PREFILL]
+    assert [found.role for found in await registry.members()] == [Role.PREFILL]
+
+
 async def test_a_fenced_member_receives_that_with_its_next_renewal(brief_registry: Registry) -> None:
     registration = Registration(brief_registry, member(incarnation="old"))
     await registration.join()
