@@ -64,6 +64,9 @@ class FrameServer:
         """Listen on a free port of `host`. Raises OSError."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+        # Connections inherit it. asyncio sets it only on sockets that name their protocol, which these do not; without
+        # it a frame waits up to 40 ms until the peer has acknowledged the one before.
+        self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @property
     def port(self) -> int:

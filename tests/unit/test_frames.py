@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 import struct
 from collections.abc import Iterator
 
@@ -20,6 +21,20 @@ from tests.unit.frame_rig import KEYS, TIMEOUT_S, Callee, served, until_true
 
 def _came_as_frames(callee: Callee) -> list[bool]:
     return [type(context).__name__ == "FrameContext" for context in callee.contexts]
+
+
+async def test_both_ends_send_a_frame_although_the_one_before_is_not_acknowledged() -> None:
+    """The system would otherwise keep it back for up to 40 ms, each token of a stream too."""
+    async with served() as (callee, server, channel):
+        callee.is_open.set()
+        await worker_pb2_grpc.WorkerStub(channel).Inspect(worker_pb2.InspectRequest(), timeout=TIMEOUT_S)
+        assert _came_as_frames(callee) == [True]
+        assert server.grpc.frames is not None and channel.frames is not None
+        (accepted,) = server.grpc.frames.connections
+        for connection in (accepted, channel.frames.connection):
+            assert connection is not None and connection.transport is not None
+            used: socket.socket = connection.transport.get_extra_info("socket")
+            assert used.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 async def test_calls_come_as_frames_and_large_requests_over_grpc() -> None:
