@@ -176,7 +176,8 @@ class WorkerLife:
         return asyncio.shield(self._drained)
 
     async def set_role(self, role: Role) -> Role:
-        """Register another role; the worker's work continues. Return the former one. Raises Unavailable and Fenced."""
+        """Register another role; the worker's work continues. Return the former one. Raises Unavailable, Fenced, and
+        InvalidRequest where the scale target cannot move with it."""
         if self._registration is None:
             raise Unavailable("this worker is still starting and has no registration yet; try again")
         if self._stop.is_set():

@@ -145,16 +145,17 @@ class PoolPlan:
 
 
 def pool_plan(
-    staying: Iterable[Slot], leaving: Iterable[Slot], target: ScaleTarget, busy: Mapping[Slot, float]
+    staying: Mapping[Slot, Role], leaving: Iterable[Slot], target: ScaleTarget, busy: Mapping[Slot, float]
 ) -> PoolPlan:
     """Return which workers to start and which to retire. New workers get the lowest free numbers; the least busy ones
-    are retired, the newest among equals. `busy`: the load by slot; a slot that is missing has no load.
+    are retired, the newest among equals. `staying`: the role for which each worker counts, whatever its name. `busy`:
+    the load by slot; a slot that is missing has no load.
     """
     taken = {*staying, *leaving}
     starts: list[Slot] = []
     retires: list[Slot] = []
     for role in _POOLS:
-        pool = [slot for slot in staying if slot.role is role]
+        pool = [slot for slot, counted in staying.items() if counted is role]
         missing = target.size(role) - len(pool)
         starts += _free(role, missing, taken)
         retires += sorted(pool, key=lambda slot: (busy.get(slot, 0.0), -slot.number))[: max(0, -missing)]

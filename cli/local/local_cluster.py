@@ -162,7 +162,7 @@ class LocalCluster:
     async def _start_workers(self) -> None:
         plan = self._plan
         self._say(f"starting {plan.pools} on {plan.flags['model']}, {plan.num_threads} thread(s) per worker")
-        present = worker_slots(self._workers.staying())
+        present = {slot: slot.role for slot in worker_slots(self._workers.staying())}
         new = pool_plan(present, worker_slots(self._workers.leaving()), plan.pools.target, {}).starts
         self._workers.start([self._layout.worker(slot) for slot in new])
         await asyncio.gather(*(self._until_ready(self._workers, str(slot)) for slot in (*present, *new)))

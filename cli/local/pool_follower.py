@@ -1,7 +1,8 @@
 """Keeps the pools at the sizes of the scale target: starts workers and drains the least busy ones.
 
-Owns the follower's registration. `Workers` restart a worker that dies or that an operator drains, because the target
-still includes it.
+Owns the follower's registration. A worker counts for the pool of its role. When an operator changes the role, the
+target moves with it (cluster/registry/scale_registry.py), so no worker is started or drained. `Workers` restart one
+that dies or that an operator drains, because the target still includes it; it joins with the role for which it counts.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from typing import Protocol
 from cli.local.child import ChildSpec
 from cli.local.layout import Layout, Pools, Slot, pool_plan, worker_slots
 from cluster.errors import RegistryUnavailable
+from cluster.messages import Role
 from cluster.registry.registry import Registry
 from cluster.registry.scale_registry import Following
 from cluster.registry.scale_target import ScaleTarget
@@ -84,8 +86,10 @@ class PoolFollower:
                 await self._following.unfollow()
 
     async def _look(self) -> None:
+        before, _ = self._slots()
+        started = {self._layout.member_id(str(slot)): slot.role for slot in before}
         try:
-            other = await self._following.report(self._reached, self._problem())
+            other = await self._following.report(self._reached, self._problem(), started)
         except RegistryUnavailable:
             return
         if other != self._other:
@@ -97,10 +101,18 @@ class PoolFollower:
             )
         if other:
             return
+        self._say_changes(before)
         await self._approach(self._following.target)
         if self._is_there(self._following.target) and self._reached != self._following.target.version:
             self._reached = self._following.target.version
             await self._look()
+
+    def _say_changes(self, before: Mapping[Slot, Role]) -> None:
+        """Report each worker that counts for another pool than before."""
+        staying, _ = self._slots()
+        for slot, role in staying.items():
+            if role is not before.get(slot, role):
+                self._say(f"{slot} has the role {role} now: the target is {self._following.target}")
 
     async def _approach(self, target: ScaleTarget) -> None:
         staying, leaving = self._slots()
@@ -123,9 +135,11 @@ class PoolFollower:
         is_up = self._workers.staying()
         return not leaving and not pool_plan(staying, leaving, target, {}) and all(is_up[str(slot)] for slot in staying)
 
-    def _slots(self) -> tuple[list[Slot], list[Slot]]:
-        """Return the slots of workers that stay and of workers that are leaving."""
-        return worker_slots(self._workers.staying()), worker_slots(self._workers.leaving())
+    def _slots(self) -> tuple[dict[Slot, Role], list[Slot]]:
+        """Return the slots of workers that stay, with the role for which each counts, and of workers that leave."""
+        counted, member_id = self._following.roles, self._layout.member_id
+        staying = {slot: counted.get(member_id(str(slot)), slot.role) for slot in worker_slots(self._workers.staying())}
+        return staying, worker_slots(self._workers.leaving())
 
     def _problem(self) -> str:
         return "; ".join(self._workers.problems())

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from cluster.errors import ConfigError, Fenced, RegistryUnavailable
+from cluster.errors import ConfigError, Fenced, InvalidRequest, RegistryUnavailable
 from cluster.member import Member, MemberState, fingerprint_difference
 from cluster.messages import MemberId, Role
 from cluster.registry.registry import Registry, jittered
@@ -36,10 +36,13 @@ class Registration:
     async def join(self) -> None:
         """Register, then compare fingerprints with the registered workers.
 
-        Raises RegistryUnavailable, and ConfigError (after leaving again) when a worker has another model, layout or
-        fine-tune.
+        The member takes the role for which the scale target counts it: an operator may have changed the role of the
+        process that it replaces. Raises RegistryUnavailable, and ConfigError (after leaving again) when a worker has
+        another model, layout or fine-tune.
         """
-        await self._registry.register(self.member)
+        counted = await self._registry.register(self.member)
+        if counted is not self.member.role:
+            self._set_role(counted)
         others = await self._registry.members()
         try:
             refuse_unequal(self.member, others)
@@ -74,11 +77,16 @@ class Registration:
         await self._register_state()
 
     async def set_role(self, role: Role) -> Role:
-        """Register another role as `set_state` does. Return the former one. Raises Fenced."""
+        """Register another role as `set_state` does, and move the scale target with it where its follower counts roles.
+        Return the former role. Raises Fenced, and InvalidRequest if the target has no room for the change."""
         former = self.member.role
-        self.member = replace(self.member, role=role)
-        self._on_role(role)  # now: the caller may leave while the registry answers
-        await self._register_state()
+        self._set_role(role)  # now: the caller may leave while the registry answers
+        try:
+            await self._register_state(may_refuse=True)
+        except InvalidRequest:
+            if self.member.role is role:
+                self._set_role(former)
+            raise
         return former
 
     def set_step_target(self, limit: StepLimit) -> None:
@@ -118,18 +126,22 @@ class Registration:
         except (RegistryUnavailable, Fenced) as error:
             _LOG.info("this member left without deleting its registration", extra={"error": str(error)})
 
-    async def _register_state(self) -> None:
+    def _set_role(self, role: Role) -> None:
+        self.member = replace(self.member, role=role)
+        self._on_role(role)
+
+    async def _register_state(self, *, may_refuse: bool = False) -> None:
         state = MemberState.UNHEALTHY if self._is_unhealthy else self._state
         self.member = self.member.with_state(state)
         try:
-            await self._renew()
+            await self._renew(may_refuse=may_refuse)
         except RegistryUnavailable as error:
             fields = {"state": state, "role": self.member.role, "error": str(error)}
             _LOG.warning("the registry does not have this member's new state yet", extra=fields)
 
-    async def _renew(self) -> None:
+    async def _renew(self, *, may_refuse: bool = False) -> None:
         async with self._writing:
-            await self._registry.renew(self.member)
+            await self._registry.renew(self.member, may_refuse=may_refuse)
 
 
 def refuse_unequal(member: Member, others: tuple[Member, ...]) -> None:

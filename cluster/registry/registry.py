@@ -27,11 +27,12 @@ from redis.exceptions import ResponseError
 from cluster.accounts.audit import Audit
 from cluster.auth.keys import ClusterKeys
 from cluster.clock import Clock, MonotonicClock
-from cluster.errors import Fenced, RegistryUnavailable
+from cluster.errors import Fenced, InvalidRequest, RegistryUnavailable
 from cluster.member import Member
-from cluster.messages import MemberId
+from cluster.messages import MemberId, Role
 from cluster.observe.telemetry import Telemetry
 from cluster.registry.redis_client import REDIS_ERRORS, open_redis, problem, words
+from cluster.registry.scale_target import CHANNEL, COUNTED_ROLES, POOLS, TARGET, pool_name
 from cluster.registry.signed_records import SignedRecords
 from cluster.settings.config import ClusterSettings
 
@@ -42,10 +43,18 @@ _JITTER = 0.2
 _LOG = logging.getLogger("tandem.registry")
 _CLAIMED = 100  # characters of an id that stands in Redis, in the audit log
 _FIRST_QUESTIONS = 3
+# Why a role cannot change, by the word of the script.
+_UNMOVABLE = {
+    "undecodable": "{} is the last worker that decodes of the scale target; give another worker the role decode or both"
+    " first",
+    "leaving": "the scale target has no worker of the pool of {} any more, so it is about to be drained; scale first",
+}
 
-# KEYS: registration, incarnation, members, channel, generation. ARGV: id, incarnation, member, TTL in ms, retention of
-# the incarnation in ms, generation (0: not registered here yet). Renewing and leaving return (the incarnation that
-# registered since, or '', whether the registration had expired); a renewal adds the time of Redis.
+# KEYS: registration, incarnation, members, channel, generation; the target, counted roles and channel of
+# scale_registry.py. ARGV: id, incarnation, member, TTL in ms, retention of the incarnation in ms, generation (0: not
+# registered here yet), the pool of the member's role, '1' if a change of the role may be refused. Renewing and leaving
+# return (the incarnation that registered since, or '', whether the registration had expired); a renewal adds the time
+# of Redis.
 _WRITE = """
 local before = redis.call('GET', KEYS[1])
 redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[5])
@@ -66,10 +75,32 @@ local newest = tonumber(redis.call('GET', KEYS[5])) or 0
 local generation = math.max(now[1] * 1000 + math.floor(now[2] / 1000), newest + 1)
 """
     + _WRITE
-    + "return generation"
+    + "return {generation, redis.call('HGET', KEYS[7], ARGV[1]) or ''}"
 )
+# Where the follower of the scale target counts this worker, another role moves the target by one: from the pool for
+# which the worker was counted to that of its role. A pool of the target never gets less than no worker, nor the cluster
+# less than one that decodes: then the target stays, and a change that may be refused is, by one word.
+_MOVE_TARGET = """
+local counted = redis.call('HGET', KEYS[7], ARGV[1])
+if counted and counted ~= ARGV[7] and redis.call('EXISTS', KEYS[6]) == 1 then
+    local size = function(pool) return tonumber(redis.call('HGET', KEYS[6], pool) or 0) end
+    local decoding = size('decode') + size('colocated')
+    if counted ~= 'prefill' then decoding = decoding - 1 end
+    if ARGV[7] ~= 'prefill' then decoding = decoding + 1 end
+    if size(counted) > 0 and decoding > 0 then
+        redis.call('HINCRBY', KEYS[6], counted, -1)
+        redis.call('HINCRBY', KEYS[6], ARGV[7], 1)
+        redis.call('HINCRBY', KEYS[6], 'version', 1)
+        redis.call('HSET', KEYS[7], ARGV[1], ARGV[7])
+        redis.call('PUBLISH', KEYS[8], 'target')
+    elseif ARGV[8] == '1' then
+        return {size(counted) > 0 and 'undecodable' or 'leaving'}
+    end
+end
+"""
 _RENEW = (
     _COMPARE
+    + _MOVE_TARGET
     + _WRITE
     + """
 local now = redis.call('TIME')
@@ -176,16 +207,24 @@ class Registry:
                 return
         await self._stored()
 
-    async def register(self, member: Member) -> None:
-        """Register this incarnation; it replaces any other incarnation of the same member."""
-        answer = await self._call(self._register(self._keys(member.id), self._arguments(member)))
-        self._generations[member.id] = int(answer)
+    async def register(self, member: Member) -> Role:
+        """Register this incarnation; it replaces any other incarnation of the same member. Return the role for which
+        the follower of the scale target counts this member, which an earlier incarnation may have got from an operator;
+        without one, the member's own."""
+        generation, pool = await self._call(self._register(self._keys(member.id), self._arguments(member)))
+        self._generations[member.id] = int(generation)
+        return POOLS.get(pool, member.role)
 
-    async def renew(self, member: Member) -> None:
-        """Extend the registration and replace its content; restore it if it had expired. Raises Fenced if another
-        incarnation has registered since."""
+    async def renew(self, member: Member, *, may_refuse: bool = False) -> None:
+        """Extend the registration and replace its content; restore it if it had expired. If the role is another one and
+        the follower of the scale target counts this worker, the target moves with it in the same step. Raises Fenced if
+        another incarnation has registered since, and InvalidRequest if the renewal `may_refuse` a role with which the
+        target cannot move."""
         asked_s = time.time()
-        answer = await self._call(self._renew(self._keys(member.id), self._arguments(member)))
+        arguments = [*self._arguments(member), "1" if may_refuse else ""]
+        answer = await self._call(self._renew(self._keys(member.id), arguments))
+        if len(answer) == 1:
+            raise InvalidRequest(_UNMOVABLE[answer[0]].format(member.id.id))
         current, had_lapsed, *redis_time = answer
         self._not_fenced(member, current)
         if redis_time:
@@ -301,12 +340,14 @@ class Registry:
             f"{self._prefix}members",
             f"{self._prefix}changes",
             f"{self._prefix}generation:{member_id.id}",
+            *(self._prefix + name for name in (TARGET, COUNTED_ROLES, CHANNEL)),
         ]
 
     def _arguments(self, member: Member) -> list[str | int]:
         ttl_ms = max(1, round(self.ttl_s * 1000))
         record, generation = self._records.sign(member), self._generations.get(member.id, 0)
-        return [member.id.id, member.id.incarnation, record, ttl_ms, _INCARNATION_KEPT_MS, generation]
+        pool = pool_name(member.role) if member.role.is_worker else ""
+        return [member.id.id, member.id.incarnation, record, ttl_ms, _INCARNATION_KEPT_MS, generation, pool]
 
     def _not_fenced(self, member: Member, current: str) -> None:
         if current:

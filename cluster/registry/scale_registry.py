@@ -3,7 +3,10 @@
 Each cluster has one target with a version number, written by a script, so two concurrent changes are never mixed. The
 follower is the process that runs the workers; there is one at a time. It has a registration with a TTL, which includes
 its progress. Without a follower a change of the target is refused. If the registry loses its data, the follower writes
-back the target that it read last. This module starts and ends no worker.
+back the target that it read last. A follower that can start a worker of any role registers the role for which it counts
+each of its workers. When one registers another role, that count and the target change in the same script
+(cluster/registry/registry.py), so no pool is nearer to the target or farther from it. This module starts and ends no
+worker.
 """
 
 import secrets
@@ -16,24 +19,35 @@ import grpc
 from cluster.errors import InvalidRequest, RegistryUnavailable, Unavailable
 from cluster.messages import Role
 from cluster.registry.registry import Registry
-from cluster.registry.scale_target import NO_DECODE_WORKER, POOLS, ScaleTarget, check_sizes
+from cluster.registry.scale_target import (
+    CHANNEL,
+    COUNTED_ROLES,
+    NO_DECODE_WORKER,
+    POOLS,
+    TARGET,
+    ScaleTarget,
+    check_sizes,
+    pool_name,
+)
 from cluster.serving.serving import open_channel
 from cluster.serving.tls import ClusterTls
 from tandem.v1 import admin_pb2, admin_pb2_grpc
 
-_NAMES = ("scale:target", "scale:follower", "scale")  # two hashes, one channel
-_CHANNEL = _NAMES[2]
+_NAMES = (TARGET, "scale:follower", CHANNEL, COUNTED_ROLES)
+_NUM_FIELDS = 8  # of a target in the answers of the scripts
 _LOADS_TIMEOUT_S = 5.0
 _IDLE_BLOCKS = ("blocks_free", "blocks_cached")
 
-# All scripts return the target's sizes (prefill, decode, colocated) and version, and the follower's name, reached and
-# problem; empty without a target.
-_ANSWER = """
+# All scripts return the target's sizes (prefill, decode, colocated) and version, the follower's name, reached and
+# problem, and whether it counts roles; empty without a target.
+_READ = """
 local target = redis.call('HMGET', KEYS[1], 'prefill', 'decode', 'colocated', 'version')
 if not target[1] then return {} end
 local follower = redis.call('HMGET', KEYS[2], 'name', 'reached', 'problem')
-return {target[1], target[2], target[3], target[4], follower[1] or '', follower[2] or '0', follower[3] or ''}
+local answer = {target[1], target[2], target[3], target[4], follower[1] or '', follower[2] or '0', follower[3] or ''}
+answer[8] = tostring(redis.call('EXISTS', KEYS[4]))
 """
+_ANSWER = _READ + "return answer"
 # ARGV: the sizes; empty: unchanged. Without a follower nothing is written; nor where no worker would decode, which is
 # answered by one word.
 _SET = (
@@ -60,8 +74,10 @@ end
 """
     + _ANSWER
 )
-# ARGV: id, name, reached, problem, TTL in ms, the sizes, version. Writes nothing where another one follows. The
-# target stands afterwards: its own where there was none, or where it did not follow before (reached is 0).
+# ARGV: id, name, reached, problem, TTL in ms, the sizes, version, and of each worker that it counts by its role the id
+# and the pool. Writes nothing where another one follows. The target stands afterwards: its own where there was none, or
+# where it did not follow before (reached is 0). Workers are counted as before, or else as it says. Also returns the id
+# and the pool of each.
 _FOLLOW = (
     """
 local holder = redis.call('HGET', KEYS[2], 'id')
@@ -71,19 +87,33 @@ if not holder or holder == ARGV[1] then
     redis.call('PEXPIRE', KEYS[2], ARGV[5])
     if redis.call('EXISTS', KEYS[1]) == 0 then
         redis.call('HSET', KEYS[1], 'prefill', ARGV[6], 'decode', ARGV[7], 'colocated', ARGV[8], 'version', ARGV[9])
+        redis.call('DEL', KEYS[4])
     elseif not holder and ARGV[3] == '0' then
         redis.call('HSET', KEYS[1], 'prefill', ARGV[6], 'decode', ARGV[7], 'colocated', ARGV[8])
         redis.call('HINCRBY', KEYS[1], 'version', 1)
+        redis.call('DEL', KEYS[4])
+    end
+    local kept = {}
+    for number = 10, #ARGV, 2 do
+        kept[ARGV[number]] = true
+        redis.call('HSETNX', KEYS[4], ARGV[number], ARGV[number + 1])
+    end
+    for _, id in ipairs(redis.call('HKEYS', KEYS[4])) do
+        if not kept[id] then redis.call('HDEL', KEYS[4], id) end
     end
     if before[1] ~= ARGV[3] or before[2] ~= ARGV[4] then redis.call('PUBLISH', KEYS[3], 'follower') end
 end
 """
-    + _ANSWER
+    + _READ
+    + """
+for _, word in ipairs(redis.call('HGETALL', KEYS[4])) do answer[#answer + 1] = word end
+return answer
+"""
 )
 # ARGV: id. The target is deleted with its follower; the next follower starts with its own.
 _UNFOLLOW = """
 if redis.call('HGET', KEYS[2], 'id') == ARGV[1] then
-    redis.call('DEL', KEYS[1], KEYS[2])
+    redis.call('DEL', KEYS[1], KEYS[2], KEYS[4])
     redis.call('PUBLISH', KEYS[3], 'follower')
 end
 return {}
@@ -117,7 +147,7 @@ class ScaleTargets:
     async def watch(self) -> AsyncGenerator[ScaleTarget | None, None]:
         """Yield the target at once, and whenever it or the follower's progress may have changed. Yields nothing while
         the registry is unreachable."""
-        async with aclosing(self._registry.news(_CHANNEL)) as news:
+        async with aclosing(self._registry.news(CHANNEL)) as news:
             async for _ in news:
                 try:
                     found = await self.read()
@@ -135,22 +165,30 @@ class Following:
         self._id = secrets.token_hex(8)
         self._name = name
         self.target = first  # as it was read last
+        self.roles: Mapping[str, Role] = {}  # likewise: for which each worker counts, by member id
 
-    async def report(self, reached: int, problem: str = "") -> str:
-        """Renew the registration, report the progress, and read the target. Return the name of the follower if it is
-        another process, else an empty string. Raises RegistryUnavailable."""
+    async def report(self, reached: int, problem: str = "", workers: Mapping[str, Role] | None = None) -> str:
+        """Renew the registration, report the progress, and read the target and, in the same step, `roles`. `workers`:
+        the roles in which its workers were started, by member id; None: it does not count workers by their roles.
+        Return the name of the follower if it is another process, else an empty string. Raises RegistryUnavailable."""
         ttl_ms = round(3000 * self._registry.ttl_s)
         sizes = [self.target.size(role) for role in POOLS.values()]
         arguments: list[str | int] = [self._id, self._name, reached, problem, ttl_ms, *sizes, self.target.version]
-        found = _target(await self._registry.evaluate(_FOLLOW, _NAMES, arguments))
+        for worker, started in (workers or {}).items():
+            arguments += [worker, pool_name(self.roles.get(worker, started))]
+        answer = await self._registry.evaluate(_FOLLOW, _NAMES, arguments)
+        found, roles = _target(answer[:_NUM_FIELDS]), answer[_NUM_FIELDS:]
         if found is None or found.follower != self._name:
             return found.follower if found is not None else "another one"
         self.target = replace(found, follower=self._name)
+        self.roles = {
+            worker: POOLS[pool] for worker, pool in zip(roles[::2], roles[1::2], strict=True) if pool in POOLS
+        }
         return ""
 
     def news(self) -> AsyncGenerator[None, None]:
         """Yield whenever the target should be read again."""
-        return self._registry.news(_CHANNEL)
+        return self._registry.news(CHANNEL)
 
     async def unfollow(self) -> None:
         await self._registry.evaluate(_UNFOLLOW, _NAMES, [self._id])
@@ -189,7 +227,10 @@ def _target(answer: list[str]) -> ScaleTarget | None:
     if not answer:
         return None
     try:
-        prefill, decode, colocated, version, follower, reached, problem = answer
-        return ScaleTarget(int(prefill), int(decode), int(colocated), int(version), follower, int(reached), problem)
+        *sizes, version, follower, reached, problem, counts_roles = answer
+        prefill, decode, colocated = map(int, sizes)
+        return ScaleTarget(
+            prefill, decode, colocated, int(version), follower, int(reached), problem, counts_roles == "1"
+        )
     except ValueError as error:
         raise RegistryUnavailable(f"the scale target in Redis cannot be read: {str(error)[:200]}") from error

@@ -9,6 +9,8 @@ from cluster.messages import Role
 # The pools by the names that operators use, and the role in which the workers of each one start.
 POOLS: Mapping[str, Role] = {"prefill": Role.PREFILL, "decode": Role.DECODE, "colocated": Role.BOTH}
 NO_DECODE_WORKER = "decode or colocated must be at least 1: every request ends on a worker that decodes"
+# The names in the registry: two hashes and the channel of all changes.
+TARGET, COUNTED_ROLES, CHANNEL = "scale:target", "scale:roles", "scale"
 _MOST = 256  # workers of one pool; a larger number is taken for a typing error
 _NAMES = {role: name for name, role in POOLS.items()}
 
@@ -16,7 +18,8 @@ _NAMES = {role: name for name, role in POOLS.items()}
 @dataclass(frozen=True, slots=True)
 class ScaleTarget:
     """The desired sizes of the pools. `reached`: the newest version that the follower has put into effect; `problem`:
-    why it could not put a newer one into effect.
+    why it could not put a newer one into effect. `counts_roles`: the follower counts each worker for the pool of its
+    present role, and a change of a role moves the sizes; otherwise a worker counts for the pool that it was started in.
     """
 
     prefill: int
@@ -26,6 +29,7 @@ class ScaleTarget:
     follower: str = ""
     reached: int = 0
     problem: str = ""
+    counts_roles: bool = False
 
     def size(self, role: Role) -> int:
         return {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.BOTH: self.colocated}[role]

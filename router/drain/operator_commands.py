@@ -8,12 +8,12 @@ target by itself.
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 import grpc
 
-from cluster.errors import InvalidRequest, NotFound
+from cluster.errors import InvalidRequest, NotFound, RegistryUnavailable
 from cluster.member import Member, MemberState
 from cluster.messages import MemberId, Role
 from cluster.protocol.received import checked
@@ -86,8 +86,9 @@ class MemberCommands:
         return DrainResult(member.id, outcome)
 
     async def set_role(self, name: str, role: Role) -> RoleChange:
-        """Change the role of a worker, named as by `drain`. Returns when this router knows the new role. Raises
-        NotFound, InvalidRequest, and the error of a call that does not reach the worker."""
+        """Change the role of a worker, named as by `drain`. The worker registers it, and moves the scale target in the
+        same step, so a router that ends in between leaves nothing half done. Returns when this router knows the new
+        role. Raises NotFound, InvalidRequest, and the error of a call that does not reach the worker."""
         member = self._member(name)
         if not member.role.is_worker:
             raise InvalidRequest(f"{member.id.id} is a router; only workers have a role that can be changed")
@@ -203,6 +204,12 @@ class ScaleTargetView:
         self._update(target)
         return target
 
+    async def read(self) -> ScaleTarget | None:
+        """Return the target as it is now, or as it was known last while the registry is unreachable."""
+        with suppress(RegistryUnavailable):
+            self._update(await self._targets.read())
+        return self.target
+
     async def changed(self) -> None:
         await self._changed.wait()
 
@@ -225,4 +232,5 @@ def target_to_wire(target: ScaleTarget | None) -> admin_pb2.ScaleTarget | None:
         follower=target.follower,
         reached=target.reached,
         problem=target.problem,
+        counts_roles=target.counts_roles,
     )

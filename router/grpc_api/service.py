@@ -266,7 +266,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         if request.role not in roles:
             raise InvalidRequest(f"the role of a worker is one of {', '.join(roles.values())}")
         change = await self._commands.set_role(request.member_id, roles[request.role])
-        return admin_pb2.SetRoleResponse(member=str(change.member), former_role=MEMBER_ROLES.number(change.former))
+        target = target_to_wire(await self._scaling.read())
+        former = MEMBER_ROLES.number(change.former)
+        return admin_pb2.SetRoleResponse(member=str(change.member), former_role=former, target=target)
 
     async def Profile(self, request: admin_pb2.ProfileRequest, context: _Context) -> admin_pb2.ProfileResponse:
         if not 0 < request.timeout_s <= MAX_PROFILE_S:

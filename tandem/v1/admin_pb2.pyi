@@ -233,12 +233,14 @@ class SetRoleRequest(_message.Message):
     def __init__(self, member_id: _Optional[str] = ..., role: _Optional[_Union[MemberRole, str]] = ...) -> None: ...
 
 class SetRoleResponse(_message.Message):
-    __slots__ = ("member", "former_role")
+    __slots__ = ("member", "former_role", "target")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     FORMER_ROLE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
     member: str
     former_role: MemberRole
-    def __init__(self, member: _Optional[str] = ..., former_role: _Optional[_Union[MemberRole, str]] = ...) -> None: ...
+    target: ScaleTarget
+    def __init__(self, member: _Optional[str] = ..., former_role: _Optional[_Union[MemberRole, str]] = ..., target: _Optional[_Union[ScaleTarget, _Mapping]] = ...) -> None: ...
 
 class ProfileRequest(_message.Message):
     __slots__ = ("member_id", "num_steps", "timeout_s")
@@ -413,7 +415,7 @@ class ScaleResponse(_message.Message):
     def __init__(self, target: _Optional[_Union[ScaleTarget, _Mapping]] = ...) -> None: ...
 
 class ScaleTarget(_message.Message):
-    __slots__ = ("prefill", "decode", "colocated", "version", "follower", "reached", "problem")
+    __slots__ = ("prefill", "decode", "colocated", "version", "follower", "reached", "problem", "counts_roles")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     COLOCATED_FIELD_NUMBER: _ClassVar[int]
@@ -421,6 +423,7 @@ class ScaleTarget(_message.Message):
     FOLLOWER_FIELD_NUMBER: _ClassVar[int]
     REACHED_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_ROLES_FIELD_NUMBER: _ClassVar[int]
     prefill: int
     decode: int
     colocated: int
@@ -428,7 +431,8 @@ class ScaleTarget(_message.Message):
     follower: str
     reached: int
     problem: str
-    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ..., colocated: _Optional[int] = ..., version: _Optional[int] = ..., follower: _Optional[str] = ..., reached: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
+    counts_roles: bool
+    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ..., colocated: _Optional[int] = ..., version: _Optional[int] = ..., follower: _Optional[str] = ..., reached: _Optional[int] = ..., problem: _Optional[str] = ..., counts_roles: bool = ...) -> None: ...
 
 class OverviewRequest(_message.Message):
     __slots__ = ("seen", "only_this_router")

@@ -128,9 +128,9 @@ class AdminServicer(object):
 
     def SetRole(self, request, context):
         """Changes the role of a worker, without a restart. Its present work ends there; routers read the new role with the
-        next change of the membership.
-        Errors: NOT_FOUND (no such member), INVALID_ARGUMENT (a router, or the last worker that decodes), UNAVAILABLE (the
-        worker is draining or does not answer).
+        next change of the membership. The scale target moves by one worker in the same step, where its follower counts roles.
+        Errors: NOT_FOUND (no such member), INVALID_ARGUMENT (a router, the last worker that decodes, or a worker whose pool
+        the scale target reduces to none), UNAVAILABLE (the worker is draining or does not answer).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -50,7 +50,9 @@ def targets() -> Iterator[Target]:
     yield Target("registry member", [member.encode()], _read_member, _made([json.loads(member)]))
     record = _RECORDS.sign(_member())
     yield Target("registry record", [record.encode()], _read_record, _made([json.loads(record)]))
-    yield Target("scale target", [b'["1", "2", "0", "3", "name", "2", ""]'], _read_scale_target, _made([["1"] * 7]))
+    yield Target(
+        "scale target", [b'["1", "2", "0", "3", "name", "2", "", "1"]'], _read_scale_target, _made([["1"] * 8])
+    )
     yield Target("tier file", _tier_files, _read_tier_file)
     yield Target("tier folder", [b"00" * 16, b"lock", b"x" * 32], _list_tier)
     yield Target("configuration", [_YAML], _load_file, words=_YAML_WORDS)

@@ -31,7 +31,7 @@ _NESTED = "[" * 100_000
 _ALL_ARGUMENTS = "{% for call in messages[0].tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}"
 
 
-@pytest.mark.parametrize("answer", [["1"], ["1"] * 8, ["x", *["1"] * 6], ["1e9", *["1"] * 6]])
+@pytest.mark.parametrize("answer", [["1"], ["1"] * 9, ["x", *["1"] * 7], ["1e9", *["1"] * 7]])
 def test_a_scale_target_that_another_program_wrote_does_not_end_a_router(answer: list[str]) -> None:
     with pytest.raises(RegistryUnavailable, match="scale target in Redis cannot be read"):
         scale_target(answer)

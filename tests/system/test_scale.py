@@ -9,12 +9,14 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from cli.__main__ import main
 from tandem.client import AsyncClient, AsyncGeneration
 from tandem.results import Result
+from tests.system.polling import until
 from tests.system.up_command import DEADLINE_S, Up
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -114,6 +116,44 @@ async def test_streams_lose_no_token_while_workers_join_and_leave(up: Up, tandem
         assert tokens(results) == undisturbed
         served = {member.partition("@")[0] for result in results for member in result.ledger.members}
         assert {"decode-0", "colocated-0"} <= served, "the one that left had streams"
+
+
+async def test_the_target_moves_with_a_role_and_a_killed_worker_comes_back_in_it(up: Up, tandem: Command) -> None:
+    async def changed_worker() -> dict[str, Any]:
+        _, output = await tandem("status", "--json")
+        return next((member for member in json.loads(output)["members"] if member["member"] == "decode-1"), {})
+
+    status, output = await tandem("scale", "decode=2")
+    assert (status, output.splitlines()[-1]) == (0, "target reached: 1 prefill, 2 decode")
+    await until_connected(tandem, "decode-0", "decode-1")
+    before = up.members()
+
+    status, output = await tandem("role", "decode-1", "prefill")
+    assert (status, output.splitlines()[-1]) == (0, "the scale target is 2 prefill, 1 decode now")
+    up.until("decode-1 has the role prefill now: the target is 2 prefill, 1 decode")
+    status, output = await tandem("scale", "prefill=2", "decode=1")
+    assert (status, output) == (0, "target reached: 2 prefill, 1 decode\n"), "no worker started or left"
+    assert up.members() == before
+
+    former = (await changed_worker())["incarnation"]
+    async with AsyncClient(first_address(up)) as client, streams(client, 1) as (task,):
+        os.kill(before["decode-1"], signal.SIGKILL)
+        await asyncio.to_thread(up.until, "decode-1 is back")
+        assert len((await task).token_ids) == MAX_TOKENS
+    back = await until(
+        changed_worker,
+        lambda seen: seen.get("incarnation", former) != former and seen["state"] == "ready",
+        what="the router has read that decode-1 is ready again",
+    )
+    assert back["role"] == "prefill"
+    assert set(up.members()) == set(before)
+
+    status, output = await tandem("role", "decode-1", "decode", "--json")
+    target = json.loads(output)["target"]
+    assert (status, target["prefill"], target["decode"], target["counts_roles"]) == (0, 1, 2, True)
+    status, output = await tandem("scale", "decode=1")
+    assert (status, output.splitlines()[-1]) == (0, "target reached: 1 prefill, 1 decode")
+    assert set(before) - set(up.members()) == {"decode-1"}
 
 
 async def test_a_client_of_one_address_resumes_at_a_router_named_by_the_first(up: Up) -> None:

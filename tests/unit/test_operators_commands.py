@@ -6,11 +6,18 @@ from typing import Any
 
 import pytest
 
+from cli.verbs.clusters.role import moved_target_text
 from cli.verbs.clusters.scale import changes_between, sizes_from
 from cli.verbs.generation import generate
 from cli.verbs.observation.explain import explained_object, explained_text
 from cli.verbs.observation.requests import requests_object, requests_text
-from cli.verbs.observation.status import disaggregation_object, disaggregation_text, target_object, target_text
+from cli.verbs.observation.status import (
+    disaggregation_object,
+    disaggregation_text,
+    other_roles_text,
+    target_object,
+    target_text,
+)
 from cluster.errors import ConfigError
 from tandem.enum_words import DISAGGREGATION_VERDICTS, EFFECT_BASES, MEMBER_ROLES, MEMBER_STATES
 from tandem.options import GenerateOptions
@@ -115,6 +122,25 @@ def test_a_target_is_shown_with_its_progress_and_problem() -> None:
     assert "target: 1 colocated: reached" in target_text(target)
     target.follower = ""
     assert "no process follows it" in target_text(target)
+
+
+def test_a_change_of_a_role_is_shown_with_the_target_that_moved_or_stays() -> None:
+    target = admin_pb2.ScaleTarget(prefill=2, decode=1, version=3, follower="the operator in tandem")
+    assert moved_target_text(target).startswith("the scale target stays 2 prefill, 1 decode: the operator in tandem")
+    target.counts_roles = True
+    assert moved_target_text(target) == "the scale target is 2 prefill, 1 decode now"
+
+
+def test_the_status_shows_present_roles_where_the_target_counts_pools() -> None:
+    found = status(prefill_0="ready", decode_0="ready", decode_1="ready")
+    found.target.CopyFrom(admin_pb2.ScaleTarget(prefill=1, decode=2, version=3, follower="the operator", reached=3))
+    assert other_roles_text(found) == []
+    found.members[2].role = MEMBER_ROLES.number("prefill")
+    assert other_roles_text(found) == [
+        "by present roles: 2 prefill, 1 decode; the target counts pools, which `tandem role` does not change"
+    ]
+    found.target.reached = 2
+    assert other_roles_text(found) == [], "the pools are still being scaled"
 
 
 def candidate(prefill: str, decode: str, ttft_s: float = 0.0, **fields: object) -> admin_pb2.PlacementCandidate:

@@ -6,19 +6,25 @@ from cli.local.layout import PoolPlan, Ports, Slot, pool_plan, router_ports
 from cluster.errors import ConfigError
 from cluster.messages import Role
 from cluster.registry.scale_registry import worker_load
-from cluster.registry.scale_target import ScaleTarget
+from cluster.registry.scale_target import POOLS, ScaleTarget
 
 
 def slots(*names: str) -> list[Slot]:
     return [Slot.parse(name) for name in names]
 
 
+def counted(*words: str) -> dict[Slot, Role]:
+    """Return the roles for which workers count, given as NAME, or as NAME:POOL after a change of the role."""
+    pairs = [word.partition(":") for word in words]
+    return {Slot.parse(name): POOLS[pool] if pool else Slot.parse(name).role for name, _, pool in pairs}
+
+
 def plan(
     staying: str, target: tuple[int, int] | tuple[int, int, int], *, leaving: str = "", **busy: float
 ) -> tuple[list[str], list[str]]:
-    """Return the plan. `busy` by name, with _ for -."""
+    """Return the plan. `staying` as in `counted`; `busy` by name, with _ for -."""
     found = pool_plan(
-        slots(*staying.split()),
+        counted(*staying.split()),
         slots(*leaving.split()),
         ScaleTarget(*target),
         {Slot.parse(name.replace("_", "-")): value for name, value in busy.items()},
@@ -27,7 +33,7 @@ def plan(
 
 
 def test_pools_at_their_target_size_are_not_changed() -> None:
-    found = pool_plan(slots("prefill-0", "decode-0", "decode-4"), [], ScaleTarget(1, 2), {})
+    found = pool_plan(counted("prefill-0", "decode-0", "decode-4"), [], ScaleTarget(1, 2), {})
     assert found == PoolPlan() and not found
 
 
@@ -47,6 +53,14 @@ def test_the_least_busy_worker_is_retired_and_of_idle_ones_the_newest() -> None:
 def test_colocated_workers_are_a_pool_of_their_own() -> None:
     assert plan("decode-0 colocated-0", (0, 1, 2)) == (["colocated-1"], [])
     assert plan("prefill-0 decode-0 colocated-0", (0, 0, 1)) == ([], ["decode-0", "prefill-0"])
+
+
+def test_a_worker_counts_for_the_pool_of_its_role_and_not_of_its_name() -> None:
+    changed = "prefill-0 decode-0 decode-1:prefill"
+    assert plan(changed, (2, 1)) == ([], [])
+    assert plan(changed, (1, 2), decode_1=1) == (["decode-2"], ["prefill-0"])
+    assert plan(changed, (1, 1), prefill_0=1) == ([], ["decode-1"]), "the only worker that decodes stays"
+    assert plan("decode-0 decode-1:colocated", (0, 1, 2)) == (["colocated-0"], [])
 
 
 def test_a_draining_worker_does_not_count() -> None:

@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(target_object(target) | {"changes": scaling.changes}))
     elif is_superseded:
-        print(f"another operator has set a new target since: {_sizes_text(target)}")
+        print(f"another command has changed the target since: {_sizes_text(target)}")
     else:
         print(f"target {'reached' if arguments.wait else 'set'}: {_sizes_text(target)}")
     return ExitStatus.CRASHED if is_superseded else ExitStatus.OK

@@ -8,7 +8,7 @@ from cli import connection
 from cli.local.last_cluster import find_address
 from cli.table import table
 from cli.top.watch import num_live, num_waiting
-from cluster.registry.scale_target import sizes_text
+from cluster.registry.scale_target import POOLS, sizes_text
 from tandem.enum_words import DISAGGREGATION_VERDICTS, EFFECT_BASES, MEMBER_ROLES, MEMBER_STATES
 from tandem.v1 import admin_pb2
 
@@ -83,6 +83,7 @@ def target_object(target: admin_pb2.ScaleTarget) -> dict[str, object]:
         "follower": target.follower,
         "is_reached": target.reached >= target.version,
         "problem": target.problem,
+        "counts_roles": target.counts_roles,
     }
 
 
@@ -103,6 +104,7 @@ def status_text(address: str, status: admin_pb2.StatusResponse) -> str:
     lines = [f"router {address}: {status.live_requests} live request(s)"]
     if status.HasField("target"):
         lines.append(target_text(status.target))
+        lines += other_roles_text(status)
     lines.append(disaggregation_text(status.disaggregation))
     return "\n".join([*lines, "", table(heading, rows)])
 
@@ -116,6 +118,17 @@ def target_text(target: admin_pb2.ScaleTarget) -> str:
         how = f"in progress; followed by {target.follower}"
     problem = f" ({target.problem})" if target.problem else ""
     return f"target: {sizes_text(target.prefill, target.decode, target.colocated)}: {how}{problem}"
+
+
+def other_roles_text(status: admin_pb2.StatusResponse) -> list[str]:
+    """Return a line with the workers by their present roles, where these differ from a target that is reached: its
+    follower counts each worker for the pool that it was started in."""
+    target, roles = status.target, [member.role for member in status.members]
+    present = [roles.count(MEMBER_ROLES.number(role)) for role in POOLS.values()]
+    sizes = [target.prefill, target.decode, target.colocated]
+    if target.counts_roles or target.reached < target.version or not target.follower or present == sizes:
+        return []
+    return [f"by present roles: {sizes_text(*present)}; the target counts pools, which `tandem role` does not change"]
 
 
 def disaggregation_object(found: admin_pb2.Disaggregation) -> dict[str, object]:

@@ -61,10 +61,10 @@ class RedisServer:
     def put(self, key: str, value: str, milliseconds: int) -> None:
         self._keys[key] = _Kept(value, self._network.loop.time() + milliseconds / 1000)
 
-    def register(self, keys: Sequence[str], values: Sequence[Any]) -> int:
+    def register(self, keys: Sequence[str], values: Sequence[Any]) -> tuple[int, str]:
         generation = max(round(self._network.loop.time() * 1000), self._generation(keys, 0) + 1)
         self._write(keys, values, generation)
-        return generation
+        return generation, ""  # no follower of a scale target counts this member
 
     def _generation(self, keys: Sequence[str], default: int) -> int:
         kept = self.get(keys[4])
@@ -72,7 +72,7 @@ class RedisServer:
 
     def _write(self, keys: Sequence[str], values: Sequence[Any], generation: int) -> bool:
         """Write a registration and return whether the previous one had expired."""
-        lease, incarnation, members, _, newest = keys
+        lease, incarnation, members, _, newest = keys[:5]
         before = self.get(lease)
         self.put(incarnation, values[1], values[4])
         self.put(newest, str(generation), values[4])
