@@ -17,7 +17,7 @@ from cli.local.layout import Layout, Pools, Slot, pool_plan, worker_slots
 from cluster.errors import RegistryUnavailable
 from cluster.messages import Role
 from cluster.registry.registry import Registry
-from cluster.registry.scale_registry import Following
+from cluster.registry.scale_registry import Following, WorkerUse
 from cluster.registry.scale_target import ScaleTarget
 
 
@@ -57,11 +57,11 @@ class PoolFollower:
         registry: Registry,
         layout: Layout,
         first: Pools,
-        loads: Callable[[], Awaitable[Mapping[str, float]]],
+        loads: Callable[[], Awaitable[Mapping[str, WorkerUse]]],
         grace_s: float,
         say: Callable[[str], None],
     ) -> None:
-        """`first`: the present pools. `loads` returns the load of each worker by member id. `grace_s`: the time that a
+        """`first`: the present pools. `loads` returns the use of each worker by member id. `grace_s`: the time that a
         drained worker has to leave."""
         name = f"tandem up on {socket.gethostname()}, process {os.getpid()}"
         self._following = Following(registry, name, first.target)
@@ -120,7 +120,7 @@ class PoolFollower:
             return
         loads = await self._loads()
         staying, leaving = self._slots()
-        busy = {slot: loads.get(self._layout.member_id(str(slot)), 0.0) for slot in staying}
+        busy = {slot: use.load for slot in staying if (use := loads.get(self._layout.member_id(str(slot))))}
         plan = pool_plan(staying, leaving, target, busy)
         sizes = f"the target is {target}"
         for slot in plan.starts:

@@ -12,7 +12,7 @@ worker.
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import grpc
 
@@ -31,6 +31,7 @@ from cluster.registry.scale_target import (
 )
 from cluster.serving.serving import open_channel
 from cluster.serving.tls import ClusterTls
+from tandem.enum_words import MEMBER_ROLES
 from tandem.v1 import admin_pb2, admin_pb2_grpc
 
 _NAMES = (TARGET, "scale:follower", CHANNEL, COUNTED_ROLES)
@@ -194,16 +195,22 @@ class Following:
         await self._registry.evaluate(_UNFOLLOW, _NAMES, [self._id])
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerUse:
+    role: Role
+    load: float
+
+
 class WorkerLoads:
-    """The loads of workers, by which a follower chooses those that it ends."""
+    """The roles and loads of workers, by which a follower chooses those that it ends."""
 
     def __init__(self, routers: Sequence[str], admin_key: str, tls: ClusterTls | None) -> None:
         self._routers = tuple(routers)
         self._metadata = [("authorization", f"Bearer {admin_key}")] if admin_key else []
         self._tls = tls
 
-    async def ask(self) -> Mapping[str, float]:
-        """Return the load of each worker by member id, as a router reports it; {} if no router answers."""
+    async def ask(self) -> Mapping[str, WorkerUse]:
+        """Return the use of each worker by member id, as a router reports it; {} if no router answers."""
         for router in self._routers:
             async with open_channel(router, self._tls) as channel:
                 try:
@@ -212,7 +219,9 @@ class WorkerLoads:
                     )
                 except grpc.aio.AioRpcError:
                     continue
-            return {member.member_id: worker_load(member.figures) for member in status.members if member.figures}
+            roles = {MEMBER_ROLES.number(role): role for role in POOLS.values()}
+            workers = [member for member in status.members if member.role in roles and member.figures]
+            return {each.member_id: WorkerUse(roles[each.role], worker_load(each.figures)) for each in workers}
         return {}
 
 

@@ -2,12 +2,15 @@
 
 A Deployment that shrinks ends the pods with the lowest `pod-deletion-cost` first
 (https://kubernetes.io/docs/concepts/workloads/controllers/replicaset/#pod-deletion-cost): the cost of a worker is the
-number of blocks that it holds for requests and of sequences that wait there. A pod's name is its worker's member id.
+number of blocks that it holds for requests and of sequences that wait there. A worker that does not do the work of its
+Deployment any more, because an operator has changed its role, costs less than all others: otherwise a pool that shrinks
+could keep it and lose its last worker that does. A pod's name is its worker's member id.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
 
 from cluster.messages import Role
+from cluster.registry.scale_registry import WorkerUse
 from cluster.registry.scale_target import ScaleTarget
 from deploy.operator.api_server import ApiError, ApiServer, Object
 
@@ -16,13 +19,14 @@ COST = "controller.kubernetes.io/pod-deletion-cost"
 LABEL = "app.kubernetes.io/name"
 _CONFLICT, _GONE = 409, 404
 _NUM_WRITES = 8
+_OTHER_ROLE = -1_000_000_000  # costs are numbers of 32 bits
 
-Loads = Callable[[], Awaitable[Mapping[str, float]]]
+Loads = Callable[[], Awaitable[Mapping[str, WorkerUse]]]
 
 
 class Pools:
     def __init__(self, api: ApiServer, namespace: str, loads: Loads) -> None:
-        """`loads`: of each worker by member id; nothing where no router answers."""
+        """`loads`: the use of each worker by member id; nothing where no router answers."""
         self._api, self._loads = api, loads
         self.deployments_path = f"/apis/apps/v1/namespaces/{namespace}/deployments"
         self._pods_path = f"/api/v1/namespaces/{namespace}/pods"
@@ -57,10 +61,10 @@ class Pools:
         if not loads:
             return
         for pod in (await self._api.get(self._pods_path))["items"]:
-            name, labels = pod["metadata"]["name"], pod["metadata"].get("labels", {})
-            cost = str(round(loads.get(name, 0.0)))
+            name, deployment = pod["metadata"]["name"], pod["metadata"].get("labels", {}).get(LABEL)
+            pool = next((role for role in DEPLOYMENTS if DEPLOYMENTS[role] == deployment), None)
             known = pod["metadata"].get("annotations", {}).get(COST, "0")
-            if labels.get(LABEL) not in DEPLOYMENTS.values() or known == cost:
+            if pool is None or known == (cost := str(_cost(loads.get(name), pool))):
                 continue
             try:
                 await self._api.patch(f"{self._pods_path}/{name}", {"metadata": {"annotations": {COST: cost}}})
@@ -86,6 +90,12 @@ def problems(deployments: Mapping[str, Object], target: ScaleTarget) -> list[str
         if (ready, present) != (wanted, wanted):
             found.append(f"{name} has {ready} of {wanted} workers ready, and {present} in all")
     return found
+
+
+def _cost(use: WorkerUse | None, pool: Role) -> int:
+    if use is None:
+        return 0
+    return round(use.load) + (0 if use.role.does(pool) else _OTHER_ROLE)
 
 
 def _replicas(scale: Object) -> int:

@@ -15,7 +15,7 @@ from cluster.errors import ConfigError, Unavailable
 from cluster.messages import Role
 from cluster.process import ExitStatus
 from cluster.registry.registry import Registry
-from cluster.registry.scale_registry import Following, ScaleTargets
+from cluster.registry.scale_registry import Following, ScaleTargets, WorkerUse
 from cluster.registry.scale_target import ScaleTarget
 from deploy.operator.api_server import Access, ApiError, ApiServer
 from deploy.operator.follower import DeploymentFollower
@@ -42,8 +42,10 @@ def api_of(fake: FakeApiServer) -> ApiServer:
     return ApiServer(Access(fake.url), first_backoff_s=0.001)
 
 
-def follower(fake: FakeApiServer, registry: Registry, loads: Mapping[str, float] | None = None) -> DeploymentFollower:
-    async def ask() -> Mapping[str, float]:
+def follower(
+    fake: FakeApiServer, registry: Registry, loads: Mapping[str, WorkerUse] | None = None
+) -> DeploymentFollower:
+    async def ask() -> Mapping[str, WorkerUse]:
         return loads or {}
 
     api = api_of(fake)
@@ -61,7 +63,7 @@ def follower(fake: FakeApiServer, registry: Registry, loads: Mapping[str, float]
 
 @asynccontextmanager
 async def following(
-    fake: FakeApiServer, registry: Registry, loads: Mapping[str, float] | None = None
+    fake: FakeApiServer, registry: Registry, loads: Mapping[str, WorkerUse] | None = None
 ) -> AsyncIterator[ScaleTargets]:
     """Run a follower until it has reached its first target, the present sizes."""
     running = asyncio.create_task(follower(fake, registry, loads).run())
@@ -101,13 +103,27 @@ async def test_the_scale_target_becomes_the_replicas_of_each_pool(fake: FakeApiS
 async def test_a_pool_that_shrinks_loses_the_worker_with_the_fewest_blocks(
     fake: FakeApiServer, registry: Registry
 ) -> None:
-    loads = {"tandem-decode-0": 40.0, "tandem-decode-1": 7.0, "tandem-prefill-0": 0.0}
+    loads = {
+        "tandem-decode-0": WorkerUse(Role.DECODE, 40.0),
+        "tandem-decode-1": WorkerUse(Role.BOTH, 7.0),
+        "tandem-prefill-0": WorkerUse(Role.PREFILL, 0.0),
+    }
     async with following(fake, registry, loads) as targets:
         await targets.set({Role.DECODE: 1})
         await reached(targets)
     assert fake.removed == ["tandem-decode-1"]
     costs = {name: pod["metadata"].get("annotations", {}).get(COST) for name, pod in fake.pods().items()}
     assert costs == {"tandem-decode-0": "40", "tandem-prefill-0": None, "tandem-prefill-1": None}
+
+
+async def test_a_pool_that_shrinks_loses_the_worker_that_has_another_role_now(
+    fake: FakeApiServer, registry: Registry
+) -> None:
+    loads = {"tandem-decode-0": WorkerUse(Role.PREFILL, 40.0), "tandem-decode-1": WorkerUse(Role.DECODE, 7.0)}
+    async with following(fake, registry, loads) as targets:
+        await targets.set({Role.DECODE: 1})
+        await reached(targets)
+    assert fake.removed == ["tandem-decode-0"], "the other one is the last that decodes"
 
 
 async def test_what_another_changes_is_changed_back_and_a_conflict_is_read_again(
