@@ -10,9 +10,10 @@ from cluster.clock import ManualClock, MonotonicClock
 from cluster.errors import HandOffReason
 from cluster.settings.transfer_settings import TransferSettings
 from kvtransfer.exporter.ticket_driver import IncomingCall
+from kvtransfer.protocol.handoff import Renew, Settle
 from tandem.internal.v1 import kv_pb2
 from tests.contract.handoff_parts import DEADLINE_S
-from tests.contract.handoff_rig import handoff_rig
+from tests.contract.handoff_rig import RigOptions, handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE
 from tests.loopback import Fault
 
@@ -62,17 +63,27 @@ async def test_blocks_that_were_reused_during_a_read_are_never_decoded(transport
         rig.check_clean()
 
 
-async def test_renewals_keep_a_lease_during_prefill() -> None:
-    """Two lease durations pass between two blocks."""
-    settings = TransferSettings(lease_s=0.6)
-    async with handoff_rig("tcp", settings=settings) as rig:
+async def test_renewals_keep_a_lease_during_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two lease durations pass between two blocks, each half only after the renewal of the one before."""
+    settings, clock = TransferSettings(lease_s=0.3), ManualClock()
+    async with handoff_rig("tcp", settings=settings, exporter_clock=clock) as rig, asyncio.timeout(DEADLINE_S):
+        renewed, receive = asyncio.Event(), rig.exporter.receive
+
+        def watched(call: IncomingCall, message: Renew | Settle) -> None:
+            receive(call, message)
+            renewed.set()
+
+        monkeypatch.setattr(rig.exporter, "receive", watched)
         prefill = rig.prefill(2 * BLOCK_SIZE)
         importing = rig.start_import(prefill)
         prefill.seal(1)
         await rig.read_arrived()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(prefill.released.wait(), 2 * settings.lease_s)
-        assert not prefill.released.is_set()
+        for _ in range(4):
+            clock.advance(settings.lease_s / 2)
+            rig.exporter.reap()
+            assert not prefill.released.is_set()
+            renewed.clear()
+            await renewed.wait()
         prefill.compute()
         async with asyncio.timeout(DEADLINE_S):
             assert rig.holds(prefill, await importing)
@@ -124,8 +135,9 @@ async def test_a_ticket_whose_router_died_is_dropped_within_a_lease() -> None:
 
 
 async def test_the_end_of_the_router_does_not_disturb_an_attached_importer() -> None:
-    settings = TransferSettings(lease_s=1.0)  # of the exporter; the importer waits for its answer as long as usual
-    async with handoff_rig("tcp", settings=settings, importer_settings=TransferSettings()) as rig:
+    settings = TransferSettings(lease_s=0.3)  # of the exporter, by whose clock no lease ends
+    rig_options = RigOptions(settings=settings, importer_settings=TransferSettings(), exporter_clock=ManualClock())
+    async with handoff_rig("tcp", **rig_options) as rig:
         rig.watched.is_holding = True
         prefill = rig.prefill(BLOCK_SIZE + 1)
         importing = rig.start_import(prefill)

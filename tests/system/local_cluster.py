@@ -32,6 +32,7 @@ from tests.system.polling import until
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
 _START_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 30.0
+_CALL_TIMEOUT_S = 60.0
 _LAST_LINES = 30
 
 Process = asyncio.subprocess.Process | ForkedProcess
@@ -233,14 +234,16 @@ class LocalCluster:
     async def status(self) -> admin_pb2.StatusResponse:
         async with self.channel() as channel:
             status: admin_pb2.StatusResponse = await admin_pb2_grpc.AdminStub(channel).Status(
-                admin_pb2.StatusRequest(), timeout=10
+                admin_pb2.StatusRequest(), timeout=_CALL_TIMEOUT_S
             )
         return status
 
     async def migrate(self, source: str, target: str = "") -> admin_pb2.MigrateResponse:
         request = admin_pb2.MigrateRequest(source=source, target=target)
         async with self.channel() as channel:
-            count: admin_pb2.MigrateResponse = await admin_pb2_grpc.AdminStub(channel).Migrate(request, timeout=60)
+            count: admin_pb2.MigrateResponse = await admin_pb2_grpc.AdminStub(channel).Migrate(
+                request, timeout=_CALL_TIMEOUT_S
+            )
         return count
 
     async def set_role(self, name: str, role: str) -> None:
@@ -248,7 +251,7 @@ class LocalCluster:
         number = MEMBER_ROLES.number(role)
         async with self.channel() as channel:
             await admin_pb2_grpc.AdminStub(channel).SetRole(
-                admin_pb2.SetRoleRequest(member_id=name, role=number), timeout=10
+                admin_pb2.SetRoleRequest(member_id=name, role=number), timeout=_CALL_TIMEOUT_S
             )
 
         async def roles() -> list[int]:
@@ -260,7 +263,7 @@ class LocalCluster:
         """Return the worker's report about itself, after its check()."""
         async with self.channel(name) as channel:
             report: worker_pb2.InspectResponse = await worker_pb2_grpc.WorkerStub(channel).Inspect(
-                worker_pb2.InspectRequest(), timeout=10
+                worker_pb2.InspectRequest(), timeout=_CALL_TIMEOUT_S
             )
         return report
 

@@ -90,13 +90,18 @@ async def test_a_worker_that_does_not_answer_is_shown_without_figures_and_blocks
         await router.add_prefill("p0")
         decode = await router.add_decode("d0")
         await router.connected()
-        found = {member.member_id: member for member in (await overview(channel)).members}
-        assert {name: member.last_seen_s for name, member in found.items()} == {"p0": 0.0, "d0": 0.0}
+
+        async def members() -> dict[str, admin_pb2.MemberStatus]:
+            return {member.member_id: member for member in (await overview(channel)).members}
+
+        def are_silent(seen: dict[str, admin_pb2.MemberStatus]) -> dict[str, bool]:
+            return {name: member.last_seen_s > 0.0 for name, member in seen.items()}
+
+        answering, one = {"p0": False, "d0": False}, {"p0": False, "d0": True}
+        await until(members, lambda seen: are_silent(seen) == answering, what="both answer")
         decode.door.close()
-        while not found["d0"].last_seen_s:
-            found = {member.member_id: member for member in (await overview(channel)).members}
+        found = await until(members, lambda seen: are_silent(seen) == one, what="the other one answers")
         assert set(found["d0"].figures) == {"step_s"}
-        assert found["p0"].last_seen_s == 0.0
 
 
 async def test_an_overview_as_an_object_has_words_for_enums_and_no_unset_field() -> None:

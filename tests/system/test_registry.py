@@ -14,7 +14,8 @@ from cluster.messages import LayoutFingerprint, Role
 from cluster.registry.redis_server import RedisServer
 from cluster.registry.registration import Registration
 from cluster.registry.registry import Registry
-from tests.system.registry_rig import DEADLINE_S, FINGERPRINT, KEYS, member, until
+from tests.system import polling
+from tests.system.registry_rig import DEADLINE_S, FINGERPRINT, KEYS, kept, member, until
 
 
 @pytest.fixture
@@ -46,40 +47,42 @@ async def test_members_of_other_clusters_are_not_seen(registry: Registry, redis_
     await other.close()
 
 
-async def test_a_watcher_receives_joins_states_and_departures_at_once(registry: Registry) -> None:
-    """A registration TTL of five seconds makes a periodic read come a second later each time, so only notifications are
+async def test_a_watcher_receives_joins_states_and_departures_at_once(redis_url: str, cluster_name: str) -> None:
+    """A registration TTL of ten minutes makes a periodic read come minutes later each time, so only notifications are
     fast enough."""
-    async with aclosing(registry.watch()) as watch:
+    slow = Registry(url=redis_url, cluster_name=cluster_name, ttl_s=600.0, keys=KEYS)
+    async with aclosing(slow.watch()) as watch:
         assert await until(watch, lambda _: True) == ()
-        async with asyncio.timeout(2.0):
-            await registry.register(member())
-            await until(watch, lambda members: len(members) == 1)
-            await registry.renew(member(state=MemberState.READY))
-            await until(watch, lambda members: members[0].state is MemberState.READY)
-            await registry.deregister(member())
-            await until(watch, lambda members: members == ())
+        await slow.register(member())
+        await until(watch, lambda members: len(members) == 1)
+        await slow.renew(member(state=MemberState.READY))
+        await until(watch, lambda members: members[0].state is MemberState.READY)
+        await slow.deregister(member())
+        await until(watch, lambda members: members == ())
+    await slow.close()
 
 
 async def test_a_member_that_stops_renewing_lapses_for_the_watcher(brief_registry: Registry) -> None:
-    await brief_registry.register(member())
     async with aclosing(brief_registry.watch()) as watch:
-        await until(watch, lambda members: members == (member(),))
+        async with kept(brief_registry, member()):
+            await until(watch, lambda members: members == (member(),))
         await until(watch, lambda members: members == ())
 
 
-async def test_a_member_that_renews_stays_far_beyond_its_lease(brief_registry: Registry) -> None:
-    registration = Registration(brief_registry, member())
-    other = member("d0", role=Role.DECODE)
-    await registration.join()
-    keeper = asyncio.create_task(registration.keep())
-    try:
-        async with aclosing(brief_registry.watch()) as watch:
-            for _ in range(3):  # three whole lives of another lease
-                await brief_registry.register(other)
-                await until(watch, lambda members: other in members)
-                assert member() in await until(watch, lambda members: other not in members)
-    finally:
-        keeper.cancel()
+async def test_a_member_that_renews_stays_beyond_its_lease(redis_url: str, cluster_name: str) -> None:
+    registry = Registry(url=redis_url, cluster_name=cluster_name, ttl_s=2.0, keys=KEYS)  # a busy machine renews in time
+    async with kept(registry, member()), Redis.from_url(redis_url) as redis:
+
+        async def left_ms() -> int:
+            found: int = await redis.pttl(f"{{{cluster_name}}}:registration:p0")
+            assert found > 0, "it has expired"
+            return found
+
+        for _ in range(4):  # a third of the lease passes before each renewal
+            await polling.until(left_ms, lambda found: found < 1800, what="a part of the lease has passed")
+            await polling.until(left_ms, lambda found: found > 1800, what="it is renewed")
+        assert await registry.members() == (member(),)
+    await registry.close()
 
 
 async def test_the_newer_incarnation_wins_and_the_older_is_fenced(registry: Registry) -> None:

@@ -157,7 +157,7 @@ def test_the_version_and_a_shells_completion_are_printed(tandem: Command) -> Non
 
 
 def test_the_ledger_is_shown_as_a_table_that_sums_up(tandem: Command) -> None:
-    _, output = tandem("generate", PROMPT, "--max-tokens", "4", "--ledger")
+    _, output = tandem("generate", PROMPT, "--max-tokens", "4", "--ignore-eos", "--ledger")
     assert "decode_queue" in output
     assert "100.0 %" in output
     assert "by shm" in output

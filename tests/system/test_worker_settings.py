@@ -1,6 +1,7 @@
 """A worker's settings change while it runs, with the file of --config; one that needs a restart is named."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 from cluster.auth.key_file import load_keys
@@ -24,7 +25,7 @@ async def test_a_workers_queue_and_target_change_and_a_setting_of_its_memory_is_
         settings.write_text("max_queue: 1\nblock_size: 32\nslo_tpot_ms: 25\n")
         await _until_logged(cluster, "--max-queue is now 1")
         await _until_logged(cluster, "--block-size cannot change while the process runs: restart it to use 32")
-        assert await _num_refused(cluster) > 0
+        await until(partial(_num_refused, cluster), what="of eight requests at once some are refused")
         registry = Registry(url=redis_url, cluster_name=cluster.name, ttl_s=5.0, keys=load_keys(cluster.key_file))
 
         async def is_registered() -> bool:

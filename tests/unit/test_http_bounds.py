@@ -113,7 +113,7 @@ def _read_to_its_end(client: socket.socket) -> None:
 
 
 async def test_an_incomplete_request_times_out_and_its_connection_is_closed() -> None:
-    async with _served(limits=HttpLimits(head_s=0.3, request_s=0.3)) as (endless, _, connect):
+    async with _served(limits=HttpLimits(head_s=1.0, request_s=1.0)) as (endless, _, connect):
         with closing(connect()) as silent, closing(connect()) as slow:
             slow.sendall(_HEAD + b"content-length: 500\r\n\r\nabc")
             for client in (silent, slow):
