@@ -63,9 +63,10 @@ class StreamedBody:
             self._connection.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
-def streamed_body(scope: Scope) -> StreamedBody | None:
-    """Return the direct way to the socket; None where another server runs the app."""
-    body: StreamedBody | None = scope.get(_BODY)
+def take_streamed_body(scope: Scope) -> StreamedBody | None:
+    """Return the direct way to the socket, once; None where another server runs the app. The scope no longer has it: it
+    refers to the scope."""
+    body: StreamedBody | None = scope.pop(_BODY, None)
     return body
 
 

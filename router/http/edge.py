@@ -23,7 +23,7 @@ from cluster.errors import InvalidRequest, Overloaded, PermissionDenied, TandemE
 from cluster.observe.telemetry import Telemetry
 from cluster.observe.trace_context import TRACE_PARENT_KEY, RequestTrace
 from router.http.bodies.openapi import GENERATION_PATHS, HEALTH_PATHS, INFERENCE_PREFIXES
-from router.http.connection import ABORT, StreamedBody, streamed_body
+from router.http.connection import ABORT, StreamedBody, take_streamed_body
 from router.http.errors import error_response, internal_error, status_response
 from router.request.validation import MAX_REQUEST_ID_CHARACTERS
 from router.requests import ANY_CLIENT
@@ -87,7 +87,7 @@ class Edge:
         trace = self._begin_trace(headers.get(TRACE_PARENT_KEY, "")) if is_generation else None
         scope.setdefault("state", {}).update(request_id=request_id, trace=trace)
         answer = _Answer(send, request_id, trace, self._client_stall_s)
-        if (body := streamed_body(scope)) is not None:
+        if (body := take_streamed_body(scope)) is not None:
             scope[_CHUNKS] = DirectChunks(body, self._client_stall_s)
         try:
             self._check(scope, headers, request_id)
@@ -108,6 +108,7 @@ class Edge:
             if answer.status is None:
                 await error_response(failure, scope["path"])(scope, receive, answer)
         finally:
+            scope.pop(_CHUNKS, None)  # they refer to the scope
             route = getattr(scope.get("route"), "path", "other")
             status = str(answer.status or 499)
             self._telemetry.count("tandem_http_responses_total", route=route, status=status)

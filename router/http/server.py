@@ -148,6 +148,7 @@ class AcceptedConnection:
     def closed(self) -> None:
         if self.place is not None:
             self._places.free(self.place)
+            self.place = None  # it refers to this connection
 
     def abort(self) -> None:
         """Close the connection at once, whatever it is doing."""

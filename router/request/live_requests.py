@@ -220,7 +220,7 @@ class LiveRequests:
             try:
                 yield live
             finally:
-                outbox.clear()
+                outbox.close()
                 self.buffers.remove(outbox.share)
                 del self._live[row.number]
                 self._meter(live)

@@ -192,6 +192,7 @@ class ClientBuffers:
     def remove(self, share: BufferShare) -> None:
         share.clear()
         self._shares.remove(share)
+        share.end = _end_nobody  # the client refers to its share
 
     def end_clients_above_bound(self, now_s: float) -> None:
         while self.num_tokens > self._max_tokens:
@@ -206,6 +207,10 @@ class ClientBuffers:
 
     def check(self) -> None:
         assert self.num_tokens == sum(share.num_tokens for share in self._shares), "buffered tokens do not add up"
+
+
+def _end_nobody(_description: str, _has_stopped: bool) -> None:
+    pass
 
 
 def _rank(share: BufferShare, now_s: float) -> tuple[float, int]:

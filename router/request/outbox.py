@@ -97,6 +97,13 @@ class Outbox:
         for stop in self._on_failure:
             stop()
 
+    def close(self) -> None:
+        """Drop what is left and all references, because the client has left. Without a cycle of references, a request
+        is freed at once and leaves nothing to the garbage collector."""
+        self.clear()
+        self._on_failure.clear()
+        self._reader = None
+
     def clear(self) -> None:
         self._waiting.clear()
         self._readable.clear()
@@ -135,9 +142,8 @@ class Outbox:
 
     def _write(self) -> None:
         self._will_write = False
-        assert self._reader is not None
-        if not self._readable:
-            return  # the task has taken it, or the request has failed
+        if self._reader is None or not self._readable:
+            return  # the task has taken it, or the request has ended
         if not self._is_awaited or not self._reader.can_write():
             self._changed.set()
             return

@@ -1,6 +1,7 @@
 """The life of a request: which worker is called when, what the client receives, and that nothing is left afterwards."""
 
 import asyncio
+import gc
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -58,6 +59,25 @@ async def test_a_client_may_ask_for_several_tokens_at_a_time() -> None:
         assert answer.token_ids[0] == expected_tokens(router, request)
         lengths = [len(delta.token_ids) for output in answer.outputs for delta in output.deltas]
         assert all(length >= 7 for length in lengths[1:-1]), lengths
+
+
+async def test_a_request_that_has_ended_leaves_nothing_to_the_garbage_collector() -> None:
+    """A cycle of references would keep all objects of a request until a collection, which stops every stream."""
+    async with router_under_test() as router:
+        await router.add_prefill("p0")
+        await router.add_decode("d0")
+        await router.connected()
+        gc.collect()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            for _ in range(3):
+                await answer_to(router, ask())
+            gc.collect()
+            kinds = {type(each) for each in gc.garbage}
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+        assert not [kind for kind in kinds if kind.__module__.startswith("router.")]
 
 
 async def test_the_first_token_arrives_while_the_transfer_is_held() -> None:

@@ -9,7 +9,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from cluster.observe.telemetry import Telemetry
-from router.http.connection import HttpLimits, streamed_body
+from router.http.connection import HttpLimits, take_streamed_body
 from router.http.server import HttpServer
 
 pytestmark = pytest.mark.uvloop  # the event loop of a router
@@ -27,7 +27,7 @@ async def _app(scope: Scope, receive: Receive, send: Send) -> None:
         message = await receive()
         body, more = body + message.get("body", b""), message.get("more_body", False)
     await send({"type": "http.response.start", "status": 200, "headers": []})
-    direct = streamed_body(scope)
+    direct = take_streamed_body(scope)
     assert direct is not None
     direct.write(scope["path"].encode())
     direct.write(b"=" + body)
