@@ -4,9 +4,8 @@ Each Telemetry object owns a registry and never uses the library's global one, s
 It is safe to call from any thread.
 """
 
-import collections
 import platform
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from threading import Lock
@@ -34,8 +33,14 @@ class _Histogram(Histogram):
     def observe_all(self, amounts: Sequence[float]) -> None:
         """Add observations. Each range that has some is locked once."""
         self._sum.inc(sum(amounts))
-        for index, number in collections.Counter(bisect_left(self._upper_bounds, each) for each in amounts).items():
-            self._buckets[index].inc(number)
+        ascending, below = sorted(amounts), 0
+        for bucket, bound in zip(self._buckets, self._upper_bounds, strict=True):
+            up_to = bisect_right(ascending, bound, below)
+            if up_to > below:
+                bucket.inc(up_to - below)
+                below = up_to
+                if below == len(ascending):
+                    break
 
 
 Figure = TypeVar("Figure", Counter, Gauge, _Histogram)

@@ -380,7 +380,7 @@ class WorkerStream:
             self._telemetry.count("tandem_stale_messages_total")
             if asyncio.get_running_loop().time() > self._cancel_sent_s.get(handle, -math.inf) + _RESEND_CANCEL_S:
                 self._send_cancel((handle,))
-        else:
+        elif self._unheard_since_loss:
             self._unheard_since_loss.pop(handle, None)
         return owner
 

@@ -46,21 +46,21 @@ class StreamedBody:
     The last chunk goes through ASGI again. Nothing is written once the client has left."""
 
     def __init__(self, connection: "HttpConnection") -> None:
-        self._connection, self._cycle = connection, connection.cycle
+        self._transport, self._flow, self._cycle = connection.transport, connection.flow, connection.cycle
 
-    @property
-    def is_paused(self) -> bool:
-        """Return whether the client reads too slowly; then await `drained` before the next write."""
-        return self._connection.flow.write_paused
+    def can_write(self) -> bool:
+        """Return whether the client has taken most of what was written; if not, await `drained` before the next
+        write."""
+        return not self._flow.write_paused
 
     async def drained(self) -> None:
-        await self._connection.flow.drain()
+        await self._flow.drain()
 
     def write(self, body: bytes) -> None:
         """Write one chunk, which must not be empty."""
         assert self._cycle.chunked_encoding, "only a body without content-length is streamed"
         if not self._cycle.disconnected:
-            self._connection.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+            self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 def take_streamed_body(scope: Scope) -> StreamedBody | None:

@@ -210,18 +210,12 @@ class DirectChunks:
 
     def __init__(self, body: StreamedBody, stall_s: float) -> None:
         self._body, self._stall_s = body, stall_s
-
-    def can_write(self) -> bool:
-        """Return whether the client has taken most of what was written."""
-        return not self._body.is_paused
-
-    def write_now(self, chunk: bytes) -> None:
-        """Write without a wait, where `can_write`."""
-        self._body.write(chunk)
+        self.can_write = body.can_write  # whether the client has taken most of what was written
+        self.write_now = body.write  # without a wait, where `can_write`
 
     async def write(self, chunk: bytes) -> None:
         """Wait until the client has taken most of what was written, and write. Raises ClientStalled."""
-        if self._body.is_paused:
+        if not self._body.can_write():
             try:
                 async with asyncio.timeout(self._stall_s):
                     await self._body.drained()

@@ -275,7 +275,7 @@ class _Offsets:
 
     def next(self, token_id: int) -> int:
         offset = self._num_characters
-        self._num_characters += len(self._text.push((token_id,)).text)
+        self._num_characters += len(self._text.push_one(token_id)[0])
         return offset
 
 

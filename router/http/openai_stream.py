@@ -267,15 +267,15 @@ class _Reader:
     """Writes the events of deltas to the connection of a client, once its response has begun."""
 
     def __init__(self, chunks: DirectChunks, events_of: DeltaEvents) -> None:
-        self._chunks, self._events_of = chunks, events_of
+        self._can_write, self._write_now, self._events_of = chunks.can_write, chunks.write_now, events_of
         self.has_begun = False
 
     def can_write(self) -> bool:
-        return self.has_begun and self._chunks.can_write()
+        return self.has_begun and self._can_write()
 
     def write(self, deltas: Sequence[ChoiceDelta]) -> None:
         if events := self._events_of.of(deltas):
-            self._chunks.write_now(events)
+            self._write_now(events)
 
 
 class _Events:

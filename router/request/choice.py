@@ -49,29 +49,22 @@ class Choice:
             expected = "none" if self.ended else str(len(self._committed))
             raise OutOfOrder(f"choice {self.number} got token {index}, expected {expected}")
         self._committed.append(token.token_id)
-        finish_reason, text = token.finish_reason, ""
-        stop_cause: str | int | None = None
+        finish_reason = token.finish_reason
+        stop_cause: str | int | None
         if finish_reason is FinishReason.STOP:  # EOS or a stop token, which has no text unless the request includes it
-            text = self._text.push((token.token_id,)).text if self._request.includes_stop else ""
+            text = self._text.push_one(token.token_id)[0] if self._request.includes_stop else ""
             text += self._text.flush()
             stop_cause = token.token_id if token.token_id in self._request.named_stop_token_ids else None
         else:
-            grown = self._text.push((token.token_id,))
-            text, stop_cause = grown.text, grown.stopped_by
+            text, stop_cause = self._text.push_one(token.token_id)
             if stop_cause is not None:
                 finish_reason = FinishReason.STOP
             elif finish_reason is FinishReason.LENGTH:
                 text += self._text.flush()
         self.ended = finish_reason is not None
-        return ChoiceDelta(
-            choice=self.number,
-            first_index=index,
-            token_ids=(token.token_id,),
-            text=text,
-            logprobs=(token.logprobs,) if token.logprobs is not None else (),
-            finish_reason=finish_reason,
-            stop_cause=stop_cause,
-        )
+        logprobs = () if token.logprobs is None else (token.logprobs,)
+        # By position: names would double what it takes to make a tuple for each token.
+        return ChoiceDelta(self.number, index, (token.token_id,), text, logprobs, finish_reason, stop_cause)
 
     def resume(self, has: ResumedChoice) -> ChoiceDelta | None:
         """Replay the tokens that the client received from another router. Returns the text or the end that it has

@@ -55,7 +55,7 @@ class Outbox:
             waiting = self._waiting[choice] = []
         waiting.append(delta)
         is_readable = choice in self._readable
-        if not is_readable and self._completes(waiting[0], delta):
+        if not is_readable and (self._stream_interval == 1 or self._completes(waiting[0], delta)):
             is_readable, self._readable[choice] = True, None
             self._hand_out()
         add = self.share.add_readable if is_readable else self.share.add_unreadable
@@ -134,7 +134,7 @@ class Outbox:
         """
         if self._will_write:
             return
-        if self._reader is not None and self._is_awaited and self._reader.can_write():
+        if self._reader is not None and self._is_awaited:
             self._will_write = True
             asyncio.get_running_loop().call_soon(self._write)
         else:
@@ -212,7 +212,7 @@ class Outbox:
     def _completes(self, first: ChoiceDelta, last: ChoiceDelta) -> bool:
         """Return whether the client gets the deltas from `first` to `last` now: a whole interval of tokens, the first
         token, or the end."""
-        if self._stream_interval == 1 or last.finish_reason is not None or first.first_index == 0:
+        if last.finish_reason is not None or first.first_index == 0:
             return True
         return last.first_index + len(last.token_ids) - first.first_index >= self._stream_interval
 

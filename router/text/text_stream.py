@@ -13,7 +13,7 @@ from router.text.detokenizer import Detokenizer
 
 class TextDelta(NamedTuple):
     """The text that a push released. `stopped_by`: the stop string that ended it; tokens after `num_tokens_used` are
-    void. It is a tuple because there is one per token: a frozen dataclass takes four times as long to make.
+    void.
     """
 
     text: str
@@ -39,25 +39,26 @@ class TextStream:
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
         """Add tokens and return the text that they release."""
-        assert not self._ended, "the text has ended"
-        if self._detokenizer is None:
-            return TextDelta("", None, len(token_ids))
-        if self._matcher is None and len(token_ids) == 1:
-            self._num_tokens += 1
-            return TextDelta(self._detokenizer.push(token_ids[0]), None, 1)
         released: list[str] = []
         for index, token_id in enumerate(token_ids):
-            self._num_tokens += 1
-            text = self._detokenizer.push(token_id)
-            if self._matcher is None:
-                released.append(text)
-                continue
-            text, stopped_by = self._matcher.push(text, armed=self._num_tokens >= self._min_tokens)
+            text, stopped_by = self.push_one(token_id)
             released.append(text)
             if stopped_by is not None:
-                self._ended = True
                 return TextDelta("".join(released), stopped_by, index + 1)
         return TextDelta("".join(released), None, len(token_ids))
+
+    def push_one(self, token_id: int) -> tuple[str, str | None]:
+        """Add a token. Returns the text that it releases, and the stop string that ended the text."""
+        assert not self._ended, "the text has ended"
+        if self._detokenizer is None:
+            return "", None
+        self._num_tokens += 1
+        text = self._detokenizer.push(token_id)
+        if self._matcher is None:
+            return text, None
+        text, stopped_by = self._matcher.push(text, armed=self._num_tokens >= self._min_tokens)
+        self._ended = stopped_by is not None
+        return text, stopped_by
 
     def flush(self) -> str:
         """End the text by EOS, a stop token or length. Returns the text that was held back, cut at a stop string that
