@@ -116,7 +116,7 @@ class CallerConnection(FrameConnection):
         super().__init__()
         self._opening = opening
         self._is_callee_verified = False
-        self._numbers = itertools.count(1)
+        self._numbers = map(_LAST_NUMBER.__and__, itertools.count(1))
         self._calls: dict[int, FrameCall] = {}
         self.proven: asyncio.Future[None] = self._loop.create_future()
 
@@ -131,7 +131,7 @@ class CallerConnection(FrameConnection):
     ) -> "FrameCall":
         """Begin a call. `request` None: the call's requests are written later. `read`, `pack`: the deserializer of
         responses, and the serializer of requests that are written."""
-        number = next(self._numbers) & _LAST_NUMBER
+        number = next(number for number in self._numbers if number not in self._calls)
         call = self._calls[number] = FrameCall(self, number, timeout_s, read, pack)
         self.send(Kind.BEGIN, number, Begin(method, metadata, request).packed())
         if self.lost.done():

@@ -93,6 +93,21 @@ async def test_calls_in_flight_fail_with_their_connection_and_later_ones_use_grp
         assert _came_as_frames(callee) == [True, False, True]
 
 
+async def test_a_call_that_is_in_progress_keeps_its_number_when_the_numbers_begin_again() -> None:
+    async with served() as (callee, _, channel):
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        first = asyncio.ensure_future(stub.Inspect(worker_pb2.InspectRequest()))
+        await until_true(lambda: bool(callee.contexts), what="the first call at the callee")
+        assert channel.frames is not None and channel.frames.connection is not None
+        connection = channel.frames.connection
+        before, connection._numbers = connection._numbers, map(int, [1, 2])
+        second = asyncio.ensure_future(stub.Inspect(worker_pb2.InspectRequest()))
+        await until_true(lambda: len(callee.contexts) == 2, what="the second call at the callee")
+        callee.is_open.set()
+        await asyncio.gather(first, second)
+        assert next(before) == 2 and channel.frames.connection is connection
+
+
 async def test_a_stream_of_requests_is_answered_one_by_one() -> None:
     async with served() as (_, _, channel):
         call = kv_pb2_grpc.KvTransferStub(channel).HandOff()
