@@ -37,7 +37,8 @@ def open_member_channel(
 ) -> "MemberChannel":
     """Return a channel to the member at host:port. `caller`: the name of this process, "id@incarnation"."""
     host = address.rpartition(":")[0].strip("[]")
-    return MemberChannel(open_channel(address, tls), keys, caller, FrameChannel(host, keys, caller))
+    frames = FrameChannel(host, keys, caller) if tls is None else None  # which would be plaintext
+    return MemberChannel(open_channel(address, tls), keys, caller, frames)
 
 
 class MemberChannel(grpc.aio.Channel):

@@ -15,7 +15,12 @@ from cli import health
 from cli.__main__ import main
 from cli.local.last_cluster import LastCluster, find_tls_ca, remember
 from cli.verbs.access.certs import Pair
+from cluster.accounts.audit import Audit
+from cluster.auth.gate import MemberGate
+from cluster.auth.keys import ClusterKeys
+from cluster.auth.member_channel import open_member_channel
 from cluster.errors import ConfigError
+from cluster.messages import MemberId
 from cluster.observe.telemetry import Telemetry
 from cluster.serving.serving import GrpcServer, is_serving, open_channel
 from cluster.serving.tls import ClusterTls, load_tls
@@ -24,6 +29,7 @@ from router.fleet.supervision import check_health
 from tandem.channel import open_async_channel
 from tandem.client import AsyncClient
 from tandem.errors import Unavailable
+from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tests.certificates import SERVER_NAME, Certificates, client_credentials, load, make_certificates
 
 DEADLINE_S = 10.0
@@ -58,6 +64,29 @@ async def test_members_of_the_same_authority_reach_each_other(certificates: Cert
     tls = certificates.loaded()
     async with serving(tls.member_credentials()) as address, open_channel(address, tls) as channel:
         assert await is_serving(channel, timeout_s=DEADLINE_S)
+
+
+async def test_with_tls_a_caller_connects_to_no_port_for_frames_which_are_plaintext(
+    certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    came: list[asyncio.StreamWriter] = []
+    listener = await asyncio.start_server(lambda reader, writer: came.append(writer), "127.0.0.1", 0)
+    port = listener.sockets[0].getsockname()[1]
+    monkeypatch.setattr(GrpcServer, "frame_port", property(lambda server: port))
+    tls, keys, telemetry = certificates.loaded(), ClusterKeys(b"k" * 32), Telemetry()
+    gate = MemberGate(keys, MemberId("decode-0", "1"), telemetry, Audit())
+    server = GrpcServer(service_names=[], telemetry=telemetry, gate=gate, credentials=tls.member_credentials())
+    gate.serve(server)
+    address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
+    await server.start()
+    try:
+        async with listener, open_member_channel(address, keys=keys, caller="router-0@1", tls=tls) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as answered:
+                await worker_pb2_grpc.WorkerStub(channel).Inspect(worker_pb2.InspectRequest(), timeout=DEADLINE_S)
+            assert answered.value.code() is grpc.StatusCode.UNIMPLEMENTED  # the session was opened; there is no service
+            assert not came
+    finally:
+        await server.stop(0.0)
 
 
 async def test_a_member_of_another_authority_is_refused_by_both_sides(certificates: Certificates) -> None:
