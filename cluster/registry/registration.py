@@ -29,6 +29,7 @@ class Registration:
         """`on_role` is called with each new role, in the order in which they are registered."""
         self._registry, self._on_role = registry, on_role
         self._writing = asyncio.Lock()  # writes on two connections to Redis could change their order
+        self._changes: set[asyncio.Task[Role]] = set()  # of the role, in progress
         self._state = member.state
         self._is_unhealthy = False
         self.member = member
@@ -79,15 +80,10 @@ class Registration:
     async def set_role(self, role: Role) -> Role:
         """Register another role as `set_state` does, and move the scale target with it where its follower counts roles.
         Return the former role. Raises Fenced, and InvalidRequest if the target has no room for the change."""
-        former = self.member.role
-        self._set_role(role)  # now: the caller may leave while the registry answers
-        try:
-            await self._register_state(may_refuse=True)
-        except InvalidRequest:
-            if self.member.role is role:
-                self._set_role(former)
-            raise
-        return former
+        changing = asyncio.create_task(self._change_role(role), name="change the role")
+        self._changes.add(changing)
+        changing.add_done_callback(self._on_changed)
+        return await asyncio.shield(changing)  # if the caller leaves, it goes on until it is known to be refused or not
 
     def set_step_target(self, limit: StepLimit) -> None:
         """Register a worker's target for steps with the next renewal."""
@@ -130,18 +126,38 @@ class Registration:
         self.member = replace(self.member, role=role)
         self._on_role(role)
 
-    async def _register_state(self, *, may_refuse: bool = False) -> None:
+    async def _change_role(self, role: Role) -> Role:
+        async with self._writing:  # a role that may be refused is in no other renewal
+            former = self.member.role
+            self._set_role(role)
+            try:
+                await self._write_state(may_refuse=True)
+            except InvalidRequest:
+                self._set_role(former)
+                raise
+            return former
+
+    def _on_changed(self, changing: "asyncio.Task[Role]") -> None:
+        self._changes.discard(changing)
+        if not changing.cancelled():
+            changing.exception()  # the caller raises it, unless it has left
+
+    async def _register_state(self) -> None:
+        async with self._writing:
+            await self._write_state()
+
+    async def _write_state(self, *, may_refuse: bool = False) -> None:
         state = MemberState.UNHEALTHY if self._is_unhealthy else self._state
         self.member = self.member.with_state(state)
         try:
-            await self._renew(may_refuse=may_refuse)
+            await self._registry.renew(self.member, may_refuse=may_refuse)
         except RegistryUnavailable as error:
             fields = {"state": state, "role": self.member.role, "error": str(error)}
             _LOG.warning("the registry does not have this member's new state yet", extra=fields)
 
-    async def _renew(self, *, may_refuse: bool = False) -> None:
+    async def _renew(self) -> None:
         async with self._writing:
-            await self._registry.renew(self.member, may_refuse=may_refuse)
+            await self._registry.renew(self.member)
 
 
 def refuse_unequal(member: Member, others: tuple[Member, ...]) -> None:

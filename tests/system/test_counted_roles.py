@@ -8,6 +8,7 @@ import pytest
 from redis.asyncio import Redis
 
 from cluster.errors import InvalidRequest
+from cluster.member import MemberState
 from cluster.messages import Role
 from cluster.registry.registration import Registration
 from cluster.registry.registry import Registry
@@ -87,6 +88,21 @@ async def test_of_two_changes_at_once_the_one_that_leaves_no_decode_worker_is_re
     assert await sizes(registry) == (2, 1, 0, 2)
     assert sorted(each.member.role for each in workers) == [Role.DECODE, Role.PREFILL]
     assert sorted(found.role for found in await registry.members()) == [Role.DECODE, Role.PREFILL]
+
+
+async def test_a_refused_change_has_no_effect_also_if_its_caller_leaves_or_asks_twice(
+    registry: Registry, follower: Following
+) -> None:
+    await (await joined(registry, "decode-0")).set_role(Role.PREFILL)
+    last = await joined(registry, "decode-1")
+    asked = [asyncio.create_task(last.set_role(Role.PREFILL)) for _ in range(3)]
+    await asyncio.sleep(0)  # the first one is on its way to Redis
+    asked[0].cancel()
+    outcomes = await asyncio.gather(*asked, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [asyncio.CancelledError, InvalidRequest, InvalidRequest]
+    await last.set_state(MemberState.READY)
+    assert {found.id.id: found.role for found in await registry.members()}["decode-1"] is Role.DECODE
+    assert await sizes(registry) == (2, 1, 0, 2)
 
 
 async def test_a_worker_whose_pool_is_about_to_be_drained_keeps_its_role(
