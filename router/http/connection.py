@@ -5,6 +5,8 @@ the socket. uvicorn's protocol runs the app; router/http/server.py accepts the c
 """
 
 import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,12 +48,25 @@ class StreamedBody:
     The last chunk goes through ASGI again. Nothing is written once the client has left."""
 
     def __init__(self, connection: "HttpConnection") -> None:
-        self._transport, self._flow, self._cycle = connection.transport, connection.flow, connection.cycle
+        self._connection, self._cycle = connection, connection.cycle
+        self._transport, self._flow = connection.transport, connection.flow
 
     def can_write(self) -> bool:
         """Return whether the client has taken most of what was written; if not, await `drained` before the next
         write."""
         return not self._flow.write_paused
+
+    @contextmanager
+    def calling_when_left(self, on_left: Callable[[], None]) -> Iterator[None]:
+        """Call `on_left` when the client leaves before the `with` block ends. The request has been read."""
+        self._flow.resume_reading()  # the end of the connection is read too
+        self._connection.on_left = on_left
+        if self._cycle.disconnected:
+            on_left()
+        try:
+            yield
+        finally:
+            self._connection.on_left = None
 
     async def drained(self) -> None:
         await self._flow.drain()
@@ -74,6 +89,7 @@ class HttpConnection(HttpToolsProtocol):
     def __init__(self, *, accepted: Accepted, limits: HttpLimits, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
         self._accepted, self._limits = accepted, limits
+        self.on_left: Callable[[], None] | None = None  # called when the client leaves
         self._timer: asyncio.TimerHandle | None = None
         self._is_answered = False  # and nothing has come since
         self._num_head_bytes = 0  # of the present request, in whole headers
@@ -174,6 +190,8 @@ class HttpConnection(HttpToolsProtocol):
         self._set_timer(None)
         self._accepted.closed()
         super().connection_lost(exc)
+        if self.on_left is not None:
+            self.on_left()
 
     def _wait_for_request(self) -> None:
         self._is_answered = True

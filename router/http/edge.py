@@ -8,8 +8,8 @@ body bytes that are being received, and the timeout for clients that read nothin
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
 from starlette.datastructures import Headers, MutableHeaders, QueryParams
@@ -89,6 +89,7 @@ class Edge:
         answer = _Answer(send, request_id, trace, self._client_stall_s)
         if (body := take_streamed_body(scope)) is not None:
             scope[_CHUNKS] = DirectChunks(body, self._client_stall_s)
+            answer.can_write = body.can_write
         try:
             self._check(scope, headers, request_id)
             with self._held(scope) as hold, self._bodies.body(headers, receive, hold) as limited:
@@ -189,6 +190,7 @@ class _Answer:
         self._trace = trace
         self._stall_s = stall_s
         self.status: int | None = None
+        self.can_write: Callable[[], bool] = lambda: False  # whether a write need not wait for the client
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -198,6 +200,9 @@ class _Answer:
                 headers[_REQUEST_ID_HEADER] = self._request_id[:MAX_REQUEST_ID_CHARACTERS]
             if self._trace is not None:
                 headers[TRACE_PARENT_KEY] = str(self._trace.root)
+        if self.can_write():
+            await self._send(message)
+            return
         try:
             async with asyncio.timeout(self._stall_s):
                 await self._send(message)
@@ -212,6 +217,7 @@ class DirectChunks:
         self._body, self._stall_s = body, stall_s
         self.can_write = body.can_write  # whether the client has taken most of what was written
         self.write_now = body.write  # without a wait, where `can_write`
+        self.calling_when_left = body.calling_when_left
 
     async def write(self, chunk: bytes) -> None:
         """Wait until the client has taken most of what was written, and write. Raises ClientStalled."""
@@ -290,29 +296,45 @@ class _Bodies:
             )
 
 
-async def while_connected(receive: Receive, work: Coroutine[None, None, T]) -> T:
+async def while_connected(scope: Scope, receive: Receive, work: Coroutine[None, None, T]) -> T:
     """Return the result of `work`. A disconnect of the client cancels it and raises ClientGone. The body has
     been read."""
     task = asyncio.current_task()
     assert task is not None
     num_cancels, is_gone = task.cancelling(), False
 
-    def on_left(watching: "asyncio.Task[None]") -> None:
+    def on_left() -> None:
         nonlocal is_gone
-        if not watching.cancelled():
-            is_gone = True
-            task.cancel()
+        is_gone = True
+        task.cancel()
 
-    watching = asyncio.create_task(_left(receive))
-    watching.add_done_callback(on_left)
+    chunks: DirectChunks | None = scope.get(_CHUNKS)
     try:
-        return await work
+        if chunks is not None:
+            with chunks.calling_when_left(on_left):
+                return await work
+        async with _calling_when_left(receive, on_left):
+            return await work
     except asyncio.CancelledError:
         if is_gone and task.uncancel() <= num_cancels:
             raise ClientGone from None
         raise
+
+
+@asynccontextmanager
+async def _calling_when_left(receive: Receive, on_left: Callable[[], None]) -> AsyncIterator[None]:
+    """Call `on_left` when the client of another server leaves before the block ends."""
+
+    def on_end(watching: "asyncio.Task[None]") -> None:
+        if not watching.cancelled():
+            on_left()
+
+    watching = asyncio.create_task(_left(receive))
+    watching.add_done_callback(on_end)
+    try:
+        yield
     finally:
-        watching.remove_done_callback(on_left)
+        watching.remove_done_callback(on_end)
         await end(watching)
 
 

@@ -135,7 +135,7 @@ class WholeResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._live_requests.whole_answer() as answer:
-            body = await while_connected(receive, self._collected(answer))
+            body = await while_connected(scope, receive, self._collected(answer))
             await _unless_ended(answer, self._send_body(body, answer, send))
 
     async def _collected(self, answer: WholeAnswer) -> bytes:
@@ -202,7 +202,7 @@ class EventStream(Response):
         self._prompts = prompts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await while_connected(receive, self._send_all(scope, send))
+        await while_connected(scope, receive, self._send_all(scope, send))
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
         started, chunks = False, chunks_of(scope, send)

@@ -40,7 +40,7 @@ class _Endless:
             pass
         self.num_inside += 1
         try:
-            await while_connected(receive, self._stream(send))
+            await while_connected(scope, receive, self._stream(send))
         finally:
             self.num_inside -= 1
             self.left.set()
