@@ -255,22 +255,25 @@ class RayWorkers:
         self._notify()
 
     async def _watch_nodes(self) -> None:
-        """Drain the workers of nodes that Ray drains, each when its successor is ready or half of the time is over."""
+        """Drain the workers of nodes that Ray drains, each when as many are ready as before, or half of the time is
+        over. Those of all pools count: a worker's role may have changed, and then its successor has another name."""
         begun: dict[str, float] = {}  # draining nodes, and when each was seen first
-        needed: dict[Role, int] = {}
+        needed = 0
         while True:
             with suppress(RayError):
                 ends = await self._call(self._placement.draining_nodes)
                 now = time.time()
                 begun = {node: begun.get(node, now) for node in ends}
-                for kept in [each for each in self._kept.values() if each.view and each.view.node in ends]:
+                found = [each for each in self._kept.values() if each.view and each.view.node in ends]
+                if not all(kept.is_leaving for kept in found):
+                    needed = sum(not kept.is_leaving for kept in self._kept.values())
+                for kept in found:
                     if not kept.is_leaving:
-                        needed[kept.role] = self._count(kept.role)
                         kept.is_leaving = True
                         self._say(f"{kept.name} is on a node that Ray drains")
                         self._notify()
-                    if kept.is_leaving and not kept.is_retiring:
-                        self._retire_in_time(kept, needed[kept.role], begun, ends, now)
+                    if not kept.is_retiring:
+                        self._retire_in_time(kept, needed, begun, ends, now)
             await asyncio.sleep(_NODES_PERIOD_S)
 
     def _retire_in_time(
@@ -279,12 +282,9 @@ class RayWorkers:
         assert kept.view is not None
         end, began = ends[kept.view.node], begun[kept.view.node]
         left_s = end - now if end else self._grace_s
-        num_up = sum(each.is_up and not each.is_leaving for each in self._kept.values() if each.role is kept.role)
+        num_up = sum(each.is_up and not each.is_leaving for each in self._kept.values())
         if num_up >= needed or (end and now >= began + (end - began) / 2):
             self.retire(kept.name, min(self._grace_s, max(0.0, left_s)))
-
-    def _count(self, role: Role) -> int:
-        return sum(each.role is role and not each.is_leaving for each in self._kept.values())
 
     def _for_node(self, spec: ChildSpec, needs: NodeNeeds) -> ChildSpec:
         """Add what a process of this machine would inherit from this process, and the threads of its node."""

@@ -6,8 +6,9 @@
 import asyncio
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -19,13 +20,18 @@ from tandem.client import AsyncClient
 from tests.system import member_relay
 from tests.system.local_cluster import DEMO_MODEL, LocalCluster
 from tests.system.member_relay import fork_relay
+from tests.system.polling import until
 
 pytest.importorskip("ray", reason="ray is not installed: it is the extra [ray]")
 
 from ray.cluster_utils import Cluster
+from ray.exceptions import RayError
 
+from deploy.ray.member_host import HostView
 from deploy.ray.placement import NodeNeeds, connect, disconnect
 from deploy.ray.workers import RayWorkers
+
+Value = TypeVar("Value")
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +81,55 @@ async def test_workers_that_cannot_start_on_ray_report_the_reason_and_leave_noth
     finally:
         await workers.close()
         await asyncio.to_thread(disconnect)
+
+
+class _SilentHead:
+    """A placement whose head announces draining nodes and answers nothing else."""
+
+    def __init__(self) -> None:
+        self.draining: dict[str, float] = {}
+
+    def draining_nodes(self) -> dict[str, float]:
+        return self.draining
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def refuse(*_: object) -> None:
+            raise RayError(f"{name}: no answer")
+
+        return refuse
+
+
+async def test_a_worker_leaves_a_draining_node_for_a_successor_of_another_name() -> None:
+    """The role of decode-1 has changed, so the follower replaces it by prefill-1."""
+    head, said = _SilentHead(), list[str]()
+    workers = RayWorkers(
+        head,  # type: ignore[arg-type]
+        needs={},
+        arguments=(),
+        num_threads=0,
+        grace_s=5.0,
+        keep_at_stop=True,
+        say=said.append,
+    )
+
+    def runs(name: str, node: str) -> None:
+        workers._begin(name, None)
+        workers._kept[name].view = HostView(node, True, 1, {}, "", "")
+
+    try:
+        for name, node in (("prefill-0", "kept"), ("decode-0", "kept"), ("decode-1", "drained")):
+            runs(name, node)
+        head.draining["drained"] = 0.0  # without an end
+        await until(lambda: _now(workers.leaving()), what="it counts as leaving")
+        assert not workers._kept["decode-1"].is_retiring
+        runs("prefill-1", "kept")
+        await until(lambda: _now(workers._kept["decode-1"].is_retiring), what="it is drained")
+    finally:
+        await workers.close()
+
+
+async def _now(value: Value) -> Value:
+    return value
 
 
 async def test_a_worker_on_ray_serves_a_request_and_drains(node: Cluster, redis_url: str, tmp_path: Path) -> None:
