@@ -14,6 +14,7 @@ from typing import NoReturn
 from cluster.errors import ConfigError, TandemError
 from cluster.process import ExitStatus, full_disk
 from cluster.settings.config_sources import LineParser, refuse_unknown
+from tandem.channel import REFUSED
 from tandem.errors import TandemError as ClientError
 
 # Verb -> its folder below `cli/verbs`, in the order of `tandem --help`.
@@ -48,6 +49,7 @@ PROGRAMS = {
     "prefill-worker": ("prefill_worker", "worker"),
     "decode-worker": ("decode_worker", "worker"),
 }
+_START = "; start the cluster, for example with `tandem up`, or give the address of a running router with --address"
 _EXTRAS = {"up": "local", "demo": "local"}  # of verbs that start members
 
 
@@ -67,7 +69,8 @@ def run(arguments: Sequence[str] | None) -> int:
         sys.stderr.write(f"tandem: {error.message}\n")
         return ExitStatus.CONFIG
     except (TandemError, ClientError) as error:
-        sys.stderr.write(f"tandem: {error.reason}: {error.message}\n")
+        hint = _START if error.message.startswith(REFUSED) else ""
+        sys.stderr.write(f"tandem: {error.reason}: {error.message}{hint}\n")
         return ExitStatus.CRASHED
     except ModuleNotFoundError as error:
         if not (line := missing_module(error)):

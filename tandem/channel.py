@@ -4,7 +4,9 @@ An authority in `tls_ca` (or a publicly trusted one, with `secure` alone) must h
 the certificate must name the host that is dialled, or `tls_server_name`.
 """
 
+import re
 from pathlib import Path
+from urllib.parse import unquote
 
 import grpc
 
@@ -19,6 +21,9 @@ _OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # the environment's proxy settings are ignored
 )
 
+REFUSED = "no process accepts connections at"  # followed by the address
+_REFUSED_ADDRESS = re.compile(r"(?:ipv4|ipv6|unix):(\S+): .*Connection refused")
+_UNKNOWN_HOST = re.compile(r"errors resolving (\S+): ")
 # Parts of gRPC's messages, and explanations.
 _MEANINGS = (
     ("CERTIFICATE_VERIFY_FAILED: certificate has expired", "the server's certificate has expired"),
@@ -33,7 +38,6 @@ _MEANINGS = (
     ),
     ("WRONG_VERSION_NUMBER", "the server does not use TLS"),
     ("Failed parsing HTTP/2", "the server does not use gRPC; a router's gRPC port is not its HTTP port"),
-    ("Connection refused", "no process accepts connections at this address"),
     (
         "Socket closed",
         "the server closed the connection at once; it may require TLS or its authority's certificate",
@@ -64,7 +68,12 @@ def open_async_channel(
 
 
 def explained(details: str) -> str:
-    """Return the details of a failed call, with an explanation in front if TLS or the connection failed."""
+    """Return the details of a failed call, with an explanation in front if TLS failed. The explanation stands alone if
+    no process listens at the address, or if its host has no address."""
+    if refused := _REFUSED_ADDRESS.search(details):
+        return f"{REFUSED} {unquote(refused[1])}"
+    if unknown := _UNKNOWN_HOST.search(details):
+        return f"the host of {unknown[1]} has no address: its name is not known here"
     if "failed to connect" not in details and "Handshake" not in details:
         return details
     meaning = next((meaning for word, meaning in _MEANINGS if word in details), None)

@@ -1,11 +1,13 @@
 """The output of `tandem requests`, `tandem explain`, `tandem scale` and `tandem status`, from values."""
 
 import argparse
+import socket
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from cli.__main__ import main
 from cli.verbs.clusters.role import moved_target_text
 from cli.verbs.clusters.scale import changes_between, sizes_from
 from cli.verbs.generation import generate
@@ -19,6 +21,7 @@ from cli.verbs.observation.status import (
     target_text,
 )
 from cluster.errors import ConfigError
+from cluster.process import ExitStatus
 from tandem.enum_words import DISAGGREGATION_VERDICTS, EFFECT_BASES, MEMBER_ROLES, MEMBER_STATES
 from tandem.options import GenerateOptions
 from tandem.results import Choice, PromptTokenLogprobs, Result, TokenLogprob, Usage, ledger_from_wire
@@ -57,6 +60,20 @@ def test_tandem_generate_shows_the_log_probabilities_of_the_prompt_that_it_has()
     assert generate.result_object(scored)["prompt_logprobs"] == [
         {"token": {"token_id": 7, "logprob": -0.5}, "rank": 2, "top": ({"token_id": 8, "logprob": -0.25},)}
     ]
+
+
+@pytest.mark.parametrize("words", [("status",), ("scale", "decode=1"), ("generate", "a prompt")])
+def test_a_refused_connection_is_one_line_with_the_address_and_what_to_do(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as bound:  # and does not listen
+        bound.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        assert main([*words, "--address", address]) == ExitStatus.CRASHED
+    assert capsys.readouterr().err == (
+        f"tandem: unavailable: no process accepts connections at {address}; start the cluster, for example with"
+        " `tandem up`, or give the address of a running router with --address\n"
+    )
 
 
 def test_requests_are_shown_one_per_line_with_their_reasons() -> None:
