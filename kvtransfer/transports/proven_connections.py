@@ -37,6 +37,7 @@ from kvtransfer.transports.sockets import receive, receive_on_loop, tune
 PROVE_S = 5.0  # from the first byte of a connection to the end of its proofs
 MAX_UNPROVEN = 64  # connections per transport; one more ends the oldest of them
 _CONNECT_TIMEOUT_S = 5.0
+_NAME_SHOWN = 100  # characters of a name that a peer announced, in an error
 _CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
 _REFUSED = "KV connection"  # in the audit log
 
@@ -175,7 +176,11 @@ async def connect(address: tuple[str, int], opening: Opening, tls: ClientHandsha
 
     Raises OSError (ssl.SSLError and NotProven are)."""
     loop = asyncio.get_running_loop()
-    family, kind, protocol, _, resolved = (await loop.getaddrinfo(*address, type=socket.SOCK_STREAM))[0]
+    try:
+        found = await loop.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # a label of the name is empty or too long
+        raise OSError(f"{address[0][:_NAME_SHOWN]!r} is not the name of a host: {error}") from error
+    family, kind, protocol, _, resolved = found[0]
     connection = socket.socket(family, kind, protocol)
     proofs, transport, exporter = opening.proofs, opening.transport, opening.exporter
     try:

@@ -46,12 +46,17 @@ class Worker:
 
 
 @asynccontextmanager
-async def exporting_by(transport: str, worker: Worker, source: KvPool) -> AsyncIterator[ExporterTransport]:
+async def exporting_by(
+    transport: str, worker: Worker, source: KvPool, advertise_host: str = "127.0.0.1"
+) -> AsyncIterator[ExporterTransport]:
     exporter: ExporterTransport
     if transport == "tcp":
-        here = "127.0.0.1"
         exporter = TcpExporter(
-            memory=source, proofs=worker.proofs, host=here, advertise_host=here, send_timeout_s=_DEADLINE_S
+            memory=source,
+            proofs=worker.proofs,
+            host="127.0.0.1",
+            advertise_host=advertise_host,
+            send_timeout_s=_DEADLINE_S,
         )
     else:
         exporter = ShmExporter(memory=source, proofs=worker.proofs)
@@ -119,6 +124,16 @@ async def test_an_importer_reads_from_the_member_of_its_ticket_only(
         await until(lambda: sum(sides[each].refused(transport, reason) for each in refusers) == 1)
         await importer.close()
     assert torch.equal(target.raw, before), who
+
+
+@pytest.mark.parametrize("host", ["a" * 64, "worker..example", "\u00e9" * 70], ids=["long", "empty label", "not ASCII"])
+async def test_an_exporter_that_announces_an_impossible_name_of_its_host_is_refused(host: str) -> None:
+    source, target = random_pool(4, seed=1), random_pool(4, seed=2)
+    importer = importing_by("tcp", Worker(MemberId("d0", "b2")), target)
+    async with exporting_by("tcp", Worker(EPOCH.exporter), source, host) as there:
+        with pytest.raises(TransportError, match="is not the name of a host"):
+            await importer.open_channel(EPOCH, there.grant(EPOCH))
+        await importer.close()
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
