@@ -20,13 +20,14 @@ import torch
 from cluster.messages import Epoch, MemberId
 from kvtransfer.transports.base import Channel, TransportError
 from kvtransfer.transports.nixl.exporting import NixlExporter
-from kvtransfer.transports.nixl.transport import NixlImporter
+from kvtransfer.transports.nixl.transport import NixlChannel, NixlImporter
 from tests.contract.proofs import PROOFS
 
 NUM_BLOCKS = 2048
 BLOCK_BYTES = 65536
 EPOCH = Epoch(MemberId("p0", "a1"), b"t" * 16, 1)
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
+CAUGHT_S = 3.0  # the deadline of a read that does not end; all else takes what a busy machine needs
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload([__name__])
@@ -48,17 +49,32 @@ class BytePool:
     def holds(self, byte: int) -> bool:
         return bool((self.raw == byte).all())
 
+    async def stop_in_mid_read(self, read: "asyncio.Task[None]", exporter_id: int) -> bool:
+        """Stop the exporting process when the first bytes of the read have arrived in this pool of zeros. Return False,
+        with the process running, if this process looked too late: then the rest may be on its way."""
+        await self.first_bytes(read)
+        os.kill(exporter_id, signal.SIGSTOP)
+        if not read.done() and not self.raw[NUM_BLOCKS // 2, 0]:
+            return True
+        os.kill(exporter_id, signal.SIGCONT)
+        return False
+
     async def first_bytes(self, read: "asyncio.Task[None]") -> None:
-        """Wait until a part of the read has arrived, or the read has ended."""
+        """Wait until a part of the read has arrived in this pool of zeros, or the read has ended."""
         ended = threading.Event()
         read.add_done_callback(lambda _: ended.set())
-        before = int(self.raw[0, 0])
 
         def look() -> None:
-            while int(self.raw[0, 0]) == before and not ended.wait(0.0002):
+            while not self.raw[0, 0] and not ended.wait(0.0002):
                 pass
 
         await asyncio.to_thread(look)
+
+
+def limit_reads(channel: Channel, timeout_s: float) -> None:
+    """Set the deadline of later reads by this channel's link, which has opened within another one."""
+    assert isinstance(channel, NixlChannel)
+    channel._link._timeout_s = timeout_s
 
 
 class Process:
@@ -113,12 +129,12 @@ def exporting_gpu_memory(connection: "Connection[object, object]", byte: float) 
     asyncio.run(_export(connection, BytePool(int(byte), "cuda")))
 
 
-def importing(connection: "Connection[object, object]", timeout_s: float) -> None:
-    """Perform commands: `open` an endpoint; `read` until the first bytes have arrived, and then stop the exporting
-    process, if it is named; wait for the `end` of the read; `destroy` the channel; `fill` the pool; answer whether the
-    pool `holds` only this byte.
+def importing(connection: "Connection[object, object]", _: float) -> None:
+    """Perform commands: `open` an endpoint; `read` until the first bytes have arrived; `stop` the exporting process
+    then, with a read that may take `CAUGHT_S`; wait for the `end` of the read; `destroy` the channel; `fill` the pool;
+    answer whether the pool `holds` only this byte.
     """
-    asyncio.run(_import(connection, timeout_s))
+    asyncio.run(_import(connection))
 
 
 def _begin(
@@ -155,8 +171,8 @@ async def _export(connection: "Connection[object, object]", pool: BytePool) -> N
     await asyncio.Event().wait()
 
 
-async def _import(connection: "Connection[object, object]", timeout_s: float) -> None:
-    importer = _Importer(timeout_s)
+async def _import(connection: "Connection[object, object]") -> None:
+    importer = _Importer()
     while True:
         words = await asyncio.to_thread(connection.recv)
         try:
@@ -166,9 +182,9 @@ async def _import(connection: "Connection[object, object]", timeout_s: float) ->
 
 
 class _Importer:
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self) -> None:
         self._pool = BytePool(0)
-        self._transport = NixlImporter(memory=self._pool, proofs=PROOFS, timeout_s=timeout_s)
+        self._transport = NixlImporter(memory=self._pool, proofs=PROOFS, timeout_s=DEADLINE_S)
         self._channel: Channel | None = None
         self._read: asyncio.Task[None] | None = None
 
@@ -176,15 +192,10 @@ class _Importer:
         match words:
             case ("open", bytes() as endpoint):
                 self._channel = await self._transport.open_channel(EPOCH, endpoint)
-            case ("read", *exporters):
-                assert self._channel is not None
-                blocks = list(range(NUM_BLOCKS))
-                self._read = asyncio.create_task(self._channel.read(blocks, blocks))
-                await self._pool.first_bytes(self._read)
-                for exporter in exporters:
-                    assert isinstance(exporter, int)
-                    os.kill(exporter, signal.SIGSTOP)
-                return "ended" if self._read.done() else "begun"
+            case ("read",):
+                await self._pool.first_bytes(self._begin())
+            case ("stop", int() as exporter_id):
+                return await self._stop_in_mid_read(exporter_id)
             case ("end",):
                 assert self._read is not None
                 await self._read
@@ -196,3 +207,17 @@ class _Importer:
             case ("holds", int() as byte):
                 return self._pool.holds(byte)
         return "ok"
+
+    async def _stop_in_mid_read(self, exporter_id: int) -> bool:
+        assert self._channel is not None
+        limit_reads(self._channel, CAUGHT_S)
+        if await self._pool.stop_in_mid_read(self._begin(), exporter_id):
+            return True
+        limit_reads(self._channel, DEADLINE_S)
+        return False
+
+    def _begin(self) -> "asyncio.Task[None]":
+        assert self._channel is not None
+        blocks = list(range(NUM_BLOCKS))
+        self._read = asyncio.create_task(self._channel.read(blocks, blocks))
+        return self._read

@@ -25,6 +25,7 @@ from kvtransfer.transports.proven_connections import ConnectionProofs
 from tests.contract.kv_pools import random_pool
 from tests.contract.namespaces import INTERFACE, joined_namespaces
 from tests.contract.nixl_process import (
+    CAUGHT_S,
     DEADLINE_S,
     EPOCH,
     NUM_BLOCKS,
@@ -33,6 +34,7 @@ from tests.contract.nixl_process import (
     exporting,
     exporting_gpu_memory,
     importing,
+    limit_reads,
     process,
 )
 from tests.contract.proofs import KEY, PROOFS, TELEMETRY
@@ -53,8 +55,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def importer(pool: BytePool, timeout_s: float = DEADLINE_S) -> AsyncIterator[NixlImporter]:
-    transport = NixlImporter(memory=pool, proofs=PROOFS, timeout_s=timeout_s)
+async def importer(pool: BytePool) -> AsyncIterator[NixlImporter]:
+    transport = NixlImporter(memory=pool, proofs=PROOFS, timeout_s=DEADLINE_S)
     try:
         yield transport
     finally:
@@ -85,17 +87,13 @@ async def test_a_read_of_a_stopped_exporter_ends_at_its_deadline_and_nothing_is_
     pool = BytePool(0)
     async with (
         process(exporting, 7, environment=EMULATED) as there,
-        importer(pool, timeout_s=3.0) as here,
+        importer(pool) as here,
         exporter(9) as another,
     ):
-        channel = await here.open_channel(EPOCH, await _endpoint(there))
-        read = asyncio.create_task(channel.read(ALL_BLOCKS, ALL_BLOCKS))
-        await pool.first_bytes(read)
-        there.signal(signal.SIGSTOP)
-        with pytest.raises(TransportError, match="the exporter did not answer within 3 s"):
+        channel, read = await _stopped_in_mid_read(here, there, pool, CAUGHT_S)
+        with pytest.raises(TransportError, match=f"the exporter did not answer within {CAUGHT_S:g} s"):
             await read
         await channel.destroy()
-        assert not pool.holds(7)  # it was caught in the middle
         pool.raw.fill_(PATTERN)
         there.signal(signal.SIGCONT)
         await _read_something_else(here, another, pool)
@@ -106,10 +104,7 @@ async def test_a_read_of_a_stopped_exporter_ends_at_its_deadline_and_nothing_is_
 async def test_a_cancelled_read_of_a_stopped_exporter_has_ended_once_its_channel_is_destroyed() -> None:
     pool = BytePool(0)
     async with process(exporting, 7, environment=EMULATED) as there, importer(pool) as here, exporter(9) as another:
-        channel = await here.open_channel(EPOCH, await _endpoint(there))
-        read = asyncio.create_task(channel.read(ALL_BLOCKS, ALL_BLOCKS))
-        await pool.first_bytes(read)
-        there.signal(signal.SIGSTOP)
+        channel, read = await _stopped_in_mid_read(here, there, pool)
         read.cancel()
         with suppress(asyncio.CancelledError):
             await read
@@ -119,6 +114,24 @@ async def test_a_cancelled_read_of_a_stopped_exporter_has_ended_once_its_channel
         there.signal(signal.SIGCONT)
         await _read_something_else(here, another, pool)
         assert bool((pool.raw[1:] == PATTERN).all())
+
+
+async def _stopped_in_mid_read(
+    here: NixlImporter, there: Process, pool: BytePool, timeout_s: float = DEADLINE_S
+) -> tuple[Channel, "asyncio.Task[None]"]:
+    """Return a read, with its channel, in whose middle the exporting process was stopped."""
+    endpoint = await _endpoint(there)
+    while True:
+        channel = await here.open_channel(EPOCH, endpoint)
+        limit_reads(channel, timeout_s)
+        read = asyncio.create_task(channel.read(ALL_BLOCKS, ALL_BLOCKS))
+        if await pool.stop_in_mid_read(read, there.process_id):
+            return channel, read
+        limit_reads(channel, DEADLINE_S)
+        with suppress(TransportError):
+            await read
+        await channel.destroy()
+        pool.raw.fill_(0)
 
 
 async def _endpoint(exporter: Process) -> bytes:
@@ -140,9 +153,7 @@ async def test_a_killed_exporter_fails_the_read_at_once_and_its_successor_is_rea
     pool = BytePool(0)
     async with importer(pool) as here:
         async with process(exporting, 7, environment=EMULATED) as there:
-            channel = await here.open_channel(EPOCH, await _endpoint(there))
-            read = asyncio.create_task(channel.read(ALL_BLOCKS, ALL_BLOCKS))
-            await pool.first_bytes(read)
+            channel, read = await _stopped_in_mid_read(here, there, pool)
             there.signal(signal.SIGKILL)
             async with asyncio.timeout(DEADLINE_S / 2):  # the read's deadline is later
                 with pytest.raises(TransportError):
@@ -186,7 +197,7 @@ def _require_reading(process_id: int) -> None:
 
 async def test_an_importer_that_is_killed_in_mid_read_harms_neither_the_exporter_nor_its_other_readers() -> None:
     pool = BytePool(0)
-    async with exporter(7) as there, importer(pool) as here, process(importing, 10.0) as dying:
+    async with exporter(7) as there, importer(pool) as here, process(importing, 0) as dying:
         _require_reading(dying.process_id)
         endpoint = there.grant(EPOCH)
         channel = await here.open_channel(EPOCH, endpoint)
@@ -205,20 +216,24 @@ async def test_a_cut_link_ends_the_read_at_its_deadline_and_the_importer_works_w
         async with (
             process(exporting, 7, environment=environment, namespace=there) as lost,
             process(exporting, 8, environment=environment, namespace=there) as healthy,
-            process(importing, 3.0, environment=environment, namespace=cable.second.namespace) as reading,
+            process(importing, 0, environment=environment, namespace=cable.second.namespace) as reading,
         ):
-            assert await reading.ask("open", await lost.answer()) == "ok"
-            while await reading.ask("read", lost.process_id) == "ended":  # before this process could look
-                os.kill(lost.process_id, signal.SIGCONT)
+            endpoint = await lost.answer()
+            assert await reading.ask("open", endpoint) == "ok"
+            while not await reading.ask("stop", lost.process_id):
+                await reading.ask("end")
+                assert await reading.ask("destroy") == "ok"
                 assert await reading.ask("fill", 0) == "ok"
+                assert await reading.ask("open", endpoint) == "ok"
             cable.cut()
             os.kill(lost.process_id, signal.SIGCONT)
-            assert "the exporter did not answer within 3 s" in str(await reading.ask("end"))
+            assert f"the exporter did not answer within {CAUGHT_S:g} s" in str(await reading.ask("end"))
             assert await reading.ask("destroy") == "ok"
             assert await reading.ask("fill", PATTERN) == "ok"
             cable.heal()
             other = await healthy.answer()
             assert await reading.ask("holds", PATTERN) is True
+            assert await reading.ask("fill", 0) == "ok"
             assert await reading.ask("open", other) == "ok"
             await reading.ask("read")
             assert await reading.ask("end") == "ok"
