@@ -296,7 +296,8 @@ class Fleet:
         if peer.is_draining or detail == LEFT:
             _LOG.info("the worker has left", extra={"worker": str(member.id), "detail": detail})
         else:
-            _LOG.warning("the worker is lost", extra={"worker": str(member.id), "detail": detail})
+            fields = {"worker": str(member.id), "detail": detail}
+            _LOG.warning("the worker is lost; its requests continue at other workers", extra=fields)
 
     def _count_changes(self, workers: Sequence[Member]) -> None:
         before = {member.id.id: member for member in self._registered.values()}

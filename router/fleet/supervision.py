@@ -148,11 +148,15 @@ class Supervisors:
             self.supervise(member, serve)
 
     async def _serve_while_wanted(self, member: Member, serve: Serve) -> None:
-        logged, num_failures = "", 0
+        logged, num_failures, has_served = "", 0, False
         while self._is_wanted(member.id):
             try:
-                logged = await self._serve_once(member, serve, logged)
-                num_failures = 0
+                reason = await self._serve_once(member, serve)
+                if reason and reason != logged:
+                    level = logging.INFO if has_served else logging.WARNING  # `serve` has logged that it is lost
+                    fields = {"worker": str(member.id), "reason": reason}
+                    _LOG.log(level, "the worker does not answer", extra=fields)
+                has_served, logged, num_failures = has_served or not reason, reason, 0
             except Exception:  # noqa: BLE001 -- whatever it was, the cluster keeps its worker
                 num_failures += 1
                 _LOG.exception(
@@ -160,14 +164,11 @@ class Supervisors:
                 )
             await asyncio.sleep(min(self._pause_s * 2.0 ** min(num_failures, 30), _MAX_PAUSE_S))
 
-    async def _serve_once(self, member: Member, serve: Serve, logged: str) -> str:
-        """Connect and serve the worker once. Returns why it does not answer, empty if it did; a reason is
-        logged once."""
+    async def _serve_once(self, member: Member, serve: Serve) -> str:
+        """Connect and serve the worker once. Returns why it does not answer, empty if it did."""
         channel = self._connect(member.address)
         try:
             reason = (await check_health(channel)).problem
-            if reason and reason != logged:
-                _LOG.warning("the worker does not answer", extra={"worker": str(member.id), "reason": reason})
             if not reason:
                 await serve(member, channel)
             return reason

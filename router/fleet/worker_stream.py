@@ -222,7 +222,7 @@ class WorkerStream:
         if self._is_draining():
             _LOG.info("the stream from a draining worker ended", extra={"worker": worker})
         else:
-            _LOG.warning("the stream from a worker broke", extra={"worker": worker, "problem": problem})
+            _LOG.info("the stream from a worker broke", extra={"worker": worker, "problem": problem})
 
     async def _converse(self, hello_deadline_s: float) -> str:
         """Run one connection from its hello to its end. Raises AioRpcError, TimeoutError."""

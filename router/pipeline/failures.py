@@ -17,6 +17,7 @@ from cluster.errors import (
     QueueFull,
     TandemError,
     Unavailable,
+    WorkerLost,
     WorkerTooSmall,
     WrongTokens,
 )
@@ -196,7 +197,8 @@ class RetryBudget:
         if failure.is_of_pair:
             self._fleet.suspect(failure.member)  # one of the two may be gone; if not, the pair is to blame
         fields = {"request_id": self._admitted.request_id, "reason": failure.name}
-        _LOG.warning("the attempt failed: %s", failure, extra=fields)
+        level = logging.INFO if isinstance(failure.error, WorkerLost) else logging.WARNING  # the loss is a line itself
+        _LOG.log(level, "the attempt failed: %s", failure, extra=fields)
 
     def record_hedge(self, name: str, failure: AttemptFailed | None) -> None:
         """Record that a hedge has taken over. `failure`: of the former execution; None if its worker was only

@@ -6,8 +6,10 @@ import logging
 import pytest
 
 from cluster.errors import QueueFull
+from cluster.messages import MemberId
 from tests.system.migration_stage import Stage, stage
-from tests.system.router_harness import answer_to, ask, router_under_test
+from tests.system.polling import until
+from tests.system.router_harness import answer_to, ask, ask_and_hold, router_under_test
 from tests.system.scripted_decode import ScriptedDecode
 
 _LONG_S = 1000.0
@@ -61,19 +63,23 @@ async def test_a_worker_that_announced_its_end_is_logged_as_gone_and_another_one
         await router.connected()
         planned.leave(_LONG_S)
         await router.until_gone(planned)
-        for worker in (planned, killed):
-            await worker.die()
-            router.workers.remove(worker)
-            router.register()
-            async with asyncio.timeout(20):
-                while worker.id in router.fleet.connected():
-                    await router.fleet.changed()
-    found = {(r.levelname, r.getMessage(), str(getattr(r, "worker", ""))) for r in caplog.records}
-    assert {each for each in found if each[0] == "WARNING"} == {
-        ("WARNING", "the stream from a worker broke", str(killed.id)),
-        ("WARNING", "the worker is lost", str(killed.id)),
-    }
-    assert ("INFO", "the worker has left", str(planned.id)) in found
+        await planned.die()
+        router.workers.remove(planned)
+        router.register()
+        killed.pause_at = 2
+        held = await ask_and_hold(router, ask(max_tokens=5), killed)
+        await killed.die()  # its registration remains
+        await router.add_decode("successor")
+        await until(lambda: _logged(caplog, killed.id, "the worker does not answer"), what="the router tries again")
+        assert "decode_worker_lost" in (await held).summary.ledger.reasons
+    warned = [(r.getMessage(), str(getattr(r, "worker", ""))) for r in caplog.records if r.levelname == "WARNING"]
+    assert warned == [("the worker is lost; its requests continue at other workers", str(killed.id))]
+    assert await _logged(caplog, planned.id, "the worker has left")
+
+
+async def _logged(caplog: pytest.LogCaptureFixture, worker: MemberId, message: str) -> bool:
+    found = [(record.getMessage(), str(getattr(record, "worker", ""))) for record in caplog.records]
+    return (message, str(worker)) in found
 
 
 async def test_the_last_worker_of_a_pool_finishes_its_sequences() -> None:
