@@ -27,8 +27,8 @@ os.environ["GRPC_VERBOSITY"] = "ERROR"
 # Hypothesis would fail an example that takes longer than 200 ms, or whose data come slowly; a busy machine does both.
 # The suite draws the same examples at every run, so that its result depends on the code alone; runs that search for
 # failures (`make test-all`, `make test-repeat`) draw new ones with --hypothesis-profile=search.
-settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("suite", settings.get_profile("search"), derandomize=True)
+settings.register_profile("search", max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("suite", settings.get_profile("search"), max_examples=100, derandomize=True)
 settings.load_profile("suite")
 
 

@@ -222,7 +222,10 @@ async def test_wrong_settings_end_a_start_in_one_line(module: str, tmp_path: Pat
         "--max-model-len": ("--max-model-len", "-1", *model),
         "--model": (),
     }
-    ended = await asyncio.gather(*(_start(executed, module, *flags) for flags in starts.values()))
+    launches = (executed, forked, forked, forked)  # one as operators start it; the others need no second import
+    ended = await asyncio.gather(
+        *(_start(launch, module, *flags) for launch, flags in zip(launches, starts.values(), strict=True))
+    )
     for said, end in zip(starts, ended, strict=True):
         assert end.status == ExitStatus.CONFIG, end
         _assert_told(end.output, said)

@@ -172,7 +172,7 @@ async def test_a_router_that_does_not_read_does_not_delay_other_routers(cluster:
         router=router,
         prompt_token_ids=(5, 6, 7),
         sampling=Sampling(temperature=0.0, num_logprobs=20),
-        stops=TokenStops(max_tokens=500, min_tokens=0, stop_token_ids=frozenset()),
+        stops=TokenStops(max_tokens=250, min_tokens=0, stop_token_ids=frozenset()),
         sequences=tuple(SequenceStart(handle, handle, ()) for handle in range(2)),
         signed_ticket=None,
         timeout_s=_DEADLINE_S,

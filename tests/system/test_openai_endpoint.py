@@ -135,7 +135,7 @@ async def test_two_live_requests_with_one_label_are_both_served(
     cluster: LocalCluster, client: openai.AsyncOpenAI
 ) -> None:
     """A second client's requests under a label never affect the first client's stream."""
-    ask: Any = {"model": "", "prompt": _PROMPT, "max_tokens": 900, "extra_body": {"ignore_eos": True}}
+    ask: Any = {"model": "", "prompt": _PROMPT, "max_tokens": 400, "extra_body": {"ignore_eos": True}}
     async with await client.completions.create(**ask, stream=True, extra_headers={"x-request-id": "twice"}) as stream:
         parts = aiter(stream)
         await anext(parts)

@@ -64,7 +64,7 @@ class _AnyMigration(AnySchedule):
 
 
 TestSequencesThatMoveGiveTheirSerialTokensAndLeakNoBlock = _AnyMigration.TestCase
-TestSequencesThatMoveGiveTheirSerialTokensAndLeakNoBlock.settings = settings(max_examples=100, stateful_step_count=50)
+TestSequencesThatMoveGiveTheirSerialTokensAndLeakNoBlock.settings = settings(stateful_step_count=50)
 
 
 def _running(bench: SchedulerBench, *, prompt: int = 6, num_choices: int = 1, max_tokens: int = 20) -> list[int]:

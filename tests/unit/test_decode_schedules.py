@@ -5,6 +5,4 @@ from hypothesis import settings
 from tests.unit.decode_schedules import AnySchedule
 
 TestAnyScheduleGivesEverySequenceItsSerialTokensAndLeaksNoBlock = AnySchedule.TestCase
-TestAnyScheduleGivesEverySequenceItsSerialTokensAndLeaksNoBlock.settings = settings(
-    max_examples=250, stateful_step_count=40
-)
+TestAnyScheduleGivesEverySequenceItsSerialTokensAndLeaksNoBlock.settings = settings(stateful_step_count=40)

@@ -80,7 +80,7 @@ class _AnyMix(AnySchedule):
 
 
 TestAnyMixGivesSerialTokensKeepsLeasedBlocksAndLeaksNone = _AnyMix.TestCase
-TestAnyMixGivesSerialTokensKeepsLeasedBlocksAndLeaksNone.settings = settings(max_examples=100, stateful_step_count=40)
+TestAnyMixGivesSerialTokensKeepsLeasedBlocksAndLeaksNone.settings = settings(stateful_step_count=40)
 
 
 class _MixedPlay(Play):

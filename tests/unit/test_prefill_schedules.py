@@ -137,4 +137,4 @@ class _AnySchedule(RuleBasedStateMachine):
 
 
 TestAnyScheduleKeepsLeasedBlocksAndLeaksNone = _AnySchedule.TestCase
-TestAnyScheduleKeepsLeasedBlocksAndLeaksNone.settings = settings(max_examples=100, stateful_step_count=40)
+TestAnyScheduleKeepsLeasedBlocksAndLeaksNone.settings = settings(stateful_step_count=40)

@@ -25,7 +25,7 @@ _TESTS = """
 
     def test_that_passes():
         with pytest.raises(TimeoutError):
-            asyncio.run(a_wait_in_vain(1.0))
+            asyncio.run(a_wait_in_vain(0.2))
 """
 
 
