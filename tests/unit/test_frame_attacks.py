@@ -101,7 +101,7 @@ async def test_a_peer_without_the_proofs_is_refused_and_counted(
         try:
             while await streams[0].read(65_536):
                 pass
-        except ConnectionResetError:  # the worker had not read everything
+        except ConnectionError:  # the worker had not read everything
             pass
         streams[1].close()
         assert callee.telemetry.value("tandem_refused_members_total", reason=reason) == 1
@@ -113,7 +113,7 @@ def _is_closed(connection: socket.socket) -> bool:
         return connection.recv(1, socket.MSG_DONTWAIT) == b""
     except BlockingIOError:
         return False
-    except ConnectionResetError:
+    except ConnectionError:
         return True
 
 
