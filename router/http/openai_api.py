@@ -33,6 +33,7 @@ from router.http.bodies.openapi_bodies import (
     ChatCompletionChunk,
     Completion,
     CompletionChunk,
+    ErrorBody,
 )
 from router.http.bodies.request_headers import RequestHeaders
 from router.http.divided_chat import chat_shape
@@ -131,7 +132,7 @@ def _add_generation(
     @app.post(
         "/v1/completions",
         summary="Continues one or more prompts",
-        responses=generation_responses(Completion, CompletionChunk),
+        responses=generation_responses(Completion, CompletionChunk, ErrorBody, last="[DONE]"),
     )
     async def completions(body: CompletionRequest, headers: _Headers, request: Request) -> Response:
         prompts = body.prompt_fields(tokenization, is_chat=False)
@@ -151,7 +152,7 @@ def _add_generation(
     @app.post(
         "/v1/chat/completions",
         summary="Continues a conversation",
-        responses=generation_responses(ChatCompletion, ChatCompletionChunk),
+        responses=generation_responses(ChatCompletion, ChatCompletionChunk, ErrorBody, last="[DONE]"),
     )
     async def chat_completions(body: ChatCompletionRequest, headers: _Headers, request: Request) -> Response:
         names = "chatcmpl", "chat.completion", "chat.completion.chunk"

@@ -31,6 +31,7 @@ _MEANINGS = {
 }
 # The titles of lists of token ids in schemas of requests: those of a prompt, and others.
 TOKEN_IDS, ANY_TOKEN_IDS = "Token ids", "Any token ids"
+Json = dict[str, Any]
 _REFERENCE = "#/components/schemas/{model}"
 _API_KEY, _HEADER = "api key", "x-api-key"
 INFERENCE_PREFIXES = ("/v1/", "/tokenize", "/detokenize")
@@ -52,13 +53,16 @@ def answers(body: type[BaseModel], *statuses: int) -> Responses:
 
 
 def generation_responses(
-    whole: type[BaseModel], event: type[BaseModel], *, error: type[BaseModel] = ErrorBody
+    whole: type[BaseModel], *events: type[BaseModel], last: str = "", error: type[BaseModel] = ErrorBody
 ) -> Responses:
-    """Return the documentation of a generation's responses. `event`: what `data` of a stream's events has."""
-    stream = {
-        "schema": {"type": "string", "description": "server-sent events; the last is [DONE]"},
-        "itemSchema": {"$ref": _REFERENCE.format(model=event.__name__)},  # of OpenAPI 3.2: one event's data
-    }
+    """Return the documentation of a generation's responses. `events`: the objects that `data` of a stream's events
+    holds as JSON. `last`: the text of the last event that is not JSON, if a stream has one."""
+    objects = [{"$ref": _REFERENCE.format(model=event.__name__)} for event in events]
+    data: list[Json] = [{"contentMediaType": "application/json", "contentSchema": {"anyOf": objects}}]
+    if last:
+        data.insert(0, {"const": last})
+    event = {"type": "object", "properties": {"data": {"type": "string", "anyOf": data}}, "required": ["data"]}
+    stream = {"itemSchema": event | {"description": "a server-sent event"}}  # OpenAPI 3.2: of one event
     answer = {"model": whole, "description": "the answer", "content": {"text/event-stream": stream}}
     return {200: answer} | refusals(400, 404, 408, 413, 429, 500, 503, body=error)
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import jsonschema
 import openai
 
 from cluster.accounts.audit import Audit
@@ -91,3 +92,17 @@ def refused(answer: httpx.Response, status: int, code: str, param: str | None, *
 def events_of(text: str) -> list[dict[str, Any]]:
     """Return the objects of a stream's events."""
     return [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line.startswith("data: {")]
+
+
+def check_stream(path: str, text: str, document: dict[str, Any]) -> None:
+    """Assert that each event of a stream is what the OpenAPI document declares for the path. `data` is compared with
+    its `contentSchema` too, which validators of JSON schemas ignore."""
+    content = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]
+    event, components = content["itemSchema"], {"components": document["components"]}
+    events = [line.partition("data: ")[2] for line in text.split("\n\n") if not line.startswith(":")][:-1]
+    assert len(events) > 2, text
+    *texts, inner = event["properties"]["data"]["anyOf"]
+    for data in events:
+        jsonschema.Draft202012Validator(event).validate({"data": data})
+        if {"const": data} not in texts:
+            jsonschema.Draft202012Validator(inner["contentSchema"] | components).validate(json.loads(data))

@@ -18,7 +18,7 @@ from cluster.errors import (
     WorkerLost,
 )
 from router.text.tokenization import Tokenization
-from tests.unit.openai_api.endpoint import endpoint
+from tests.unit.openai_api.endpoint import check_stream, endpoint
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -49,6 +49,7 @@ def test_a_failure_in_mid_stream_is_an_error_event(demo: Tokenization) -> None:
         with pytest.raises(openai.APIError, match="both pools are gone") as raised:
             next(stream)
         raw = running.post("/v1/completions", {"prompt": "x", "stream": True}).text
+        check_stream("/v1/completions", raw, running.http.get("/openapi.json").json())
     assert text == "The "
     assert raised.value.code == "worker_lost"
     assert "event: error\ndata: " in raw

@@ -1,6 +1,5 @@
 """The OpenAPI document: what the server sends is what it declares."""
 
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 from cluster.errors import BuffersFull, DeadlineExceeded, NoWorkers
 from router.http.bodies.openapi import numbers_up_to
 from router.text.tokenization import Tokenization
-from tests.unit.openai_api.endpoint import USER, Endpoint, endpoint
+from tests.unit.openai_api.endpoint import USER, Endpoint, check_stream, endpoint
 
 _COMPLETION: tuple[str, dict[str, Any]] = ("/v1/completions", {"prompt": "x", "logprobs": 2})
 _CHAT: tuple[str, dict[str, Any]] = ("/v1/chat/completions", {"messages": USER, "logprobs": True, "top_logprobs": 2})
@@ -62,11 +61,7 @@ def test_whole_answers_and_events_are_as_declared(
     options = {"include_usage": True, "continuous_usage_stats": True}
     for stream_options in ({}, options):
         answer = shared.post(path, body | {"stream": True, "stream_options": stream_options})
-        events = [event.removeprefix("data: ") for event in answer.text.split("\n\n")][:-2]
-        assert len(events) > 3
-        for event in events:
-            schema = _content(document, path, 200, "text/event-stream")["itemSchema"]
-            _validate(json.loads(event), schema, document)
+        check_stream(path, answer.text, document)
 
 
 def _request_schema(document: dict[str, Any], path: str) -> dict[str, Any]:
