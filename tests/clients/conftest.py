@@ -16,6 +16,9 @@ from tests.system.local_cluster import LocalCluster
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = ROOT / "build" / "clients"
 _TIMEOUT_S = 560.0
+_ROUTER = ("--port", "0", "--grpc-port", "0", "--placement", "least-loaded")
+_PARSERS = ("--tool-call-parser", "hermes", "--reasoning-parser", "qwen3")
+_BRIEF = 24  # tokens of an answer
 T = TypeVar("T")
 
 Run = Callable[..., str]
@@ -43,18 +46,34 @@ def on_loop() -> Iterator[Callable[[Coroutine[None, None, object]], object]]:
 
 
 @pytest.fixture(scope="session")
-def url(on_loop: Callable[[Coroutine[None, None, T]], T], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a router with two prefill and two decode workers."""
+def cluster(
+    on_loop: Callable[[Coroutine[None, None, T]], T], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalCluster]:
+    """Two prefill and two decode workers, and two routers. The second one bounds answers to a few tokens: answers that
+    fill the context would be most of the time of a thousand generated requests.
+    """
     redis = on_loop(RedisServer.start())  # type: ignore[arg-type]
     directory = tmp_path_factory.mktemp("clients")
     cluster = LocalCluster(redis.url, directory, flags=("--dtype", "float32", "--num-blocks", "512"))  # type: ignore[attr-defined]
     try:
-        parsers = ("--tool-call-parser", "hermes", "--reasoning-parser", "qwen3")
-        on_loop(cluster.start(prefill=2, decode=2, router_flags=parsers))  # type: ignore[arg-type]
-        yield f"http://{cluster.members['router0'].ready['http']}"
+        on_loop(cluster.start(prefill=2, decode=2, router_flags=_PARSERS))  # type: ignore[arg-type]
+        brief = (*_ROUTER, *_PARSERS, "--max-output-length", str(_BRIEF))
+        on_loop(cluster.start_member("router1", "router", brief))  # type: ignore[arg-type]
+        yield cluster
     finally:
         on_loop(cluster.stop())  # type: ignore[arg-type]
         on_loop(redis.stop())  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="session")
+def url(cluster: LocalCluster) -> str:
+    return f"http://{cluster.members['router0'].ready['http']}"
+
+
+@pytest.fixture(scope="session")
+def brief_url(cluster: LocalCluster) -> str:
+    """The URL of the router whose answers are brief."""
+    return f"http://{cluster.members['router1'].ready['http']}"
 
 
 @pytest.fixture
