@@ -31,6 +31,9 @@ settings.register_profile("search", max_examples=250, deadline=None, suppress_he
 settings.register_profile("suite", settings.get_profile("search"), max_examples=100, derandomize=True)
 settings.load_profile("suite")
 
+# A slow test may need a minute of a core, which is ten minutes of one that is shared with ten others.
+_SLOW_TIMEOUT_S = 1800.0
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Configure the process that was started, and each one that pytest-xdist starts."""
@@ -69,6 +72,10 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put files that start processes first, the longest of them before all others, so that short tests fill the
-    processes of the run evenly at its end. The order within each kind stays as it was.
+    processes of the run evenly at its end. The order within each kind stays as it was. A slow test that names no time
+    limit has `_SLOW_TIMEOUT_S`.
     """
+    for item in items:
+        if item.get_closest_marker("slow") is not None and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(_SLOW_TIMEOUT_S))
     items.sort(key=lambda item: ("tests/chaos/test_chaos" not in item.nodeid, "tests/unit" in item.nodeid))
