@@ -18,7 +18,7 @@ from cluster.auth.keys import ClusterKeys
 from cluster.auth.sessions import OpeningSession, Session
 from cluster.errors import MalformedMessage, MemberRefused
 from cluster.protocol.received import checked
-from cluster.serving.frame_channel import MAX_REQUEST_BYTES, CallerConnection, FrameChannel
+from cluster.serving.frame_channel import MAX_REQUEST_BYTES, CallerConnection, FrameCall, FrameChannel
 from cluster.serving.rpc_errors import REASON
 from cluster.serving.serving import open_channel
 from cluster.serving.tls import ClusterTls
@@ -176,6 +176,11 @@ class SignedStream:
         except grpc.aio.UsageError:
             self._open_soon()  # fails in the same way, and its reader or writer receives the error
 
+    @property
+    def is_behind(self) -> bool:
+        """Return whether the call goes over gRPC although frames connect now: if it is made again, it uses them."""
+        return self._call is not None and not isinstance(self._call, FrameCall) and self._sessions.have_frames
+
     async def read(self) -> Any:
         """Return the next message, or grpc.aio.EOF at the end. Raises AioRpcError."""
         while True:
@@ -258,6 +263,10 @@ class _Sessions:
         self._stub = worker_pb2_grpc.MemberAuthStub(channel)
         self._keys, self._caller = keys, caller
         self._opening: asyncio.Task[Session] | None = None
+
+    @property
+    def have_frames(self) -> bool:
+        return self._frames is not None and self._frames.connection is not None
 
     async def get(self) -> Session:
         """Return the session; open it if there is none. Raises AioRpcError."""

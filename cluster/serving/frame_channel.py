@@ -33,7 +33,8 @@ from cluster.serving.frames import (
 _LOG = logging.getLogger("tandem.frames")
 MAX_REQUEST_BYTES = 64 << 10  # a larger request goes over gRPC, so that it delays no other call's frames
 _CONNECT_S = 2.0  # with the proofs
-_PAUSE_S = 1.0
+_PAUSE_S = 1.0  # doubled with each attempt that gives no lasting connection
+_MAX_PAUSE_S = 8.0
 _LAST_NUMBER = (1 << 32) - 1
 _FIRST_S = 1.0  # calls wait for the first attempt to connect
 _LOST = Status(grpc.StatusCode.UNAVAILABLE, "the connection broke")
@@ -78,10 +79,11 @@ class FrameChannel:
             self._connection = None
 
     async def _keep(self, port: int, callee: str, first: "asyncio.Future[None]") -> None:
-        """Connect again and again. `first` is set when the first attempt is over."""
-        logged = ""
+        """Connect again and again: at once after a connection that has lasted, because a stream that begins meanwhile
+        goes over gRPC. `first` is set when the first attempt is over."""
+        loop, logged, pause_s = asyncio.get_running_loop(), "", _PAUSE_S
         while True:
-            problem = "the connection broke"
+            problem, began_s = "the connection broke", loop.time()
             try:
                 async with asyncio.timeout(_CONNECT_S):
                     self._connection = await self._connect(port, callee)
@@ -92,10 +94,13 @@ class FrameChannel:
             if self._connection is not None:
                 await asyncio.shield(self._connection.lost)
                 self._connection = None
+                if loop.time() - began_s > _MAX_PAUSE_S:
+                    pause_s = 0.0
             if problem != logged:
                 _LOG.info("calls go over gRPC until frames connect", extra={"callee": callee, "problem": problem})
                 logged = problem
-            await asyncio.sleep(_PAUSE_S)
+            await asyncio.sleep(pause_s)
+            pause_s = min(max(_PAUSE_S, 2 * pause_s), _MAX_PAUSE_S)
 
     async def _connect(self, port: int, callee: str) -> "CallerConnection":
         opening = OpeningConnection(self._keys, transport=CALLS, importer=self._caller, exporter=callee)

@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 import grpc
 
+from cluster.auth.member_channel import SignedStream
 from cluster.errors import Draining, MalformedMessage, Unhealthy
 from cluster.member import Member
 from cluster.messages import LinkSpeed, MemberId
@@ -218,11 +219,8 @@ class WorkerStream:
             await asyncio.sleep(_RECONNECT_PAUSE_S)
 
     def _log_disconnection(self, problem: str) -> None:
-        worker = str(self._worker)
-        if self._is_draining():
-            _LOG.info("the stream from a draining worker ended", extra={"worker": worker})
-        else:
-            _LOG.info("the stream from a worker broke", extra={"worker": worker, "problem": problem})
+        what = "the stream from a draining worker ended" if self._is_draining() else "the stream from a worker broke"
+        _LOG.info(what, extra={"worker": str(self._worker), "problem": problem})
 
     async def _converse(self, hello_deadline_s: float) -> str:
         """Run one connection from its hello to its end. Raises AioRpcError, TimeoutError."""
@@ -257,6 +255,8 @@ class WorkerStream:
                 self._on_connected()
             else:
                 self._on_message(message)
+            if not self._owners and isinstance(call, SignedStream) and call.is_behind:
+                return "no sequence runs there, so the stream changes from gRPC to frames"
         return "the worker ended the stream"
 
     def _fresh_cancels(self) -> asyncio.Queue[tuple[int, ...] | None]:

@@ -129,6 +129,7 @@ class ScriptedWorker:
         self.voice = Gate()  # closed: sends nothing on its streams, not even heartbeats, as a stopped process
         self.is_deaf = False  # what routers say on its streams is lost
         self.streams: dict[str, asyncio.Queue[worker_pb2.WorkerMessage | None]] = {}
+        self.open_streams: list[object] = []  # the contexts of the streams of routers
         self.beats: asyncio.Queue[int] = asyncio.Queue()  # heartbeats that routers have been sent
         telemetry = Telemetry()
         members_only = MemberGate(KEYS, self.id, telemetry, Audit())
@@ -221,6 +222,7 @@ class StreamService(worker_pb2_grpc.DecodeWorkerServicer):
         hello = (await anext(aiter(request_iterator))).hello
         outgoing = worker.streams.setdefault(hello.router, asyncio.Queue())
         reader = asyncio.create_task(self._read(request_iterator))
+        worker.open_streams.append(context)
         try:
             await worker.voice.passed()
             if hello.has_no_sequences:
@@ -233,6 +235,7 @@ class StreamService(worker_pb2_grpc.DecodeWorkerServicer):
                     raise Unavailable("the connection is told to break")
                 yield message
         finally:
+            worker.open_streams.remove(context)
             reader.cancel()
 
     def on_cancelled(self, handles: tuple[int, ...]) -> None:

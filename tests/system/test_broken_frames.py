@@ -8,6 +8,7 @@ from functools import partial
 
 from cluster.auth.member_channel import MemberChannel
 from cluster.serving.frame_channel import CallerConnection
+from cluster.serving.frame_server import FrameContext
 from router.fleet.peer import Peer
 from router.requests import GenerateRequest
 from router.running import running
@@ -84,6 +85,26 @@ async def test_a_stream_goes_on_where_it_was_without_another_attempt() -> None:
         assert _peer(router, decode) is peer and peer.trusted and not router.pipeline.pairs.failing()
         assert not router.telemetry.by_labels("tandem_false_suspicions_total")
         assert await _frames(router, decode) is not connection
+
+
+async def test_a_stream_that_went_on_over_grpc_uses_frames_again_once_no_sequence_runs() -> None:
+    async with router_under_test(grace_s=_DEADLINE_S) as router:
+        await router.add_prefill("p0")
+        decode = await router.add_decode("d0")
+        await router.connected()
+        request = ask(max_tokens=6)
+        async with _stream_with_three_tokens(router, request, decode) as answer:
+            await _break(router, decode, await _frames(router, decode))
+            await _frames(router, decode)  # restored, while the sequence runs
+            decode.resumed.set()
+        assert answer.token_ids == {0: expected_tokens(router, request)}
+        await until(lambda: _carries_the_stream(router, decode), what="the stream uses frames")
+        assert (await answer_to(router, request)).summary.ledger.reasons == ()
+
+
+async def _carries_the_stream(router: RouterUnderTest, worker: ScriptedDecode) -> bool:
+    """Return whether the worker serves the router's stream as frames."""
+    return any(isinstance(context, FrameContext) for context in worker.open_streams)
 
 
 async def _num_waiting(worker: ScriptedDecode) -> int:
