@@ -33,6 +33,7 @@ DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
 _START_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 30.0
 _CALL_TIMEOUT_S = 60.0
+_PAUSE_S = 0.02  # between two looks for a state that lasts
 _LAST_LINES = 30
 
 Process = asyncio.subprocess.Process | ForkedProcess
@@ -182,9 +183,12 @@ class LocalCluster:
     async def until_connected(self) -> None:
         """Wait until the router is connected to all running workers."""
         running = {name: self.members[name].incarnation for name in self.workers()}
-        what = f"the router is connected to {running}"
         await until(
-            self._connected, lambda seen: running.items() <= seen.items(), what=what, deadline_s=_START_TIMEOUT_S
+            self._connected,
+            lambda seen: running.items() <= seen.items(),
+            what=f"the router is connected to {running}",
+            deadline_s=_START_TIMEOUT_S,
+            pause_s=_PAUSE_S,
         )
 
     async def _connected(self) -> dict[str, str]:
@@ -257,7 +261,7 @@ class LocalCluster:
         async def roles() -> list[int]:
             return [member.role for member in (await self.status()).members if member.member_id == name]
 
-        await until(roles, [number].__eq__, what=f"{name} has the role {role}")
+        await until(roles, [number].__eq__, what=f"{name} has the role {role}", pause_s=_PAUSE_S)
 
     async def inspect(self, name: str) -> worker_pb2.InspectResponse:
         """Return the worker's report about itself, after its check()."""
@@ -297,8 +301,13 @@ class LocalCluster:
         """Wait until no worker holds a block for any request. Fails at the deadline with the blocks that are still
         held."""
         for name in self.workers():
-            look = partial(self.blocks_in_use, name)
-            await until(look, lambda seen: not seen, what=f"{name} has no block in use", deadline_s=_STOP_TIMEOUT_S)
+            await until(
+                partial(self.blocks_in_use, name),
+                lambda seen: not seen,
+                what=f"{name} has no block in use",
+                deadline_s=_STOP_TIMEOUT_S,
+                pause_s=_PAUSE_S,
+            )
 
     def _cluster_flags(self) -> tuple[str, ...]:
         return ("--redis", self.redis_url, "--cluster-name", self.name, "--cluster-key-file", str(self.key_file))

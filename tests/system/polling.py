@@ -8,17 +8,23 @@ Seen = TypeVar("Seen")
 
 
 async def until(
-    look: Callable[[], Awaitable[Seen]], holds: Callable[[Seen], object] = bool, *, what: str, deadline_s: float = 60.0
+    look: Callable[[], Awaitable[Seen]],
+    holds: Callable[[Seen], object] = bool,
+    *,
+    what: str,
+    deadline_s: float = 60.0,
+    pause_s: float = 0.0,
 ) -> Seen:
     """Poll until the condition holds, and return the value for which it does. `what`: the expected state, for the error
-    at the deadline.
+    at the deadline. `pause_s`: between two looks, for a state that lasts: looks of other processes take processor time
+    from what brings it about.
     """
     seen: Seen | str = "nothing"
     try:
         async with asyncio.timeout(deadline_s):
             while not holds(sight := await look()):
                 seen = sight
-                await asyncio.sleep(0)  # lets the deadline pass although `look` may never wait
+                await asyncio.sleep(pause_s)  # without a pause too: the deadline passes although `look` may never wait
             return sight
     except TimeoutError:
         raise AssertionError(f"{what}: not so within {deadline_s:g} s; seen last: {seen}") from None
