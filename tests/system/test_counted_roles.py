@@ -22,7 +22,7 @@ _FIRST = ScaleTarget(1, 2)
 
 @pytest.fixture
 async def registry(redis_url: str, cluster_name: str) -> AsyncIterator[Registry]:
-    made = Registry(url=redis_url, cluster_name=cluster_name, ttl_s=60.0, keys=KEYS)
+    made = Registry(url=redis_url, cluster_name=cluster_name, ttl_s=60.0, keys=KEYS, timeout_s=60.0)
     yield made
     await made.close()
 
