@@ -176,6 +176,10 @@ async def _unless_ended(answer: WholeAnswer, sending: Coroutine[None, None, None
         task.result()
 
 
+class LastEvents(bytes):
+    """The events at the end of a stream, which are sent together with the end of the response."""
+
+
 class EventStream(Response):
     """A response as server-sent events. The status line waits for the first token, so that a refusal has its own
     status, but no longer than `KEEPALIVE_INTERVAL_S`: then a comment is sent, which keeps connections open.
@@ -205,7 +209,7 @@ class EventStream(Response):
         await while_connected(scope, receive, self._send_all(scope, send))
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
-        started, chunks = False, chunks_of(scope, send)
+        started, chunks, last = False, chunks_of(scope, send), b""
         events_of = self._new_events()
         reader = None
         if isinstance(chunks, DirectChunks) and len(self._requests) == 1:  # of several, choices are numbered again
@@ -221,14 +225,17 @@ class EventStream(Response):
                         started = True
                         if reader is not None:
                             reader.has_begun = True
-                    await chunks.write(events)
+                    if isinstance(events, LastEvents):
+                        last = events
+                    else:
+                        await chunks.write(events)
         except ClientGone:
             raise
         except Exception as error:
             if not started:
                 raise
-            await chunks.write(self.failure(error))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            last = self.failure(error)
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
     def failure(self, error: Exception) -> bytes:
         """Return the event of an error that ends the stream."""
@@ -238,7 +245,8 @@ class EventStream(Response):
         return _Events(self._shape, self._envelope, self._prompts)
 
     async def _events(self, outputs: AsyncIterator[Output], events_of: DeltaEvents) -> AsyncIterator[bytes]:
-        """Yield the bytes to send; never an empty portion. Deltas that went to the reader are not among them."""
+        """Yield the bytes to send, the last ones as LastEvents; never an empty portion. Deltas that went to the reader
+        are not among them."""
         usage, ledgers = Usage(0, 0), list[Ledger]()
         async for output in outputs:
             if output.accepted is not None:
@@ -256,11 +264,9 @@ class EventStream(Response):
                 yield events
             elif not output.deltas and output.summary is None and output.accepted is None:
                 yield _COMMENT
-        if self._envelope.include_usage:
-            yield _event(self._envelope.usage_chunk(usage))
-        if self._envelope.with_ledger:
-            yield _event(self._envelope.ledger_chunk(ledgers))
-        yield b"data: [DONE]\n\n"
+        about = _event(self._envelope.usage_chunk(usage)) if self._envelope.include_usage else b""
+        about += _event(self._envelope.ledger_chunk(ledgers)) if self._envelope.with_ledger else b""
+        yield LastEvents(about + b"data: [DONE]\n\n")
 
 
 class _Reader:

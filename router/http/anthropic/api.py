@@ -25,7 +25,7 @@ from router.http.bodies.request_headers import RequestHeaders
 from router.http.endpoints import json_response
 from router.http.errors import anthropic_error, internal_error, json_bytes
 from router.http.openai_responses import Envelope, Json
-from router.http.openai_stream import DeltaEvents, EventStream, Generates, WholeResponse
+from router.http.openai_stream import DeltaEvents, EventStream, Generates, LastEvents, WholeResponse
 from router.request.divided_answers import ChatSettings, Division
 from router.request.live_requests import LiveRequests
 from router.request.validation import check_model
@@ -139,7 +139,7 @@ class MessageStream(EventStream):
                 yield events
             elif not output.deltas and output.summary is None and output.accepted is None:
                 yield _PING
-        yield events_of.end(usage)
+        yield LastEvents(events_of.end(usage))
 
 
 class _Writer:
