@@ -268,7 +268,7 @@ class WorkerChoice:
         """Return why a new request would be served too late or not at all; None if it would be served in time."""
         prefills, decodes, facts = options.prefills, options.decodes, options.request
         ways = self._policy.ways(prefills, decodes, facts)
-        return early_refusal(prefills, decodes, ways, facts, time_left_s)
+        return early_refusal(prefills, decodes, ways, facts, time_left_s, self._policy.predict)
 
     def record_local_prefill(
         self, admitted: AdmittedRequest, choices: Sequence[Choice], placement: Placement, failure: str

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from cluster.errors import Overloaded, QueueFull, SloUnattainable
 from cluster.service_times import ServiceRate, bounded_retry_s
 from router.policies.candidates import NO_TARGETS, Pair, RequestFacts, WorkerLoad
-from router.policies.prediction import Prediction, predict_all
+from router.policies.prediction import Predict, Prediction, predict_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +73,11 @@ def early_refusal(
     ways: Sequence[Pair],
     request: RequestFacts,
     time_left_s: float,
+    predict: Predict = predict_all,
 ) -> Overloaded | None:
     """Return why a new request should be refused before any worker is asked; None: it should not. `ways`: the pairs
     from which placement will choose. Without one, or while the speed of a worker is not known, the request waits.
+    `predict`: predicts the request as it is sent now.
 
     Only the deadline and the targets in `request`, which its client asked for, refuse. Those of the whole cluster
     never do."""
@@ -87,14 +89,14 @@ def early_refusal(
                 f"the queues of all {len(loads)} {pool} workers are full; try again",
                 retry_after_s=bounded_retry_s(min(full_for_s)),
             )
-    known = _predictions(ways, request)
+    known = predict(ways, request)
     if not known:
         return None
     late = _late(min(prediction.ttft_s for prediction in known), time_left_s)
     return late or _missed_targets(ways, request, known)
 
 
-def _predictions(ways: Sequence[Pair], request: RequestFacts, after_s: float = 0.0) -> list[Prediction]:
+def _predictions(ways: Sequence[Pair], request: RequestFacts, after_s: float) -> list[Prediction]:
     """Return the predictions of all ways; none if the speed of a worker is not known."""
     return predict_all(ways, request, after_s=after_s) or []
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from cluster.messages import MemberId, Role
 from router.policies.candidates import Pair, RequestFacts, WorkerLoad, pairs, transfer_s
-from router.policies.prediction import Prediction
+from router.policies.prediction import Predict, Prediction, predict_all
 
 # A pair is slow when it needs this much longer for the prompt's KV than the fastest known pair. Smaller differences
 # between measurements must not keep equal pairs from taking turns.
@@ -102,6 +102,11 @@ def shortlist(ordered: Sequence[Candidate], chosen: Candidate) -> tuple[Candidat
 
 
 class Policy(Protocol):
+    @property
+    def predict(self) -> Predict:
+        """Return a function like `predict_all`, which does not repeat the predictions that `choose` needs too."""
+        ...
+
     def ways(
         self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts
     ) -> Sequence[Pair]:
@@ -118,6 +123,8 @@ class Policy(Protocol):
 
 class _OfPairs:
     """Compares pairs by their load. Of equal pairs it avoids those known to transfer KV slowly; the rest take turns."""
+
+    predict = staticmethod(predict_all)
 
     def __init__(self) -> None:
         self._turns = _Turns()
@@ -160,6 +167,8 @@ class PrefixAware(_OfPairs):
 
 class RoundRobin:
     """Lets all workers take turns, whatever their load."""
+
+    predict = staticmethod(predict_all)
 
     def __init__(self) -> None:
         self._turns = _Turns()

@@ -7,7 +7,7 @@ prompt; and the decode batch from the time when the prompt and its KV will be th
 delays that service times leave out are learned from earlier requests and added (router/policies/forecast.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from cluster.messages import MemberId
@@ -65,6 +65,24 @@ def predict_all(ways: Sequence[Pair], request: RequestFacts, *, after_s: float =
     for i in sorted(range(len(ways)), key=lambda i: computed[i].at_s):
         predictions[i] = predictor.predict(*ways[i], computed[i])
     return [prediction for prediction in predictions if prediction is not None]
+
+
+Predict = Callable[[Sequence[Pair], RequestFacts], list[Prediction] | None]  # predict_all, or like it
+
+
+class LatestPredictions:
+    """Predicts a request at all candidates as `predict_all` does. It keeps its latest answer: the early refusal of a
+    request and its placement ask the same, with the same objects."""
+
+    def __init__(self) -> None:
+        self._request: RequestFacts | None = None
+        self._ways: Sequence[Pair] = ()
+        self._found: list[Prediction] | None = None
+
+    def __call__(self, ways: Sequence[Pair], request: RequestFacts) -> list[Prediction] | None:
+        if request is not self._request or ways != self._ways:
+            self._request, self._ways, self._found = request, ways, predict_all(ways, request)
+        return self._found
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from router.policies.placement import (
     is_fallback,
     shortlist,
 )
-from router.policies.prediction import Prediction, predict_all
+from router.policies.prediction import LatestPredictions, Prediction
 
 # Predictions that differ by less than `PRECISION` and this time are equal: the models are not more precise.
 _TOLERANCE_S = 0.001
@@ -47,6 +47,7 @@ class SloAware:
         self._draw = draw
         self._explore = explore
         self._without_speeds = PrefixAware()
+        self.predict = LatestPredictions()
 
     def ways(
         self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts
@@ -87,7 +88,7 @@ class SloAware:
 
     def _predicted(self, pairs: Sequence[Pair], request: RequestFacts) -> list[Candidate] | None:
         """Return all candidates; None if the speed of a worker is not known."""
-        predictions = predict_all(pairs, request)
+        predictions = self.predict(pairs, request)
         if predictions is None:
             return None
         targets = self._targets.preferring(request.targets)

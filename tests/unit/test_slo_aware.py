@@ -48,6 +48,17 @@ def names(placement: Placement) -> tuple[str | None, str]:
     return placement.prefill.id if placement.prefill else None, placement.decode.id
 
 
+def test_a_placement_repeats_no_prediction_that_the_early_refusal_made() -> None:
+    auto, prefills, decodes = policy("auto", NO_TARGETS, draw=random.Random(1).random), [load("p0")], [load("d0")]
+    known = auto.predict(auto.ways(prefills, decodes, REQUEST), REQUEST)
+    placement = auto.choose(prefills, decodes, REQUEST)
+    assert known is not None and placement is not None and placement.chosen is not None
+    assert any(placement.chosen.prediction is each for each in known)
+
+    busier = auto.choose([load("p0", num_ahead=500)], [load("d0", num_ahead=500)], REQUEST)  # predicted anew
+    assert busier is not None and busier.chosen is not None and busier.chosen.prediction not in known
+
+
 def test_the_candidate_with_the_earliest_first_token_is_chosen() -> None:
     placement = choose([load("p0", num_ahead=900), load("p1")], [load("d0", num_ahead=500)])
     assert (names(placement), placement.reason) == (("p1", "d0"), PlacementReason.TTFT)
