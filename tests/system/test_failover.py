@@ -94,8 +94,10 @@ async def test_without_prefill_workers_decode_prefills_with_a_named_reason() -> 
         first = asyncio.create_task(answer_to(router, request))
         await asyncio.wait_for(prefill.before_first_tokens.reached.wait(), 10)
         await prefill.die()
-        for reasons in (("prefill_worker_lost", "no_prefill_worker"), ("no_prefill_worker",)):
-            answer = await (answer_to(router, request) if first.done() else first)
+        answers = [await first, await answer_to(router, request)]
+        for answer, reasons in zip(
+            answers, [("prefill_worker_lost", "no_prefill_worker"), ("no_prefill_worker",)], strict=True
+        ):
             assert answer.token_ids[0] == expected_tokens(router, request)
             assert answer.summary.ledger.reasons == reasons
             assert [time.member for time in answer.summary.ledger.worker_times] == [str(decode.id)]
