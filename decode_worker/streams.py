@@ -238,7 +238,7 @@ class WorkReports:
     def __init__(self, streams: RouterStreams) -> None:
         self.outstanding = OutstandingWork(self._on_change)
         self._streams = streams
-        self._due: set[MemberId] = set()
+        self._due: dict[MemberId, None] = {}  # in the order in which they connected: a simulated run repeats
         self._timer: asyncio.TimerHandle | None = None
         self._next_s = float("-inf")  # when the next report after a change may be sent
 
@@ -246,7 +246,7 @@ class WorkReports:
         """Send a report to each of these routers now."""
         reports = self.outstanding.reports(routers, asyncio.get_running_loop().time())
         for router, work in reports.items():
-            self._due.discard(router)
+            self._due.pop(router, None)
             self._streams.send_latest(router, worker_pb2.WorkerMessage(others=report_wire.others_work_to_wire(work)))
 
     def send_to_all(self) -> None:
@@ -259,7 +259,7 @@ class WorkReports:
             self._timer.cancel()
 
     def _on_change(self, changed: MemberId) -> None:
-        self._due.update(router for router in self._streams.connected() if router != changed)
+        self._due.update((router, None) for router in self._streams.connected() if router != changed)
         if self._due and self._timer is None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_at(max(loop.time(), self._next_s), self._send_due)
