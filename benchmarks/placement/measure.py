@@ -94,8 +94,7 @@ class Measuring:
         others = cpu_time(pids.values()).others_since(begin, generated.cpu_s)
         errors: dict[str, list[float]] = {}
         if arm.protocol == "tandem" and not arm.is_static:
-            names = [f"{prefix}{number}" for number in range(len(arrivals))]
-            errors = await prediction_errors(arm.address, arm.admin_key, names)
+            errors = await prediction_errors(arm.address, [f"{prefix}{number}" for number in range(len(arrivals))])
         planned_s = arrivals[-1].at_s
         return _Turn(generated.records, planned_s, generated.took_s, others, generated.cpu_s, generated.late_s, errors)
 

@@ -154,6 +154,7 @@ class Simulation:
         prefills = [loads[worker.member] for worker in self._prefills]
         placement = self.policy.choose(prefills, [loads[worker.member] for worker in self._decodes], facts)
         assert placement is not None
+        self.policy.placed(prefills, [loads[worker.member] for worker in self._decodes], facts, self.now_s)
         exporter = loads[placement.prefill] if placement.prefill is not None else None
         served.prediction = predict(exporter, loads[placement.decode], facts)
         served.prefill, served.decode = placement.prefill, placement.decode

@@ -206,6 +206,7 @@ class WorkerChoice:
                 admitted.waits(choices[0], None)
                 self._telemetry.count("tandem_placement_decisions_total", reason=placement.reason)
                 admitted.account.placements.add(placement, _now_s(), is_batch=admitted.request.is_batch)
+                self._learn(options, is_batch=admitted.request.is_batch)
                 if (chosen := placement.chosen) is not None and (predicted := chosen.prediction) is not None:
                     now_s, modelled = _now_s(), None if admitted.request.is_batch else self._modelled(chosen)
                     admitted.account.predict(predicted.ttft_s, predicted.itl_s, now_s, modelled)
@@ -216,6 +217,15 @@ class WorkerChoice:
                 await self._fleet.changed()
             facts = replace(options.request, excluded_pairs=self._pairs.excluded_pairs())
             options = Options(facts, self._fleet.prefill_loads(), self._fleet.decode_loads())
+
+    def _learn(self, options: Options, *, is_batch: bool) -> None:
+        """Let the policy learn from a request at its first attempt. The batch class uses only what others leave."""
+        facts = options.request
+        if is_batch or facts.num_committed or facts.avoid:
+            return
+        arrangement = self._policy.placed(options.prefills, options.decodes, facts, _now_s())
+        if arrangement is not None:
+            _LOG.info("the workers are used in another arrangement", extra={"arrangement": arrangement})
 
     def _modelled(self, chosen: Candidate) -> ModelledRequest | None:
         """Return the record from which the models of the chosen workers learn. None for requests of the batch class,

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from cluster.messages import MemberId, Role
+from router.policies.arrangement import Arrangement
 from router.policies.candidates import Pair, RequestFacts, WorkerLoad, pairs, transfer_s
 from router.policies.prediction import Predict, Prediction, predict_all
 
@@ -120,8 +121,21 @@ class Policy(Protocol):
         alone is chosen."""
         ...
 
+    def placed(
+        self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts, now_s: float
+    ) -> Arrangement | None:
+        """Learn from a new request that was placed. Returns the arrangement of the workers if it has changed."""
+        ...
 
-class _OfPairs:
+
+class _LearnsNothing:
+    def placed(
+        self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts, now_s: float
+    ) -> Arrangement | None:
+        return None
+
+
+class _OfPairs(_LearnsNothing):
     """Compares pairs by their load. Of equal pairs it avoids those known to transfer KV slowly; the rest take turns."""
 
     predict = staticmethod(predict_all)
@@ -165,7 +179,7 @@ class PrefixAware(_OfPairs):
         return self._turns.choose(best, found, reason, request)
 
 
-class RoundRobin:
+class RoundRobin(_LearnsNothing):
     """Lets all workers take turns, whatever their load."""
 
     predict = staticmethod(predict_all)

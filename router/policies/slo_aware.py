@@ -5,6 +5,9 @@ workers, and later ones), then the shortest time to first token, then the least 
 own and those of the sequences that run there), then the least KV to move. Differences within the tolerance of a
 criterion do not decide; the next criterion does. Candidates that are equal in everything are drawn at random. Misses
 are probabilities: a prediction just below a target is not as good as one far below it.
+
+What later requests miss because a worker does the other role's part depends on the traffic: the arrangement of the
+workers (router/policies/arrangement.py) says how much to expect.
 """
 
 import math
@@ -12,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from cluster.messages import Role
+from cluster.outstanding_work import PromptWork
+from router.policies.arrangement import Arrangement, Arrangements, PastRequest
 from router.policies.candidates import NO_TARGETS, Pair, RequestFacts, SloTargets, WorkerLoad, candidates
 from router.policies.forecast import PRECISION
 from router.policies.placement import (
@@ -32,10 +37,11 @@ from router.policies.prediction import LatestPredictions, Prediction
 _TOLERANCE_S = 0.001
 _TOLERANCE_MISSES = 0.02
 _SHARPNESS = 8.0  # a target is missed with a probability of 19 % at 1.2 times the predicted time, of 5 % at 1.45 times
-# What the later requests of a worker miss when it does the other role's part of a request. Simulated over prompts of 64
-# to 2,048 tokens, outputs of 16 and 128 and loads of 0.3 to 0.9, half a miss kept most targets: with 0.1 or less two
-# workers do everything alike and disturb each other, with 0.8 or more they hardly help each other.
-_MISSES_AGAINST_ROLE = 0.5
+# What later requests miss for each part of a request that a worker does against its role. Simulated over prompts of 64
+# to 2,048 tokens, outputs of 16 and 128 and loads of 0.3 to 0.9: where neither arrangement is clearly better, half a
+# miss kept most targets; with 0.1 or less two workers do everything alike and disturb each other, with 0.8 or more they
+# hardly help each other.
+_MISSES_AGAINST_ROLE = {Arrangement.BY_ROLE: 3.0, Arrangement.MIXED: 0.5}
 _MISSES_PER_WAIT = 0.1  # of later requests, which wait behind this one; per wait that uses up its target
 
 
@@ -48,6 +54,7 @@ class SloAware:
         self._explore = explore
         self._without_speeds = PrefixAware()
         self.predict = LatestPredictions()
+        self._arrangements = Arrangements()
 
     def ways(
         self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts
@@ -86,6 +93,17 @@ class SloAware:
             propensity=propensity,
         )
 
+    def placed(
+        self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts, now_s: float
+    ) -> Arrangement | None:
+        workers = list({load.member: load for load in (*prefills, *decodes)}.values())
+        targets = self._targets.preferring(request.targets)
+        if targets == NO_TARGETS or any(load.work is None for load in workers):
+            return None
+        work = PromptWork.of(request.num_prompt_tokens, max(request.cached_tokens.values(), default=0))
+        past = PastRequest(now_s, work, request.num_prompt_tokens, request.expected_output, targets)
+        return self._arrangements.current if self._arrangements.placed(past, workers) else None
+
     def _predicted(self, pairs: Sequence[Pair], request: RequestFacts) -> list[Candidate] | None:
         """Return all candidates; None if the speed of a worker is not known."""
         predictions = self.predict(pairs, request)
@@ -112,6 +130,9 @@ class SloAware:
         run at its workers, and later ones."""
         if targets == NO_TARGETS:
             return 0.0
+        arrangement = self._arrangements.current
+        if arrangement is Arrangement.ALONE:
+            return float(pair[0] is not None)  # and among the workers alone the first token decides
         kept = (1 - _miss(prediction.ttft_s, targets.ttft_s)) * (1 - _miss(prediction.itl_s, targets.itl_s))
         others = 0.0
         for beside in prediction.beside:
@@ -121,7 +142,7 @@ class SloAware:
                 _miss(whole_s, self._targets.itl_s) - _miss(beside.before_s, self._targets.itl_s)
             )
         waiting = _MISSES_PER_WAIT * min(1.0, prediction.ttft_s / targets.ttft_s) if targets.ttft_s > 0 else 0.0
-        return 1 - kept + others + waiting + _MISSES_AGAINST_ROLE * _num_against_role(*pair)
+        return 1 - kept + others + waiting + _MISSES_AGAINST_ROLE[arrangement] * _num_against_role(*pair)
 
     def _best(self, found: Sequence[Candidate]) -> tuple[Candidate, PlacementReason]:
         """Return the best candidate and the criterion that left only this one."""

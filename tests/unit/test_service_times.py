@@ -98,9 +98,9 @@ def test_prompts_within_the_time_left_by_a_batch_keep_the_step_within_its_limit(
         assert times.mixed_step_s(found + 1, context, batch, total) >= limit_s * (1 - 1e-9)
 
 
-def test_a_step_may_take_its_target_and_more_the_longer_a_prompt_has_waited() -> None:
+def test_a_step_may_take_a_share_of_its_target_and_more_the_longer_a_prompt_has_waited() -> None:
     assert StepLimit().seconds(0.01, 0.0, 0.3) == pytest.approx(1.5 * 0.01)
-    assert StepLimit(0.04).seconds(0.01, 0.0, 0.3) == 0.04
+    assert StepLimit(0.04).seconds(0.01, 0.0, 0.3) == pytest.approx(0.75 * 0.04)
     assert StepLimit(0.04).seconds(0.01, 1.5, 0.3) == pytest.approx(6 * 0.01)
     assert StepLimit().seconds(0.01, 1.0, 0.001) == pytest.approx(5 * 0.01)  # a short prompt's patience is 0.25 s
 

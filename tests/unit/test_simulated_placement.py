@@ -16,6 +16,7 @@ from router.policies.placement import Policy, PrefixAware
 from router.policies.slo_aware import SloAware
 
 _SEEDS, _NUM_REQUESTS = (1,), 120
+_NUM_TO_LEARN = 150  # requests until the arrangement is learned and those that waited before are served
 Arm = tuple[tuple[int, ...], tuple[int, ...]]
 SEPARATE, COLOCATED = ((0,), (1,)), ((), (0, 1))
 
@@ -29,12 +30,18 @@ def targets_of(workload: Workload) -> SloTargets:
 
 
 def run(
-    policy: Policy, arm: Arm, workload: Workload, rate_rps: float, seed: int, target_s: float = 0.0
+    policy: Policy,
+    arm: Arm,
+    workload: Workload,
+    rate_rps: float,
+    seed: int,
+    target_s: float = 0.0,
+    num_requests: int = _NUM_REQUESTS,
 ) -> list[Served]:
     draws = Random(seed)
     setting = replace(SETTING, step_limit=StepLimit(target_s), noise=lambda: max(0.7, draws.lognormvariate(0, 0.05)))
     workers = [replace(setting, role=role) for role in (Role.PREFILL, Role.DECODE)]
-    arrivals = poisson_arrivals(workload, rate_rps, _NUM_REQUESTS, Random(f"{workload} {rate_rps} {seed}"))
+    arrivals = poisson_arrivals(workload, rate_rps, num_requests, Random(f"{workload} {rate_rps} {seed}"))
     return Simulation(policy, workers, *arm).run(arrivals)
 
 
@@ -78,3 +85,24 @@ def test_at_the_reference_point_a_fifth_more_requests_keep_their_targets() -> No
     workload, rate_rps = Workload(512, 64), 3.0
     best = max(of_static(arm, workload, rate_rps) for arm in (SEPARATE, COLOCATED))
     assert of_auto(workload, rate_rps) >= 1.2 * best
+
+
+@pytest.mark.parametrize(
+    ("workload", "rate_rps", "better"),
+    [
+        (Workload(2048, 16), 0.68, COLOCATED),
+        pytest.param(Workload(512, 128), 2.2, SEPARATE, marks=pytest.mark.slow),
+        pytest.param(Workload(64, 128), 6.5, COLOCATED, marks=pytest.mark.slow),
+    ],
+)
+def test_where_one_arrangement_is_far_better_auto_learns_it(workload: Workload, rate_rps: float, better: Arm) -> None:
+    targets, num_requests = targets_of(workload), 2 * _NUM_TO_LEARN
+
+    def kept(policy: Policy, arm: Arm, target_s: float = 0.0) -> float:
+        found = run(policy, arm, workload, rate_rps, 1, target_s, num_requests)
+        return attainment(found[_NUM_TO_LEARN:], targets)
+
+    worse = COLOCATED if better is SEPARATE else SEPARATE
+    best = kept(PrefixAware(), better)
+    assert best >= kept(PrefixAware(), worse) + 0.3, "the point no longer shows what it is here for"
+    assert kept(SloAware(targets, Random(1).random), SEPARATE, targets.itl_s) >= best - 0.1

@@ -1,0 +1,122 @@
+"""Whether workers keep their roles or serve whole requests is learned from a replay of the recent requests."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from benchmarks.placement.workload import Workload, poisson_arrivals
+from benchmarks.placement_simulated import SETTING, TIMES
+from cli.load import Arrival
+from cluster.messages import MemberId, Role
+from cluster.outstanding_work import PromptWork
+from router.policies.arrangement import Arrangement, Arrangements, PastRequest, _better, _kept_alone, _kept_by_role
+from router.policies.arrangement import _Replayed as Replayed
+from router.policies.candidates import WorkerLoad
+from router.policies.placement import PrefixAware
+from router.policies.work_ahead import WorkAhead
+from tests.unit.test_simulated_placement import COLOCATED, SEPARATE, Arm, attainment, run, targets_of
+
+BUSY_PROMPTS, BUSY_BOTH = (Workload(2048, 16), 0.68), (Workload(512, 128), 3.2)
+
+
+def worker(role: Role, others: int = 0) -> WorkerLoad:
+    work = WorkAhead(TIMES, max_running=64, step_limit=SETTING.step_limit)
+    return WorkerLoad(MemberId(str(role), "1"), "a", 4, others=others, work=work, role=role)
+
+
+PAIR = [worker(Role.PREFILL), worker(Role.DECODE)]
+
+
+def arrivals(workload: Workload, rate_rps: float, count: int = 120) -> list[Arrival]:
+    return list(poisson_arrivals(workload, rate_rps, count, Random(f"{workload} {rate_rps} 1")))
+
+
+def past(workload: Workload, rate_rps: float, count: int = 120) -> list[PastRequest]:
+    targets = targets_of(workload)
+    return [
+        PastRequest(one.at_s, PromptWork.of(one.prompt_tokens, 0), one.prompt_tokens, one.output_tokens, targets)
+        for one in arrivals(workload, rate_rps, count)
+    ]
+
+
+def learned(
+    workload: Workload, rate_rps: float, workers: list[WorkerLoad] = PAIR, count: int = 240
+) -> tuple[Arrangements, list[Arrangement]]:
+    arrangements, changes = Arrangements(), []
+    for request in past(workload, rate_rps, count):
+        if arrangements.placed(request, workers):
+            changes.append(arrangements.current)
+    return arrangements, changes
+
+
+def replayed(workload: Workload, rate_rps: float) -> tuple[float, float]:
+    requests, kept = past(workload, rate_rps), []
+    prefill, decode = (Replayed(load) for load in PAIR)
+    for replay in (
+        _kept_by_role(requests, [prefill], [decode]),
+        _kept_alone(requests, [Replayed(load) for load in PAIR]),
+    ):
+        try:
+            while True:
+                next(replay)
+        except StopIteration as ended:
+            kept.append(ended.value)
+    return kept[0], kept[1]
+
+
+@pytest.mark.parametrize(
+    ("workload", "rate_rps"), [BUSY_PROMPTS, (Workload(64, 16), 18.0), pytest.param(*BUSY_BOTH, marks=pytest.mark.slow)]
+)
+def test_a_replay_keeps_as_many_targets_as_the_scheduler_with_the_same_arrangement(
+    workload: Workload, rate_rps: float
+) -> None:
+    def simulated(arm: Arm) -> float:
+        return attainment(run(PrefixAware(), arm, workload, rate_rps, seed=1), targets_of(workload))
+
+    by_role, alone = replayed(workload, rate_rps)
+    assert by_role == pytest.approx(simulated(SEPARATE), abs=0.15)
+    assert alone == pytest.approx(simulated(COLOCATED), abs=0.15)
+
+
+@pytest.mark.parametrize(
+    ("traffic", "arrangement"),
+    [
+        (BUSY_PROMPTS, Arrangement.ALONE),
+        (BUSY_BOTH, Arrangement.BY_ROLE),
+        ((Workload(512, 64), 0.5), Arrangement.MIXED),
+    ],
+)
+def test_the_arrangement_that_keeps_clearly_more_targets_is_learned(
+    traffic: tuple[Workload, float], arrangement: Arrangement
+) -> None:
+    arrangements, changes = learned(*traffic)
+    assert arrangements.current is arrangement
+    assert changes == ([] if arrangement is Arrangement.MIXED else [arrangement]), "it does not change back and forth"
+
+
+def test_an_arrangement_is_kept_until_it_is_no_longer_better() -> None:
+    assert _better(0.5, 0.75, Arrangement.MIXED) is Arrangement.MIXED
+    assert _better(0.5, 0.85, Arrangement.MIXED) is Arrangement.ALONE
+    assert _better(0.5, 0.7, Arrangement.ALONE) is Arrangement.ALONE
+    assert _better(0.5, 0.6, Arrangement.ALONE) is Arrangement.MIXED
+    assert _better(0.85, 0.5, Arrangement.ALONE) is Arrangement.BY_ROLE
+
+
+def test_requests_of_other_routers_count_by_the_work_that_the_workers_have_of_them() -> None:
+    workload, rate_rps = BUSY_PROMPTS
+    assert learned(workload, rate_rps / 4)[0].current is Arrangement.MIXED
+    shared = [replace(load, others=12 + 1) for load in PAIR]  # beside this router's 4, and the request being placed
+    assert learned(workload, rate_rps / 4, shared)[0].current is Arrangement.ALONE
+
+
+def test_workers_of_both_roles_have_no_other_arrangement() -> None:
+    assert learned(*BUSY_PROMPTS, [worker(Role.BOTH), worker(Role.DECODE)])[0].current is Arrangement.MIXED
+
+
+def test_a_placement_pays_for_a_small_part_of_a_replay() -> None:
+    arrangements = Arrangements()
+    requests = past(*BUSY_PROMPTS, 200)
+    changed = [number for number, request in enumerate(requests) if arrangements.placed(request, PAIR)]
+    # 16 requests come first; each is then replayed by role in two parts and alone in one, eight parts per placement.
+    assert changed and changed[0] >= 16 + 3 * 16 / 8 - 2
