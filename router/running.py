@@ -116,16 +116,16 @@ class ChangeSignal:
 
     def __init__(self) -> None:
         self._next: asyncio.Future[None] | None = None
-        self._called = set[Callable[[], None]]()
+        self._called: dict[Callable[[], None], None] = {}  # in order of their beginning: a simulation replays it
 
     @contextmanager
     def calling(self, on_change: Callable[[], None]) -> Iterator[None]:
         """Call `on_change` at each change, until the `with` block ends."""
-        self._called.add(on_change)
+        self._called[on_change] = None
         try:
             yield
         finally:
-            self._called.discard(on_change)
+            del self._called[on_change]
 
     def next(self) -> "asyncio.Future[None]":
         """Return the future of the next change. It is shared: give it to `first_done`, and never await it directly,

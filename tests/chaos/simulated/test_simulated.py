@@ -154,7 +154,7 @@ def _take_prompt_again(outbox: Outbox) -> ScoredPrompt | None:
     return outbox._prompt
 
 
-async def _says_nothing(*_: object) -> None:
+async def _says_nothing(*_: object, **__: object) -> None:
     pass
 
 
