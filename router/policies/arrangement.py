@@ -4,30 +4,32 @@ A placement that looks at one request at a time cannot see that another arrangem
 present traffic better. So the recent requests are replayed over the workers' own service times: once with prompts and
 decoding on workers of their roles, and once with every worker alone. Where one of the two keeps clearly more latency
 targets, it is the arrangement; between them workers help each other where a request gains enough (router/policies/
-slo_aware.py). A replay takes a few thousand steps of arithmetic and is made in small parts, one with each placement.
+slo_aware.py). A replay takes a few hundred to some thousand steps of arithmetic, a few of them with each placement, so
+that none delays the streams that its router serves meanwhile.
 """
 
 import heapq
 import math
 from collections import deque
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
+from itertools import count
+from operator import attrgetter
 from statistics import fmean
 
 from cluster.messages import Role
 from cluster.outstanding_work import PromptWork
-from cluster.service_times import NO_STEP_TARGET, StepWork
+from cluster.service_times import StepWork
 from router.policies.candidates import SloTargets, WorkerLoad
+from router.policies.forecast import AGE_SHARE, LEAST_STEP_S, Beside, chunk_tokens
 
 _NUM_PAST = 128  # requests that are replayed, for up to four workers
 _NUM_PAST_PER_WORKER = 32
 _LEAST_PAST = 16
-_PER_PLACEMENT = 8  # requests of a replay that are simulated with each placement
+_STEPS_PER_PLACEMENT = 32  # of a replay; a step takes about 15 us
 _CLEAR, _STILL_CLEAR = 0.3, 0.15  # differences of the shares of requests that keep their targets
-_AGE_SHARE = 0.3  # steps are equal until the age of the oldest prompt and its patience have grown by this share
-_LEAST_STEP_S = 1e-9  # a worker may report service times of 0
-_LEAST_TOKENS = 16  # that the scheduler computes of the first prompt in each step
+_NEGLIGIBLE = 1e-6  # tokens
 
 
 class Arrangement(StrEnum):
@@ -66,27 +68,21 @@ class Arrangements:
         self._others += sum(load.others for load in workers) - self._others / size
         before = self.current
         if self._replay is None and len(self._past) >= _LEAST_PAST:
-            self._replay = self._compare(self._traffic(), workers)
-        for _ in range(_PER_PLACEMENT):
+            self._replay = self._compare(_Traffic(tuple(self._past), self._own / (self._own + self._others)), workers)
+        for _ in range(_STEPS_PER_PLACEMENT):
             if self._replay is not None and next(self._replay, self) is self:
                 self._replay = None
         return self.current is not before
 
-    def _traffic(self) -> list[PastRequest]:
-        """Return the past requests at the rate of all routers: a router sees its own requests only, and how much work
-        of the others the workers have."""
-        first_s, share = self._past[0].placed_s, self._own / (self._own + self._others)
-        return [replace(each, placed_s=share * (each.placed_s - first_s)) for each in self._past]
-
-    def _compare(self, past: Sequence[PastRequest], workers: Sequence[WorkerLoad]) -> Generator[None, None, None]:
-        """Replay the requests with both arrangements and choose. Yields after each request."""
+    def _compare(self, traffic: "_Traffic", workers: Sequence[WorkerLoad]) -> Generator[None, None, None]:
+        """Replay the requests with both arrangements and choose. Yields after each step."""
         prefills = [_Replayed(load) for load in workers if load.role is Role.PREFILL]
         decodes = [_Replayed(load) for load in workers if load.role is Role.DECODE]
         if not prefills or not decodes or len(prefills) + len(decodes) < len(workers):
             self.current = Arrangement.MIXED  # a worker of both roles does in either arrangement what it does now
             return
-        by_role_kept = yield from _kept_by_role(past, prefills, decodes)
-        alone_kept = yield from _kept_alone(past, [_Replayed(load) for load in workers])
+        by_role_kept = yield from _kept_by_role(traffic, prefills, decodes)
+        alone_kept = yield from _kept_alone(traffic, [_Replayed(load) for load in workers])
         self.current = _better(by_role_kept, alone_kept, self.current)
 
 
@@ -101,11 +97,24 @@ def _better(by_role_kept: float, alone_kept: float, current: Arrangement) -> Arr
     return Arrangement.MIXED
 
 
+@dataclass(frozen=True, slots=True)
+class _Traffic:
+    """The requests of a replay, at the rate of all routers: a router sees only its own requests, and how much work of
+    the others the workers have."""
+
+    past: Sequence[PastRequest]
+    share: float  # of this router
+
+    def placed_s(self, request: PastRequest) -> float:
+        return self.share * (request.placed_s - self.past[0].placed_s)
+
+
 @dataclass(slots=True, eq=False)
 class _Live:
     """A request at one worker."""
 
     request: PastRequest
+    placed_s: float
     here_s: float  # when it came to this worker
     prompt_left: float  # tokens to compute here
     num_output: float  # tokens to generate here
@@ -118,6 +127,9 @@ class _Live:
         prompt = self.request.prompt
         return prompt.attended / prompt.num_new + prompt.num_new / 2 - self.prompt_left
 
+    def is_kept(self, itl_s: float) -> bool:
+        return not self.request.targets.missed(self.first_s - self.placed_s, itl_s)
+
     @property
     def itl_s(self) -> float:
         return (self.ended_s - self.first_s) / max(1.0, self.request.num_output - 1)
@@ -129,11 +141,11 @@ class _Replayed:
     def __init__(self, load: WorkerLoad) -> None:
         assert load.work is not None, "workers without speeds cannot be replayed"
         self._work = load.work
-        self._limit = load.work.step_limit or NO_STEP_TARGET
         self._now_s = 0.0
         self._prompts: deque[_Live] = deque()
-        self._running: list[tuple[float, int, _Live]] = []  # by the number of steps after which they end
-        self._num_steps, self._context = 0.0, 0.0
+        self._running: list[tuple[float, int, _Live]] = []  # by the number of tokens after which they end
+        self._num_tokens, self._context = 0.0, 0.0  # that each of them generates; of all in all
+        self._order = count()
         self._served: list[_Live] = []
 
     @property
@@ -148,36 +160,43 @@ class _Replayed:
         else:
             self._start(live)
 
-    def move(self, until_s: float) -> None:
-        """Move forward to this time, or to the end of the step that then runs."""
+    def move(self, until_s: float) -> Generator[None, None, None]:
+        """Move forward to this time, or to the end of the step that then runs. Yields after each step."""
         while self._now_s < until_s and (self._prompts or self._running):
             self._take_steps(until_s)
+            yield
 
-    def finish(self) -> Sequence[_Live]:
+    def finish(self) -> "_Served":
         """Serve all requests to their ends, and return all that were served here."""
-        self.move(math.inf)
+        yield from self.move(math.inf)
         return self._served
 
     def _take_steps(self, until_s: float) -> None:
-        """Take some equal steps."""
+        """Take some equal steps, which count as one. Sequences above the largest batch take turns."""
         num_running = min(len(self._running), self._work.max_running)
-        context = round(self._context / max(1, len(self._running)) * num_running)
-        prompt = self._prompts[0] if self._prompts else None
-        most = self._chunk(prompt, num_running, context) if prompt is not None else 0.0
-        step_s = self._step_s(most, prompt.context if prompt is not None else 0.0, num_running, context)
+        share = num_running / len(self._running) if self._running else 1.0
+        context = round(self._context * share)
+        prompt, most, step_s = None, 0.0, self._step_s(0.0, 0.0, num_running, context)
+        if self._prompts:
+            prompt = self._prompts[0]
+            waited_s, alone_s = self._now_s - prompt.here_s, self._alone_s(prompt)
+            beside = Beside(num_running, context, step_s)
+            most = chunk_tokens(self._work, beside, prompt.prompt_left, prompt.context, waited_s, alone_s)
+            step_s = self._step_s(most, prompt.context, num_running, context)
         number = max(1.0, math.ceil((until_s - self._now_s) / step_s)) if until_s < math.inf else math.inf
         if prompt is not None:
             number = min(number, max(1.0, prompt.prompt_left // most))
-            if num_running:
-                number = min(number, max(1.0, _AGE_SHARE * self._grown_s(prompt) / step_s))
+            if num_running and self._work.step_limit is not None:
+                grown_s = waited_s + self._work.step_limit.patience_s(alone_s)
+                number = min(number, max(1.0, AGE_SHARE * grown_s / step_s))
         if self._running:
-            number = min(number, max(1.0, self._running[0][0] - self._num_steps))
+            number = min(number, max(1.0, (self._running[0][0] - self._num_tokens) / share))
         if prompt is not None:
             step_s = self._step_s(most, prompt.context + number * most / 2, num_running, context)
         self._now_s += number * step_s
-        self._num_steps += number
+        self._num_tokens += number * share
         self._context += number * num_running
-        while self._running and self._running[0][0] <= self._num_steps:
+        while self._running and self._running[0][0] <= self._num_tokens + _NEGLIGIBLE:
             self._end(heapq.heappop(self._running)[2])
         if prompt is not None:
             prompt.prompt_left -= number * most
@@ -186,21 +205,7 @@ class _Replayed:
 
     def _step_s(self, num_new: float, prompt_context: float, num_running: int, context: int) -> float:
         work = StepWork(math.ceil(num_new), num_new * prompt_context, num_running, context)
-        return max(_LEAST_STEP_S, self._work.times.seconds(work))
-
-    def _chunk(self, prompt: _Live, num_running: int, context: int) -> float:
-        """Return how many tokens of the first prompt the next step computes."""
-        work = self._work
-        most = max(1.0, min(prompt.prompt_left, work.max_chunk - num_running))
-        if not num_running:
-            return most
-        quiet_s = work.times.decode.seconds(num_running, context)
-        limit_s = self._limit.seconds(quiet_s, self._now_s - prompt.here_s, self._alone_s(prompt))
-        added_s = work.times.prompts_within_s(limit_s, num_running, context)
-        return min(most, max(work.times.prefill.tokens_within(added_s, prompt.context, math.ceil(most)), _LEAST_TOKENS))
-
-    def _grown_s(self, prompt: _Live) -> float:
-        return self._now_s - prompt.here_s + self._limit.patience_s(self._alone_s(prompt))
+        return max(LEAST_STEP_S, self._work.times.seconds(work))
 
     def _alone_s(self, prompt: _Live) -> float:
         work = prompt.request.prompt
@@ -213,7 +218,7 @@ class _Replayed:
             self._end(live)
             return
         self._context += live.request.num_prompt_tokens
-        heapq.heappush(self._running, (self._num_steps + live.num_output - 1, id(live), live))
+        heapq.heappush(self._running, (self._num_tokens + live.num_output - 1, next(self._order), live))
 
     def _end(self, live: _Live) -> None:
         live.ended_s = self._now_s
@@ -223,34 +228,38 @@ class _Replayed:
 
 
 _Kept = Generator[None, None, float]  # returns the share of the requests that keep their targets
+_Served = Generator[None, None, Sequence[_Live]]
 
 
-def _kept_by_role(past: Sequence[PastRequest], prefills: Sequence[_Replayed], decodes: Sequence[_Replayed]) -> _Kept:
-    for request in past:
-        _serve(_Live(request, request.placed_s, request.prompt.num_new, 1), prefills)
-        yield
-    computed = sorted((live for worker in prefills for live in worker.finish()), key=lambda live: live.first_s)
+def _kept_by_role(traffic: _Traffic, prefills: Sequence[_Replayed], decodes: Sequence[_Replayed]) -> _Kept:
+    for request in traffic.past:
+        placed_s = traffic.placed_s(request)
+        yield from _serve(_Live(request, placed_s, placed_s, request.prompt.num_new, 1), prefills)
+    computed = sorted((yield from _all_served(prefills)), key=attrgetter("first_s"))
     for live in computed:
-        _serve(_Live(live.request, live.first_s, 0.0, live.request.num_output), decodes)
-        yield
-    decoded = {id(live.request): live for worker in decodes for live in worker.finish()}
-    return fmean(_is_kept(live.request, live.first_s, decoded[id(live.request)].itl_s) for live in computed)
+        decoding = _Live(live.request, live.placed_s, live.first_s, 0.0, live.request.num_output)
+        yield from _serve(decoding, decodes)
+    decoded = {id(live.request): live for live in (yield from _all_served(decodes))}
+    return fmean(live.is_kept(decoded[id(live.request)].itl_s) for live in computed)
 
 
-def _kept_alone(past: Sequence[PastRequest], workers: Sequence[_Replayed]) -> _Kept:
-    for request in past:
-        _serve(_Live(request, request.placed_s, request.prompt.num_new, request.num_output), workers)
-        yield
-    served = [live for worker in workers for live in worker.finish()]
-    return fmean(_is_kept(live.request, live.first_s, live.itl_s) for live in served)
+def _kept_alone(traffic: _Traffic, workers: Sequence[_Replayed]) -> _Kept:
+    for request in traffic.past:
+        placed_s = traffic.placed_s(request)
+        yield from _serve(_Live(request, placed_s, placed_s, request.prompt.num_new, request.num_output), workers)
+    return fmean(live.is_kept(live.itl_s) for live in (yield from _all_served(workers)))
 
 
-def _serve(live: _Live, workers: Sequence[_Replayed]) -> None:
+def _serve(live: _Live, workers: Sequence[_Replayed]) -> Generator[None, None, None]:
     """Give a request to the worker with the fewest ones, as of the time at which it comes."""
     for worker in workers:
-        worker.move(live.here_s)
-    min(workers, key=lambda worker: worker.num_live).add(live)
+        yield from worker.move(live.here_s)
+    min(workers, key=attrgetter("num_live")).add(live)
+    yield
 
 
-def _is_kept(request: PastRequest, first_s: float, itl_s: float) -> bool:
-    return not request.targets.missed(first_s - request.placed_s, itl_s)
+def _all_served(workers: Sequence[_Replayed]) -> _Served:
+    found: list[_Live] = []
+    for worker in workers:
+        found += yield from worker.finish()
+    return found

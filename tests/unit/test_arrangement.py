@@ -1,5 +1,6 @@
 """Whether workers keep their roles or serve whole requests is learned from a replay of the recent requests."""
 
+import math
 from dataclasses import replace
 from random import Random
 
@@ -10,7 +11,16 @@ from benchmarks.placement_simulated import SETTING, TIMES
 from cli.load import Arrival
 from cluster.messages import MemberId, Role
 from cluster.outstanding_work import PromptWork
-from router.policies.arrangement import Arrangement, Arrangements, PastRequest, _better, _kept_alone, _kept_by_role
+from router.policies.arrangement import (
+    Arrangement,
+    Arrangements,
+    PastRequest,
+    _better,
+    _kept_alone,
+    _kept_by_role,
+    _Live,
+    _Traffic,
+)
 from router.policies.arrangement import _Replayed as Replayed
 from router.policies.candidates import WorkerLoad
 from router.policies.placement import PrefixAware
@@ -51,11 +61,11 @@ def learned(
 
 
 def replayed(workload: Workload, rate_rps: float) -> tuple[float, float]:
-    requests, kept = past(workload, rate_rps), []
+    traffic, kept = _Traffic(past(workload, rate_rps), 1.0), list[float]()
     prefill, decode = (Replayed(load) for load in PAIR)
     for replay in (
-        _kept_by_role(requests, [prefill], [decode]),
-        _kept_alone(requests, [Replayed(load) for load in PAIR]),
+        _kept_by_role(traffic, [prefill], [decode]),
+        _kept_alone(traffic, [Replayed(load) for load in PAIR]),
     ):
         try:
             while True:
@@ -114,9 +124,33 @@ def test_workers_of_both_roles_have_no_other_arrangement() -> None:
     assert learned(*BUSY_PROMPTS, [worker(Role.BOTH), worker(Role.DECODE)])[0].current is Arrangement.MIXED
 
 
-def test_a_placement_pays_for_a_small_part_of_a_replay() -> None:
-    arrangements = Arrangements()
-    requests = past(*BUSY_PROMPTS, 200)
-    changed = [number for number, request in enumerate(requests) if arrangements.placed(request, PAIR)]
-    # 16 requests come first; each is then replayed by role in two parts and alone in one, eight parts per placement.
-    assert changed and changed[0] >= 16 + 3 * 16 / 8 - 2
+def test_sequences_above_the_largest_batch_take_turns() -> None:
+    def itl_s(max_running: int) -> float:
+        work = WorkAhead(TIMES, max_running=max_running)
+        replayed, requests = Replayed(replace(PAIR[1], work=work)), past(Workload(1, 101), 1e6, 8)
+        for request in requests:
+            replayed.add(_Live(request, 0.0, 0.0, 0.0, request.num_output))
+        for _ in replayed.move(math.inf):
+            pass
+        assert len(replayed._served) == 8 and replayed._context == pytest.approx(0.0)
+        return max(live.itl_s for live in replayed._served)
+
+    assert itl_s(8) == pytest.approx(TIMES.step_s(8, 8 * 51), rel=0.05)
+    assert itl_s(4) == pytest.approx(2 * TIMES.step_s(4, 4 * 51), rel=0.05)
+
+
+@pytest.mark.parametrize("num_pairs", [1, 8])
+def test_a_placement_pays_for_a_few_steps_of_a_replay(num_pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = [replace(load, member=MemberId(f"{load.role}{i}", "1")) for i in range(num_pairs) for load in PAIR]
+    taken, take_steps = list[int](), Replayed._take_steps
+
+    def counted(replayed: Replayed, until_s: float) -> None:
+        taken[-1] += 1
+        take_steps(replayed, until_s)
+
+    monkeypatch.setattr(Replayed, "_take_steps", counted)
+    arrangements, workload = Arrangements(), Workload(64, 128)
+    for request in past(workload, 15.0 * num_pairs, 150):  # more than they can serve: queues are long
+        taken.append(0)
+        arrangements.placed(request, workers)
+    assert max(taken) <= 32 and sum(taken) > 1000
