@@ -75,7 +75,7 @@ class Placement:
     reason: PlacementReason
     is_fallback: bool = False  # there was no pair to choose, nor a worker of both roles
     considered: tuple[Candidate, ...] = ()  # from the best to the worst, at most `MAX_CONSIDERED`
-    num_candidates: int = 0  # all of them
+    num_candidates: int = 0  # that were compared
     alternative: Candidate | None = None  # the chosen one and this one were drawn from; None: nothing was explored
     propensity: float = 1.0  # of that draw: the probability with which the chosen one was drawn
 

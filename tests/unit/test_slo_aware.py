@@ -1,15 +1,17 @@
 """The policy `auto`: latency targets first, then time to first token, then later tokens, then the KV to move."""
 
+import math
 import random
 from collections import Counter
 from dataclasses import fields, replace
 
 import pytest
 
-from cluster.messages import MemberId, Role
+from cluster.messages import LinkSpeed, MemberId, Role
 from cluster.outstanding_work import PromptWork
-from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
+from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes, StepLimit
 from cluster.settings.config import RouterConfig
+from router.policies import candidates
 from router.policies.candidates import NO_TARGETS, RequestFacts, SloTargets, WorkerLoad
 from router.policies.placement import (
     MAX_CONSIDERED,
@@ -182,9 +184,9 @@ def test_every_candidate_is_kept_with_its_prediction_the_best_one_first() -> Non
 
 
 def test_of_many_candidates_the_best_are_kept_and_always_the_best_worker_alone() -> None:
-    prefills = [load(f"p{number}", num_ahead=10 * number) for number in range(40)]
+    prefills = [load(f"p{number}", num_ahead=10 * number) for number in range(30)]
     placement = choose(prefills, [load("d0", num_ahead=9000)])
-    assert (placement.num_candidates, len(placement.considered)) == (41, MAX_CONSIDERED)
+    assert (placement.num_candidates, len(placement.considered)) == (31, MAX_CONSIDERED)
     assert [c.prefill.id if c.prefill else None for c in placement.considered[-2:]] == ["p14", None]
 
 
@@ -308,3 +310,57 @@ def test_a_random_fleet_is_never_served_worse_than_the_best_static_arm_predicts(
         ttfts_s = [candidate.prediction.ttft_s for candidate in placement.considered if candidate.prediction]
         assert len(ttfts_s) == placement.num_candidates
         assert ttfts_s[0] <= min(ttfts_s) * 1.02 + 0.001
+
+
+def random_fleet(draws: random.Random, role: Role, number: int) -> list[WorkerLoad]:
+    """Return workers with prompts and sequences, some of them none."""
+    loads = []
+    for n in range(number):
+        waiting = [PromptWork.of(draws.choice([64, 512, 2048]), 0) for _ in range(draws.choice([0, 0, 1, 2, 4, 8]))]
+        running, joining = draws.choice([0, 1, 4, 16, 40, 60]), draws.choice([0, 0, len(waiting)])
+        prompts = PromptQueue(sum(waiting, PromptWork()), waiting[0]) if waiting else PromptQueue()
+        batch = SequenceBatch(running, joining, (running + joining) * draws.choice([100, 800, 2000]), 100.0)
+        work = WorkAhead(TIMES, prompts, batch, max_running=64, step_limit=StepLimit())
+        loads.append(WorkerLoad(MemberId(f"{role}{n}", "1"), "a", 0, work=work, role=role, kv_bytes_per_token=2e4))
+    return loads
+
+
+@pytest.mark.parametrize("targets", [NO_TARGETS, SloTargets(1.0, 0.05)])
+def test_of_a_large_fleet_few_candidates_are_predicted_and_hardly_ever_a_better_one_is_left_out(
+    targets: SloTargets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draws, num_worse = random.Random(11), 0
+    for _ in range(12):
+        prefills, decodes = random_fleet(draws, Role.PREFILL, 14), random_fleet(draws, Role.DECODE, 14)
+        link = [LinkSpeed(load.member, "tcp", draws.choice([1e8, 1e9, 1e10]), 0.001) for load in prefills]
+        decodes = [replace(decode, links=tuple(draws.sample(link, 7))) for decode in decodes]
+        cached = {draws.choice([*prefills, *decodes]).member: draws.choice([256, 500]) for _ in range(4)}
+        request = replace(REQUEST, num_prompt_tokens=draws.choice([64, 512, 2048]), cached_tokens=cached)
+        few = choose(prefills, decodes, request, targets)
+        with monkeypatch.context() as patched:
+            patched.setattr(candidates, "_MAX_PAIRS", math.inf)
+            patched.setattr(candidates, "_MAX_ALONE", math.inf)
+            every = choose(prefills, decodes, request, targets)
+        assert few.num_candidates <= 36 + 6 < 14 * 14 < every.num_candidates
+        best, best_of_all = few.considered[0], every.considered[0]
+        assert best.prediction is not None and best_of_all.prediction is not None
+        misses_more = best.expected_misses > best_of_all.expected_misses + 0.05
+        is_later = best.prediction.ttft_s > 1.05 * best_of_all.prediction.ttft_s + 0.001
+        num_worse += misses_more or (is_later and targets is NO_TARGETS)
+    assert num_worse <= 1
+
+
+def test_a_large_fleet_finds_the_only_pair_that_is_not_excluded() -> None:
+    prefills, decodes = [load(f"p{n}", num_ahead=n) for n in range(20)], [load(f"d{n}", running=n) for n in range(20)]
+    last = prefills[-1].member, decodes[-1].member
+    excluded = {(p.member, d.member) for p in prefills for d in decodes} - {last}
+    placement = SloAware(NO_TARGETS, lambda: 0.0).ways(prefills, decodes, replace(REQUEST, excluded_pairs=excluded))
+    assert [(p.member, d.member) for p, d in placement if p is not None] == [last]
+
+
+def test_a_large_fleet_of_two_kv_formats_compares_pairs_of_both() -> None:
+    old = [load(f"p{n}") for n in range(20)]
+    new = [replace(load(f"q{n}", num_ahead=900), kv_format="b") for n in range(20)]
+    decodes = [replace(load(f"d{n}", running=n), kv_format="b") for n in range(20)]
+    placement = choose([*old, *new], decodes)
+    assert any(candidate.is_pair for candidate in placement.considered)
