@@ -372,7 +372,7 @@ def _work_ahead(peer: Peer, now_s: float) -> WorkAhead | None:
     return WorkAhead(
         times=peer.service_times,
         prompts=peer.backlog.queue(now_s),
-        batch=peer.stream.batch(peer.backlog.others.sequences),
+        batch=peer.stream.batch(peer.backlog.others.sequences, now_s),
         max_chunk=max_chunk or DEFAULT_MAX_CHUNK,
         max_running=max_running,
         step_limit=StepLimit(capacity.slo_tpot_us / 1e6 if capacity is not None else 0.0),

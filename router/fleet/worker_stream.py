@@ -38,7 +38,7 @@ from router.fleet.decode_events import (
     tokens_of,
 )
 from router.fleet.supervision import WorkerTimeouts, refuses_connections
-from router.policies.work_ahead import SequenceBatch, SequenceProgress, batch_of
+from router.policies.work_ahead import SequenceBatch, SequenceProgress, work_of
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tandem.keepalive import KeepAliveTimer
 from tandem.keepalive_watch import waiting
@@ -46,7 +46,9 @@ from tandem.keepalive_watch import waiting
 _LOG = logging.getLogger("tandem.router.worker_stream")
 _RECONNECT_PAUSE_S = 0.05
 _RESEND_CANCEL_S = 0.2
+_WORK_AGE_S = 0.05
 _MAX_CANCELS_KEPT = 4096
+_Cancels: TypeAlias = asyncio.Queue[tuple[int, ...] | None]
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[worker_pb2.RouterMessage, worker_pb2.WorkerMessage]"
 _REPLACED = "another incarnation answers at its address"
 
@@ -82,19 +84,19 @@ class WorkerStream:
         self._worker = member.id
         self._address = member.address
         self._stub = worker_pb2_grpc.DecodeWorkerStub(channel)
-        self._router = side.router
-        self._timeouts = side.timeouts
-        self._handles = side.handles
-        self._on_change = side.on_change
+        self._router, self._timeouts = side.router, side.timeouts
+        self._handles, self._on_change = side.handles, side.on_change
         self._telemetry = side.telemetry
         self._on_draining, self._is_draining = on_draining, is_draining
         self._on_others = on_others
         self._owners: dict[int, Sequences] = {}
+        self._work: SequenceWork | None = None  # in all, as of `_work_s`; None: sequences have come or gone
+        self._work_s = 0.0
         self._moves: dict[int, MoveRequest] = {}  # moves in progress
         self._unheard_since_loss: dict[int, int] = {}  # handle -> number of the latest loss, if no message came since
         self._num_losses = 0
         self._cancel_sent_s: dict[int, float] = {}  # handle -> when its last cancel was sent, the latest last
-        self._cancels: asyncio.Queue[tuple[int, ...] | None] = asyncio.Queue()
+        self._cancels: _Cancels = asyncio.Queue()
         self._has_connected = False
         self.connected = asyncio.Event()
         self.heard_s = asyncio.get_running_loop().time()  # when the last message arrived
@@ -112,6 +114,7 @@ class WorkerStream:
         """Reserve one handle per sequence. On exit, cancel at the worker the sequences that have not ended."""
         sequences = Sequences({next(self._handles): progress for progress in all_progress})
         self._owners.update(dict.fromkeys(sequences.handles, sequences))
+        self._work = None
         try:
             yield sequences
         finally:
@@ -139,9 +142,13 @@ class WorkerStream:
         """Return the size of this sequence for another worker that would run it to its end; None if it is not known."""
         return self._owners[handle].all_progress[handle].size
 
-    def batch(self, others: SequenceWork) -> SequenceBatch:
-        """Return the sequences at the worker: those of this router as they are now, and those of other routers."""
-        return batch_of((owner.all_progress[handle] for handle, owner in self._owners.items()), others)
+    def batch(self, others: SequenceWork, now_s: float) -> SequenceBatch:
+        """Return the sequences at the worker, those of other routers too. Tokens of the last `_WORK_AGE_S` may be
+        missing, so that not every placement looks at every sequence of the cluster."""
+        if self._work is None or now_s > self._work_s + _WORK_AGE_S:
+            self._work = work_of(owner.all_progress[handle] for handle, owner in self._owners.items())
+            self._work_s = now_s
+        return SequenceBatch.of(self._work + others)
 
     def unstarted(self) -> list[int]:
         """Return the handles of sequences that have not joined the worker's batch."""
@@ -176,6 +183,7 @@ class WorkerStream:
         """Remove a sequence that the worker has ended."""
         sequences.live.discard(handle)
         self._owners.pop(handle, None)
+        self._work = None
         self._unheard_since_loss.pop(handle, None)
         if handle in self._moves:
             self._moves[handle].settle(MoveOutcome.ENDED)
@@ -213,9 +221,8 @@ class WorkerStream:
             if await refuses_connections(self._address):
                 return f"its address refuses connections ({problem})"
             if loop.time() >= disconnected_at_s + self._timeouts.recovery_timeout_s:
-                return (
-                    f"its stream broke and did not come back within {self._timeouts.recovery_timeout_s} s ({problem})"
-                )
+                within = f"within {self._timeouts.recovery_timeout_s} s"
+                return f"its stream broke and did not come back {within} ({problem})"
             await asyncio.sleep(_RECONNECT_PAUSE_S)
 
     def _log_disconnection(self, problem: str) -> None:
@@ -259,7 +266,7 @@ class WorkerStream:
                 return "no sequence runs there, so the stream changes from gRPC to frames"
         return "the worker ended the stream"
 
-    def _fresh_cancels(self) -> asyncio.Queue[tuple[int, ...] | None]:
+    def _fresh_cancels(self) -> _Cancels:
         """Return a queue for the next connection that repeats all recent cancels. Cancels in flight when the last
         connection broke did not arrive, and a frozen sequence sends nothing that would cause another one."""
         self._cancels = asyncio.Queue()
@@ -275,9 +282,7 @@ class WorkerStream:
             del self._cancel_sent_s[next(iter(self._cancel_sent_s))]
         self._cancels.put_nowait(handles)
 
-    async def _outgoing(
-        self, cancels: asyncio.Queue[tuple[int, ...] | None]
-    ) -> AsyncIterator[worker_pb2.RouterMessage]:
+    async def _outgoing(self, cancels: _Cancels) -> AsyncIterator[worker_pb2.RouterMessage]:
         hello = worker_pb2.RouterHello(router=str(self._router), has_no_sequences=not self._has_connected)
         yield worker_pb2.RouterMessage(hello=hello)
         while (handles := await cancels.get()) is not None:
@@ -293,8 +298,7 @@ class WorkerStream:
 
     def _watch_silent(self) -> None:
         """End every attempt that receives no message within `recovery_timeout_s`: any message may be lost, also the
-        last token of a sequence that the worker has removed.
-        """
+        last token of a sequence that the worker has removed."""
         self._num_losses += 1
         for handle in self._owners:
             self._unheard_since_loss.setdefault(handle, self._num_losses)
@@ -328,8 +332,7 @@ class WorkerStream:
     def _on_malformed(self, message: worker_pb2.WorkerMessage, error: MalformedMessage) -> None:
         """End the attempts of the sequences that the message names, or all attempts if it names none although it
         should. The names may be wrong as well, so other attempts end if they receive no message. Malformed heartbeats
-        and drain messages are ignored, because they are repeated.
-        """
+        and drain messages are ignored, because they are repeated."""
         kind = message.WhichOneof("message") or ""
         self._telemetry.count("tandem_malformed_messages_total", message=kind)
         _LOG.warning("a worker sent a malformed message", extra={"worker": str(self._worker), "problem": error.message})

@@ -172,7 +172,8 @@ class PrefixAware(_OfPairs):
     ) -> Placement | None:
         found = pairs(prefills, decodes, request)
         costs = [_depth(pair) + _share_to_compute(pair, request) for pair in found]
-        cheapest = [pair for pair, cost in zip(found, costs, strict=True) if cost == min(costs)]
+        least = min(costs, default=0.0)
+        cheapest = [pair for pair, cost in zip(found, costs, strict=True) if cost == least]
         best = self._speeds.without_slow(cheapest, request.num_prompt_tokens)
         is_for_prefix = any(_share_to_compute(pair, request) < 1 for pair in best)
         reason = PlacementReason.CACHED_PREFIX if is_for_prefix else PlacementReason.LOWEST_LOAD

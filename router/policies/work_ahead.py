@@ -250,15 +250,20 @@ class OutputLengths:
         return max(1.0, self._shares.get(max_tokens.bit_length(), 1.0) * max_tokens)
 
 
-def batch_of(all_progress: Iterable[SequenceProgress], others: SequenceWork = NO_SEQUENCE_WORK) -> SequenceBatch:
-    """Return the batch of this router's sequences at one worker and those of other routers."""
-    num_running, num_joining, context, left = others.num_running, others.num_joining, others.context, others.left
+def work_of(all_progress: Iterable[SequenceProgress]) -> SequenceWork:
+    """Return the sum over these sequences of one worker."""
+    num_running, num_joining, context, left = 0, 0, 0, 0.0
     for progress in all_progress:
         num_running += progress.is_decoding
         num_joining += not progress.is_decoding
         context += progress.length
         left += progress.expected_left
-    return SequenceBatch.of(SequenceWork(num_running, num_joining, context, left))
+    return SequenceWork(num_running, num_joining, context, left)
+
+
+def batch_of(all_progress: Iterable[SequenceProgress], others: SequenceWork = NO_SEQUENCE_WORK) -> SequenceBatch:
+    """Return the batch of this router's sequences at one worker and those of other routers."""
+    return SequenceBatch.of(work_of(all_progress) + others)
 
 
 def sequences_to_move(all_progress: Mapping[int, SequenceProgress], now_s: float, drain_deadline_s: float) -> list[int]:
