@@ -12,10 +12,12 @@ their median factor multiplies it: single outliers change nothing, and a change 
 requests.
 """
 
+import bisect
 import math
 from collections import deque
 from copy import copy
 from dataclasses import dataclass
+from operator import neg
 from statistics import median
 
 from cluster.outstanding_work import PromptWork
@@ -86,8 +88,10 @@ class Forecast:
         # Sequences that join have all their tokens left, those that run anything between that and nothing.
         halves = batch.num_running / 2 + batch.num_joining
         self._new_left = batch.left * batch.num_sequences / halves if halves else 0.0
+        self._num_tokens = 0.0  # that each running sequence has decoded since the forecast began
+        # The numbers of tokens at which the running sequences end, the last first.
         num_running = min(batch.num_running, _MOST_SEQUENCES)
-        self._left = [self._new_left * (i + 0.5) / num_running for i in range(num_running)]
+        self._ends = [self._new_left * (i + 0.5) / num_running for i in reversed(range(num_running))]
         num_joining = min(batch.num_joining, _MOST_SEQUENCES)
         self._num_imports = max(0.0, num_joining - sum(prompts.num_local for prompts in self._prompts))
         self._imports_s: list[float] = []  # when they will join, the last first
@@ -108,13 +112,13 @@ class Forecast:
         """Return an independent copy of this forecast."""
         other = copy(self)
         other._prompts = [copy(prompts) for prompts in self._prompts]
-        other._left, other._imports_s = self._left[:], self._imports_s[:]
+        other._ends, other._imports_s = self._ends[:], self._imports_s[:]
         return other
 
     @property
     def num_running(self) -> int:
         """Return the number of other sequences that run now."""
-        return len(self._left)
+        return len(self._ends)
 
     def join_imports_until(self, until_s: float) -> None:
         """Let the sequences whose prompts other workers compute join one after the other until that time."""
@@ -123,7 +127,7 @@ class Forecast:
 
     def wait(self, until_s: float) -> None:
         """Move forward to this time, or to the end of the step that then runs."""
-        while self.now_s < until_s and (self._left or self._prompts or self._imports_s):
+        while self.now_s < until_s and (self._ends or self._prompts or self._imports_s):
             self._take_steps(until_s, math.inf)
         self.now_s = max(self.now_s, until_s)
 
@@ -138,8 +142,8 @@ class Forecast:
         """Let sequences join now and move forward until each has decoded `num_tokens` tokens. They wait until there is
         room for them. Other sequences that end meanwhile are assumed to be replaced by new ones.
         """
-        while self._left and len(self._left) + num_sequences > self._work.max_running:
-            self._take_steps(math.inf, min(self._left))
+        while self._ends and len(self._ends) + num_sequences > self._work.max_running:
+            self._take_steps(math.inf, self._ends[-1] - self._num_tokens)
         self._num_own, self._own_length = num_sequences, length
         left = num_tokens
         while left > _NEGLIGIBLE and self._prompts:
@@ -150,8 +154,8 @@ class Forecast:
 
     def quiet_s(self, num_more: int = 0) -> float:
         """Return the seconds of a step without prompts, with `num_more` sequences more than run now."""
-        number = min(len(self._left) + self._num_own + num_more, self._work.max_running)
-        length = self._own_length if self._num_own and not self._left else self._length
+        number = min(len(self._ends) + self._num_own + num_more, self._work.max_running)
+        length = self._own_length if self._num_own and not self._ends else self._length
         return max(self._work.times.decode.seconds(number, round(number * length)), LEAST_STEP_S) if number else 0.0
 
     def _take_steps(self, until_s: float, num_tokens: float) -> float:
@@ -176,7 +180,7 @@ class Forecast:
         work, quiet_s = self._work, self.quiet_s()
         if prompts is None:
             return _Step(quiet_s, quiet_s, 0.0)  # takes no time if nothing runs
-        num_running = min(len(self._left) + self._num_own, work.max_running)
+        num_running = min(len(self._ends) + self._num_own, work.max_running)
         context = round(num_running * self._length)
         waited_s = self.now_s - prompts.arrived_s
         beside = Beside(num_running, context, quiet_s)
@@ -189,22 +193,23 @@ class Forecast:
         number = num_tokens
         if prompts is not None:
             number = min(number, max(1, math.floor(prompts.left / step.num_new + _NEGLIGIBLE)))
-            if self._left and self._work.step_limit is not None:
+            if self._ends and self._work.step_limit is not None:
                 grown_s = self.now_s - prompts.arrived_s + self._work.step_limit.patience_s(prompts.alone_s)
                 number = min(number, max(1.0, AGE_SHARE * grown_s / step.seconds))
         change_s = min([until_s, *self._imports_s[-1:]])
         if change_s < math.inf:
             steps = max(0.0, change_s - self.now_s) / step.seconds
-            number = min(number, max(1.0, math.ceil(steps)) if step.num_new and not self._left else steps)
-        if self._left and self.now_s >= 0:
+            number = min(number, max(1.0, math.ceil(steps)) if step.num_new and not self._ends else steps)
+        if self._ends and self.now_s >= 0:
             horizon = min(self._new_left, num_tokens, number)
-            together = min(_TOKEN_SHARE * horizon, max(self._left))  # steps without any sequence are much shorter
-            number = min(number, max(min(self._left), together))
+            first, last = self._ends[-1] - self._num_tokens, self._ends[0] - self._num_tokens
+            together = min(_TOKEN_SHARE * horizon, last)  # steps without any sequence are much shorter
+            number = min(number, max(first, together))
         return max(number, _NEGLIGIBLE)
 
     def _record(self, step: _Step, number: float, *, is_own: bool) -> None:
         self.num_steps += number
-        num_others = min(len(self._left), self._work.max_running)
+        num_others = min(len(self._ends), self._work.max_running)
         if is_own:
             self.own_steps += number
             self.own_s += number * step.seconds
@@ -212,7 +217,9 @@ class Forecast:
         if self._num_own:
             alone_s = self._work.times.step_s(num_others, round(num_others * self._length))
             self.delay_s += num_others * number * max(0.0, step.quiet_s - alone_s)
-        self._left = [left - number for left in self._left if left - number > _NEGLIGIBLE]
+        self._num_tokens += number
+        while self._ends and self._ends[-1] <= self._num_tokens + _NEGLIGIBLE:
+            self._ends.pop()
 
     def _move(self, to_s: float, prompts: _Prompts | None) -> None:
         """Move to a time, and let sequences join whose prompts are there by then."""
@@ -226,7 +233,7 @@ class Forecast:
             self._num_due += 1
         while self._num_due >= 0.5:
             self._num_due -= 1
-            self._left.append(self._new_left)
+            bisect.insort(self._ends, self._num_tokens + self._new_left, key=neg)
 
 
 def _prompts_ahead(work: WorkAhead) -> list[_Prompts]:
