@@ -2,7 +2,8 @@
 
     python -m benchmarks.router.worker --redis URL --cluster-name NAME --model FOLDER --steps FILE [--tls-cert ...]
 
-A prefill gives its first tokens at once. Each step sends one message per router with one token for each of its
+A prefill gives its first tokens at once. Heartbeats report the speed, so that the router predicts its candidates as it
+does those of real workers. Each step sends one message per router with one token for each of its
 sequences, and has a fixed length, which a line `step_s=0.02` on stdin changes. The token is 1 plus the number of the
 step modulo NUM_STEPS, and the file of steps has the time of each step, so a client that receives a token computes how
 long it took to arrive.
@@ -28,8 +29,10 @@ from cluster.messages import FinishReason, LayoutFingerprint, Role
 from cluster.observe.telemetry import Telemetry
 from cluster.process import announce_ready, exit_process, run_process, stop_requested
 from cluster.protocol import wire
+from cluster.protocol.report_wire import service_times_to_wire
 from cluster.registry.registration import Registration, advertised_host, new_member_id
 from cluster.registry.registry import Registry
+from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
 from cluster.serving.serving import GrpcServer, join_address
 from cluster.serving.tls import load_tls
 from cluster.settings.config import WorkerConfig
@@ -142,6 +145,9 @@ class PacedWorker(worker_pb2_grpc.PrefillWorkerServicer, worker_pb2_grpc.DecodeW
             for router in self._routers.values():
                 router.step(number)
 
+    def _service_times(self) -> ServiceTimes:
+        return ServiceTimes(PrefillTimes(1e-4, 1e-7, 0.0, 0.0), DecodeTimes(self.step_s, 0.0, 0.0, 0.0))
+
     async def _read(self, messages: AsyncIterator[Any], router: RouterSequences) -> None:
         async for message in messages:
             for handle in wire.unpack_ids(message.cancel.handles):
@@ -150,6 +156,7 @@ class PacedWorker(worker_pb2_grpc.PrefillWorkerServicer, worker_pb2_grpc.DecodeW
     async def _beat(self, router: RouterSequences) -> None:
         while True:
             heartbeat = worker_pb2.Heartbeat(free_blocks=1000, running=len(router.running))
+            heartbeat.service_times.CopyFrom(service_times_to_wire(self._service_times()))
             router.outgoing.put_nowait(worker_pb2.WorkerMessage(heartbeat=heartbeat))
             await asyncio.sleep(_HEARTBEAT_S)
 
