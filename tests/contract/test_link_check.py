@@ -73,8 +73,11 @@ async def test_a_transport_that_fails_in_a_link_check_is_reported_and_the_next_i
 
 async def test_a_read_that_never_ends_fails_at_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe_module, "_READ_S", 0.05)
-    async with probe_rig("loopback", "tcp", faults={0: Fault.DROP}) as rig:
-        paths = await rig.measure()
+    async with probe_rig("loopback", "tcp", faults={0: Fault.DROP}) as rig, asyncio.TaskGroup() as tasks:
+        measuring = tasks.create_task(rig.measure())
+        await rig.schedule.holding.wait()
+        monkeypatch.setattr(probe_module, "_READ_S", DEADLINE_S)  # of the reads that must succeed
+        paths = await measuring
         assert "did not end" in paths["loopback"].reason
         assert paths["tcp"].bytes_per_s > 0
         rig.check()
