@@ -33,10 +33,10 @@ async def main() -> None:
         wire=NativeFormat(pool),
         layout=LAYOUT,
         keys=KEY,
-        settings=TransferSettings(),
+        settings=TransferSettings(lease_s=600.0, max_lease_s=600.0),  # the importers' clocks stand still
         transports=[
             ShmExporter(memory=pool, proofs=PROOFS),
-            TcpExporter(memory=pool, proofs=PROOFS, host="127.0.0.1", advertise_host="127.0.0.1", send_timeout_s=5.0),
+            TcpExporter(memory=pool, proofs=PROOFS, host="127.0.0.1", advertise_host="127.0.0.1", send_timeout_s=60.0),
         ],
         release=lambda ticket_id: None,
         clock=MonotonicClock(),

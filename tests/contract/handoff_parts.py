@@ -10,12 +10,15 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from cluster.clock import ManualClock
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import Epoch, LayoutFingerprint, MemberId
 from cluster.observe.telemetry import Telemetry
 from engine.kv.block_pool import BlockPool
 from kvtransfer.counters import TransferCounters
+from kvtransfer.importer.importer import Importer
 from kvtransfer.memory import PoolMemory, Reservation
+from kvtransfer.protocol.import_state import Tick
 from kvtransfer.transports.base import Channel, ExporterTransport, ImporterTransport, TransportError
 from kvtransfer.transports.cuda.transport import CudaIpcExporter, CudaIpcImporter
 from kvtransfer.transports.nccl.communicator_life import CommunicatorLimits
@@ -101,7 +104,9 @@ class WatchedTransport:
         self.is_holding_back = False  # reads begin only when `begin` is set
         self.read_held_back = asyncio.Event()
         self.begin = asyncio.Event()
+        self.read_asked = asyncio.Event()  # one has begun
         self.is_indestructible = False  # destroying a channel never ends
+        self.destroying = asyncio.Event()  # one is being destroyed
         self.is_unopenable = False  # there is no way to the exporter
         self.num_failing = 0  # reads that are still to fail
         self.num_damaged = 0  # reads still to be damaged
@@ -136,6 +141,7 @@ class WatchedChannel:
         if self._transport.is_holding_back:
             self._transport.read_held_back.set()
             await self._transport.begin.wait()
+        asyncio.get_running_loop().call_soon(self._transport.read_asked.set)
         await self._inner.read(remote_block_ids, local_block_ids)
         if self._transport.num_failing:
             self._transport.num_failing -= 1
@@ -148,6 +154,7 @@ class WatchedChannel:
         await read.gate.wait()
 
     async def destroy(self) -> None:
+        self._transport.destroying.set()
         if self._transport.is_indestructible:
             await asyncio.get_running_loop().create_future()
         await self._inner.destroy()
@@ -217,20 +224,36 @@ class DecodeBlocks:
         self._task = asyncio.create_task(wake())
 
 
+def pass_at_importer(importer: Importer, clock: ManualClock, duration_s: float) -> None:
+    """Advance an importer's clock, and let its hand-offs do what is due then."""
+    clock.advance(duration_s)
+    for run in tuple(importer._runs.values()):
+        run._apply(Tick())
+
+
+async def finish_received(importer: Importer) -> None:
+    """Wait until the only hand-off in progress knows that its prefill has ended."""
+    (run,) = importer._runs.values()
+    async with asyncio.timeout(DEADLINE_S):
+        while run._state.finished is None:  # noqa: ASYNC110 -- no event tells
+            await asyncio.sleep(0)
+
+
 def transports(
     name: str, source: PoolMemory, target: PoolMemory, schedule: FaultSchedule
 ) -> tuple[ExporterTransport, ImporterTransport]:
     if name == "shm":
         return ShmExporter(memory=source, proofs=PROOFS), ShmImporter(memory=target, proofs=PROOFS)
     if name == "tcp":
-        exporter = TcpExporter(
-            memory=source, proofs=PROOFS, host="127.0.0.1", advertise_host="127.0.0.1", send_timeout_s=5.0
+        here, patience_s = "127.0.0.1", DEADLINE_S
+        return (
+            TcpExporter(memory=source, proofs=PROOFS, host=here, advertise_host=here, send_timeout_s=patience_s),
+            TcpImporter(memory=target, proofs=PROOFS, stall_timeout_s=patience_s),
         )
-        return exporter, TcpImporter(memory=target, proofs=PROOFS)
     if name == "nixl":
         if reason := why_not_loadable():
             pytest.skip(reason)
-        return NixlExporter(memory=source, proofs=PROOFS, linger_s=5.0), NixlImporter(
+        return NixlExporter(memory=source, proofs=PROOFS, linger_s=DEADLINE_S), NixlImporter(
             memory=target, proofs=PROOFS, timeout_s=DEADLINE_S
         )
     if name in ("nccl", "broken nccl"):

@@ -2,6 +2,8 @@
 
 The rig replaces the two step threads: `Prefill` reserves, seals and finishes blocks of the source pool, `DecodeBlocks`
 is the importer's view of the target pool. Both keep accounts in the engine's BlockPool, so `check()` is the real one.
+The clocks of both sides stand still unless a test moves them, so that a machine which stops the test for seconds ends
+no lease and no wait.
 """
 
 import asyncio
@@ -16,7 +18,7 @@ import pytest
 import torch
 
 from cluster.auth.keys import ClusterKeys
-from cluster.clock import Clock, ManualClock, MonotonicClock
+from cluster.clock import Clock, ManualClock
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.member import OUR_VERSIONS, ProtocolRange
 from cluster.messages import LayoutFingerprint, MemberId
@@ -42,6 +44,7 @@ from tests.contract.handoff_parts import (
     DecodeBlocks,
     Read,
     WatchedTransport,
+    pass_at_importer,
     transports,
 )
 from tests.contract.kv_pools import BLOCK_SIZE, random_pool
@@ -113,6 +116,8 @@ class Rig:
     dice: random.Random = field(default_factory=lambda: random.Random(7))
     imports: list[asyncio.Task[ImportedBlocks]] = field(default_factory=list)
     links: LinkTable = field(default_factory=lambda: LinkTable(()))  # the importer's
+    exporter_clock: ManualClock = field(default_factory=ManualClock)
+    importer_clock: ManualClock = field(default_factory=ManualClock)
 
     def prefill(self, num_tokens: int, *, num_choices: int = 1, attempt: int = 1) -> Prefill:
         """Queue and accept a prefill. Its blocks are reserved, and nothing is computed."""
@@ -235,11 +240,18 @@ class Rig:
             if not first.ended
         )
 
-    def let_leases_lapse(self, exporter_clock: ManualClock) -> None:
-        """Advance the clock past the leases of failed imports: the exporter releases their blocks when the lease ends,
-        after five seconds."""
-        exporter_clock.advance(TransferSettings().lease_s)
+    def pass_at_exporter(self, duration_s: float) -> None:
+        """Advance the exporter's clock, and let it do what is due then."""
+        self.exporter_clock.advance(duration_s)
         self.exporter.reap()
+
+    def pass_at_importer(self, duration_s: float) -> None:
+        """Advance the importer's clock, and let it do what is due then."""
+        pass_at_importer(self.importer, self.importer_clock, duration_s)
+
+    def let_leases_lapse(self) -> None:
+        """Let the leases of failed imports end, and with them the exporter's hold on their blocks."""
+        self.pass_at_exporter(TransferSettings().lease_s)
 
     def check_clean(self) -> None:
         """Check that nothing is held, leased or quarantined on either side."""
@@ -259,6 +271,7 @@ class RigOptions(TypedDict, total=False):
     settings: TransferSettings
     importer_settings: TransferSettings  # as `settings` if it is missing
     exporter_clock: Clock
+    importer_clock: Clock
     importer_layout: LayoutFingerprint
     exporter_protocol: ProtocolRange
     importer_protocol: ProtocolRange
@@ -304,14 +317,15 @@ def _built(transport: str, address: str, options: RigOptions) -> Rig:
     watched = [WatchedTransport(importer_side) for _, importer_side in sides]
     links = LinkTable([side.name for side in watched])
     exporter_sides = [exporter_side for exporter_side, _ in sides]
+    clocks = ManualClock(), ManualClock()
     exporter = _exporter(
-        options, address, wires[0], exporter_sides, counters, release=lambda ticket_id: rig.release(ticket_id)
+        options, address, wires[0], exporter_sides, counters, clocks[0], release=lambda ticket: rig.release(ticket)
     )
     rig = Rig(
         source,
         target,
         exporter,
-        _importer(options, wires[1], watched, counters, links, unhealthy),
+        _importer(options, wires[1], watched, counters, links, unhealthy, clocks[1]),
         watched[0],
         exporter_sides[0],
         BlockPool(num_blocks),
@@ -324,6 +338,8 @@ def _built(transport: str, address: str, options: RigOptions) -> Rig:
         schedule=schedule,
         wire_dtype=wire_dtype,
         links=links,
+        exporter_clock=clocks[0],
+        importer_clock=clocks[1],
     )
     return rig
 
@@ -334,6 +350,7 @@ def _exporter(
     wire: WireFormat,
     sides: Sequence[ExporterTransport],
     counters: Counters,
+    clock: Clock,
     release: Callable[[bytes], None],
 ) -> Exporter:
     return Exporter(
@@ -345,7 +362,7 @@ def _exporter(
         settings=options.get("settings", TransferSettings()),
         transports=sides,
         release=release,
-        clock=options.get("exporter_clock", MonotonicClock()),
+        clock=options.get("exporter_clock", clock),
         counters=counters,
         wall_clock=options.get("wall_clock", lambda: 1_000.0),
         protocol=options.get("exporter_protocol", OUR_VERSIONS),
@@ -360,6 +377,7 @@ def _importer(
     counters: Counters,
     links: LinkTable,
     unhealthy: asyncio.Event,
+    clock: Clock,
 ) -> Importer:
     settings = options.get("settings", TransferSettings())
     return Importer(
@@ -371,7 +389,7 @@ def _importer(
         keys=options.get("importer_keys", KEY),
         settings=options.get("importer_settings", settings),
         transports=sides,
-        clock=MonotonicClock(),
+        clock=options.get("importer_clock", clock),
         counters=counters,
         unhealthy=lambda text: unhealthy.set(),
         protocol=options.get("importer_protocol", OUR_VERSIONS),

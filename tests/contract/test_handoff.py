@@ -5,13 +5,12 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from cluster.clock import MonotonicClock
 from cluster.errors import HandOffReason
 from cluster.protocol import tickets
 from kvtransfer.digests import digest_blocks
 from kvtransfer.memory import PoolMemory
 from kvtransfer.protocol.handoff import FirstToken
-from tests.contract.handoff_parts import DEADLINE_S, IMPORTER, KEY
+from tests.contract.handoff_parts import DEADLINE_S, IMPORTER, KEY, finish_received
 from tests.contract.handoff_rig import Rig, handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE
 
@@ -50,14 +49,21 @@ async def test_every_hand_off_is_timed_beside_the_bytes_that_it_moves(rig: Rig) 
     exposed_s = []
     for number in range(1, 7):  # after three reads the link's speed is known
         prefill = rig.prefill(2 * BLOCK_SIZE)
+        rig.watched.is_holding = True
         importing = rig.start_import(prefill, number)
         prefill.compute()
+        read = await rig.read_arrived()
+        await finish_received(rig.importer)
+        rig.watched.is_holding = False
+        rig.pass_at_importer(0.5)
+        read.gate.set()
         async with asyncio.timeout(DEADLINE_S):
             exposed_s.append((await importing).exposed_transfer_s)
             await prefill.released.wait()
         rig.decode.finish(number)
     assert rig.links.hand_off is not None, "no hand-off was timed"
-    assert 0 <= rig.links.hand_off.fixed_s <= max(exposed_s)
+    assert exposed_s == [0.5] * len(exposed_s)
+    assert 0 <= rig.links.hand_off.fixed_s <= 0.5
 
 
 async def test_blocks_arrive_while_later_ones_are_not_sealed(rig: Rig) -> None:
@@ -78,15 +84,15 @@ async def test_blocks_arrive_while_later_ones_are_not_sealed(rig: Rig) -> None:
 
 
 async def test_exposed_time_counts_from_the_end_of_prefill_not_from_its_announcement(rig: Rig) -> None:
-    prefill, clock = rig.prefill(2 * BLOCK_SIZE), MonotonicClock()
+    prefill = rig.prefill(2 * BLOCK_SIZE)
     importing = rig.start_import(prefill)
     prefill.seal(2)
-    ended_s = clock.now_s() - 5.0
+    ended_s = rig.exporter_clock.now_s() - 5.0
     rig.exporter.finish(prefill.ticket_id, first_tokens=[FirstToken(1, False)], tail=None, ended_s=ended_s)
     async with asyncio.timeout(DEADLINE_S):
         imported = await importing
         await prefill.released.wait()
-    assert 5.0 <= imported.exposed_transfer_s < clock.now_s() - ended_s
+    assert imported.exposed_transfer_s == 5.0
     rig.decode.finish(1)
 
 

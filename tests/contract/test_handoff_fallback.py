@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from cluster.clock import ManualClock
 from cluster.errors import HandOffReason
 from cluster.messages import Epoch
 from cluster.settings.transfer_settings import TransferSettings
@@ -57,13 +56,15 @@ async def test_a_read_that_fails_half_way_is_finished_by_the_next_transport(rig:
 
 
 async def test_a_read_that_never_ends_is_destroyed_and_finished_by_the_next_transport() -> None:
-    settings = TransferSettings(read_timeout_s=1.5)  # of the next transport's read too, on however busy a machine
-    async with handoff_rig("shm", alternatives=["tcp"], settings=settings) as rig:
+    async with handoff_rig("shm", alternatives=["tcp"]) as rig:
         rig.watched.is_holding = True
         prefill = rig.prefill(2 * BLOCK_SIZE)
         prefill.compute()
+        importing = rig.start_import(prefill)
+        await rig.read_arrived()
+        rig.pass_at_importer(TransferSettings().read_timeout_s)
         async with asyncio.timeout(DEADLINE_S):
-            imported = await rig.start_import(prefill)
+            imported = await importing
             await prefill.released.wait()
         assert rig.holds(prefill, imported)
         assert rig.counters.fallbacks == [("shm", "tcp", "read_timeout")]
@@ -86,22 +87,23 @@ async def test_no_other_transport_reads_while_the_first_may_still_write() -> Non
         prefill = rig.prefill(2 * BLOCK_SIZE)
         importing = rig.start_import(prefill)
         prefill.compute()
+        await asyncio.wait_for(rig.watched.destroying.wait(), DEADLINE_S)
+        rig.pass_at_importer(settings.quarantine_s)
         assert await rig.failure(importing) is HandOffReason.READ_TIMEOUT
         assert not rig.alternatives[0].reads and not rig.counters.fallbacks
         assert rig.decode.pool.counts()["quarantined"] == len(rig.watched.reads[0].local_block_ids)
-        async with asyncio.timeout(DEADLINE_S):
-            await rig.unhealthy.wait()
+        rig.pass_at_importer(settings.quarantine_s)
+        assert rig.unhealthy.is_set()
 
 
 async def test_a_hand_off_fails_by_name_when_every_transport_fails() -> None:
-    clock = ManualClock()
-    async with handoff_rig("shm", alternatives=["tcp"], exporter_clock=clock) as rig:
+    async with handoff_rig("shm", alternatives=["tcp"]) as rig:
         rig.watched.is_unopenable = rig.alternatives[0].is_unopenable = True
         prefill = rig.prefill(BLOCK_SIZE)
         importing = rig.start_import(prefill)
         prefill.compute()
         assert await rig.failure(importing, match="no way there") is HandOffReason.READ_FAILED
-        rig.let_leases_lapse(clock)
+        rig.let_leases_lapse()
         assert prefill.released.is_set()
         rig.check_clean()
 

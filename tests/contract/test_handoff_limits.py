@@ -6,14 +6,14 @@ from contextlib import suppress
 
 import pytest
 
-from cluster.clock import ManualClock, MonotonicClock
+from cluster.clock import MonotonicClock
 from cluster.errors import HandOffReason
 from cluster.settings.transfer_settings import TransferSettings
 from kvtransfer.exporter.ticket_driver import IncomingCall
 from kvtransfer.protocol.handoff import Renew, Settle
 from tandem.internal.v1 import kv_pb2
-from tests.contract.handoff_parts import DEADLINE_S
-from tests.contract.handoff_rig import RigOptions, handoff_rig
+from tests.contract.handoff_parts import DEADLINE_S, finish_received
+from tests.contract.handoff_rig import handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE
 from tests.loopback import Fault
 
@@ -27,15 +27,13 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_lapsed_lease_frees_its_blocks_and_fails_its_importer(transport: str) -> None:
-    clock = ManualClock()
-    async with handoff_rig(transport, exporter_clock=clock) as rig:
+    async with handoff_rig(transport) as rig:
         rig.watched.is_holding = True
         prefill = rig.prefill(2 * BLOCK_SIZE)
         importing = rig.start_import(prefill)
         prefill.compute()
         read = await rig.read_arrived()
-        clock.advance(TransferSettings().lease_s)
-        rig.exporter.reap()
+        rig.pass_at_exporter(TransferSettings().lease_s)
         assert prefill.released.is_set() and rig.counters.num_lapses == 1
         assert await rig.failure(importing) is HandOffReason.LEASE_LAPSED
         read.gate.set()
@@ -46,8 +44,7 @@ async def test_a_lapsed_lease_frees_its_blocks_and_fails_its_importer(transport:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_blocks_that_were_reused_during_a_read_are_never_decoded(transport: str) -> None:
     """The exporter's clock runs ahead and its blocks are rewritten before the importer learns of it."""
-    clock = ManualClock()
-    async with handoff_rig(transport, exporter_clock=clock) as rig:
+    async with handoff_rig(transport) as rig:
         prefill = rig.prefill(2 * BLOCK_SIZE)
         importing = rig.start_import(prefill)
         prefill.seal(1)
@@ -55,7 +52,7 @@ async def test_blocks_that_were_reused_during_a_read_are_never_decoded(transport
         await rig.machine_idle()
         rig.source.raw[prefill.block_ids[1]].zero_()
         prefill.seal(1)
-        clock.advance(TransferSettings().lease_s)  # no lease was reaped, so only Settle can show it
+        rig.exporter_clock.advance(TransferSettings().lease_s)  # no lease was reaped, so only Settle can show it
         prefill.finish()
         assert await rig.failure(importing) is HandOffReason.LEASE_LAPSED
         async with asyncio.timeout(DEADLINE_S):
@@ -65,8 +62,8 @@ async def test_blocks_that_were_reused_during_a_read_are_never_decoded(transport
 
 async def test_renewals_keep_a_lease_during_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two lease durations pass between two blocks, each half only after the renewal of the one before."""
-    settings, clock = TransferSettings(lease_s=0.3), ManualClock()
-    async with handoff_rig("tcp", settings=settings, exporter_clock=clock) as rig, asyncio.timeout(DEADLINE_S):
+    half_s = TransferSettings().lease_s / 2
+    async with handoff_rig("tcp") as rig, asyncio.timeout(DEADLINE_S):
         renewed, receive = asyncio.Event(), rig.exporter.receive
 
         def watched(call: IncomingCall, message: Renew | Settle) -> None:
@@ -79,10 +76,10 @@ async def test_renewals_keep_a_lease_during_prefill(monkeypatch: pytest.MonkeyPa
         prefill.seal(1)
         await rig.read_arrived()
         for _ in range(4):
-            clock.advance(settings.lease_s / 2)
-            rig.exporter.reap()
+            rig.pass_at_exporter(half_s)
             assert not prefill.released.is_set()
             renewed.clear()
+            rig.pass_at_importer(half_s)
             await renewed.wait()
         prefill.compute()
         async with asyncio.timeout(DEADLINE_S):
@@ -93,8 +90,8 @@ async def test_renewals_keep_a_lease_during_prefill(monkeypatch: pytest.MonkeyPa
 
 
 async def test_a_lease_ends_at_its_deadline_without_a_request() -> None:
-    settings = TransferSettings(lease_s=0.05, max_lease_s=0.05)  # of the exporter; the importer has time to attach
-    async with handoff_rig("tcp", settings=settings, importer_settings=TransferSettings()) as rig:
+    settings = TransferSettings(lease_s=0.05, max_lease_s=0.05)
+    async with handoff_rig("tcp", settings=settings, exporter_clock=MonotonicClock()) as rig:
         prefill = rig.prefill(2 * BLOCK_SIZE)
         importing = rig.start_import(prefill)
         prefill.seal(1)
@@ -106,16 +103,13 @@ async def test_a_lease_ends_at_its_deadline_without_a_request() -> None:
 
 
 async def test_a_ticket_without_an_importer_is_dropped() -> None:
-    clock = ManualClock()
-    async with handoff_rig("tcp", exporter_clock=clock) as rig:
+    async with handoff_rig("tcp") as rig:
         prefill = rig.prefill(BLOCK_SIZE + 1)
-        clock.advance(10 * TransferSettings().attach_timeout_s)
-        rig.exporter.reap()
+        rig.pass_at_exporter(10 * TransferSettings().attach_timeout_s)
         assert not prefill.released.is_set()  # nothing is sealed: it waits in the queue, and pins nothing
         prefill.seal(1)
         await rig.digested()
-        clock.advance(TransferSettings().attach_timeout_s)
-        rig.exporter.reap()
+        rig.pass_at_exporter(TransferSettings().attach_timeout_s)
         assert prefill.released.is_set()
         assert rig.counters.handoffs == {("exporter", "", "failed", "ticket_expired"): 1}
         assert await rig.failure(rig.start_import(prefill)) is HandOffReason.UNKNOWN_TICKET
@@ -123,8 +117,7 @@ async def test_a_ticket_without_an_importer_is_dropped() -> None:
 
 
 async def test_a_ticket_whose_router_died_is_dropped_within_a_lease() -> None:
-    settings = TransferSettings(lease_s=0.05)  # of the exporter; the importer waits for its answer as long as usual
-    async with handoff_rig("tcp", settings=settings, importer_settings=TransferSettings()) as rig:
+    async with handoff_rig("tcp", settings=TransferSettings(lease_s=0.05)) as rig:
         prefill = rig.prefill(BLOCK_SIZE + 1)
         prefill.compute()
         rig.exporter.expect_soon(prefill.ticket_id)
@@ -135,17 +128,17 @@ async def test_a_ticket_whose_router_died_is_dropped_within_a_lease() -> None:
 
 
 async def test_the_end_of_the_router_does_not_disturb_an_attached_importer() -> None:
-    settings = TransferSettings(lease_s=0.3)  # of the exporter, by whose clock no lease ends
-    rig_options = RigOptions(settings=settings, importer_settings=TransferSettings(), exporter_clock=ManualClock())
-    async with handoff_rig("tcp", **rig_options) as rig:
+    settings = TransferSettings(lease_s=0.05)
+    async with handoff_rig("tcp", settings=settings) as rig:
         rig.watched.is_holding = True
         prefill = rig.prefill(BLOCK_SIZE + 1)
         importing = rig.start_import(prefill)
         prefill.compute()
         read = await rig.read_arrived()
+        withdrawn = asyncio.Event()
         rig.exporter.expect_soon(prefill.ticket_id)
-        with suppress(TimeoutError):
-            await asyncio.wait_for(prefill.released.wait(), 1.5 * settings.lease_s)
+        asyncio.get_running_loop().call_later(settings.lease_s, withdrawn.set)  # after the exporter's own timer
+        await withdrawn.wait()
         assert not prefill.released.is_set()
         rig.watched.is_holding = False
         read.gate.set()
@@ -160,21 +153,21 @@ async def test_an_importer_without_blocks_waits_and_holds_nothing() -> None:
     async with handoff_rig("tcp", num_decode_blocks=4) as rig:
         running = rig.decode.pool.reserve(2)
         assert running is not None
-        prefill, clock = rig.prefill(2 * BLOCK_SIZE + 1), MonotonicClock()
+        prefill, waits_s = rig.prefill(2 * BLOCK_SIZE + 1), 2.0
         importing = rig.start_import(prefill)
         prefill.compute()
         async with asyncio.timeout(DEADLINE_S):
             await rig.decode.asked.wait()
+        await finish_received(rig.importer)
         assert rig.decode.pool.num_free == 2 and not rig.watched.reads
-        waits_s = clock.now_s()
+        rig.pass_at_importer(waits_s)
         rig.decode.granted[0] = running
         rig.decode.finish(0)
-        waited_s = clock.now_s() - waits_s
         async with asyncio.timeout(DEADLINE_S):
             imported = await importing
             assert rig.holds(prefill, imported)
             await prefill.released.wait()
-        assert waited_s <= imported.queue_s <= imported.total_s - imported.exposed_transfer_s
+        assert (imported.queue_s, imported.exposed_transfer_s, imported.total_s) == (waits_s, 0.0, waits_s)
         rig.decode.finish(1)
         rig.check_clean()
 
@@ -237,13 +230,12 @@ async def test_hand_offs_that_do_not_fit_together_come_one_after_the_other() -> 
 
 
 async def test_a_hand_off_that_can_never_fit_is_refused_with_the_numbers() -> None:
-    clock = ManualClock()
-    async with handoff_rig("tcp", exporter_clock=clock, num_decode_blocks=2) as rig:
+    async with handoff_rig("tcp", num_decode_blocks=2) as rig:
         prefill = rig.prefill(3 * BLOCK_SIZE)
         importing = rig.start_import(prefill)
         prefill.seal(1)
         assert await rig.failure(importing, match="3 of 2 blocks") is HandOffReason.NOT_ENOUGH_BLOCKS
-        rig.let_leases_lapse(clock)
+        rig.let_leases_lapse()
         assert prefill.released.is_set()
         rig.check_clean()
 
@@ -256,38 +248,48 @@ async def test_an_exporter_that_does_not_answer_attach_counts_as_lost_after_a_le
         yield kv_pb2.ExporterMessage()
 
     monkeypatch.setattr(IncomingCall, "messages", silent)
-    settings = TransferSettings(lease_s=0.3)
-    async with handoff_rig("loopback", settings=settings) as rig, asyncio.timeout(settings.read_timeout_s / 2):
+    settings = TransferSettings(lease_s=0.2)
+    async with handoff_rig("loopback", settings=settings) as rig, asyncio.timeout(DEADLINE_S):
         importing = rig.start_import(rig.prefill(BLOCK_SIZE))
+        await _until(lambda: rig.importer.num_live == 1)
+        rig.pass_at_importer(settings.lease_s / 2)
+        assert rig.importer.num_live == 1, "it still waits"
+        rig.pass_at_importer(settings.lease_s / 2)
         assert await rig.failure(importing, match="did not answer while attaching") is HandOffReason.EXPORTER_LOST
 
 
 async def test_a_read_that_does_not_end_has_its_channel_destroyed() -> None:
     """Its blocks stay in quarantine until destroying the channel has proven it quiet."""
-    settings = TransferSettings(read_timeout_s=0.5, quarantine_s=0.5)  # the first read also opens the channel
-    clock = ManualClock()
-    async with handoff_rig("loopback", exporter_clock=clock, settings=settings, faults={1: Fault.DROP}) as rig:
+    settings = TransferSettings()
+    async with handoff_rig("loopback", faults={1: Fault.DROP}) as rig:
         prefill = rig.prefill(3 * BLOCK_SIZE)
         importing = rig.start_import(prefill)
         prefill.compute()
+        await asyncio.wait_for(rig.schedule.holding.wait(), DEADLINE_S)
+        rig.pass_at_importer(settings.read_timeout_s)
         assert await rig.failure(importing) is HandOffReason.READ_TIMEOUT
         assert rig.decode.pool.counts()["quarantined"] == 3
+        rig.pass_at_importer(settings.quarantine_s)
         await rig.all_quiet()
-        rig.let_leases_lapse(clock)
+        rig.let_leases_lapse()
         assert prefill.released.is_set()
         rig.check_clean()
 
 
 async def test_a_read_that_cannot_be_ended_is_reported() -> None:
-    settings = TransferSettings(read_timeout_s=0.5, quarantine_s=0.1)  # the read also opens its channel
+    settings = TransferSettings(quarantine_s=0.1)
     async with handoff_rig("loopback", settings=settings, faults={0: Fault.DROP}) as rig:
         rig.watched.is_indestructible = True
         prefill = rig.prefill(BLOCK_SIZE)
         importing = rig.start_import(prefill)
         prefill.compute()
+        await asyncio.wait_for(rig.schedule.holding.wait(), DEADLINE_S)
+        rig.pass_at_importer(settings.read_timeout_s)
         assert await rig.failure(importing) is HandOffReason.READ_TIMEOUT
-        async with asyncio.timeout(DEADLINE_S):
-            await rig.unhealthy.wait()
+        rig.pass_at_importer(settings.quarantine_s)
+        assert not rig.unhealthy.is_set(), "its channel is being destroyed"
+        rig.pass_at_importer(settings.quarantine_s)
+        assert rig.unhealthy.is_set()
         assert rig.decode.pool.counts()["quarantined"] == 1
 
 
@@ -303,8 +305,7 @@ async def test_a_read_that_cannot_be_ended_is_reported() -> None:
     ids=["duplicate", "reorder", "corrupt", "corrupt twice", "kill"],
 )
 async def test_transport_faults_are_survived_or_named(faults: dict[int, Fault], outcome: HandOffReason | None) -> None:
-    clock = ManualClock()
-    async with handoff_rig("loopback", exporter_clock=clock, faults=faults) as rig:
+    async with handoff_rig("loopback", faults=faults) as rig:
         prefill = rig.prefill(3 * BLOCK_SIZE)
         importing = rig.start_import(prefill)
         prefill.compute()
@@ -314,7 +315,7 @@ async def test_transport_faults_are_survived_or_named(faults: dict[int, Fault], 
             rig.decode.finish(1)
         else:
             assert await rig.failure(importing) is outcome
-            rig.let_leases_lapse(clock)
+            rig.let_leases_lapse()
         async with asyncio.timeout(DEADLINE_S):
             await prefill.released.wait()
         await rig.all_quiet()

@@ -5,23 +5,33 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
-from cluster.clock import MonotonicClock
+from cluster.clock import ManualClock
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.settings.transfer_settings import TransferSettings
 from engine.kv.pool import KvPool
 from kvtransfer.importer.importer import ExpectedPrompt, ImportedBlocks, Importer
+from kvtransfer.transports.base import ImporterTransport
 from kvtransfer.transports.shm.transport import ShmImporter
 from kvtransfer.transports.tcp.transport import TcpImporter
 from kvtransfer.wire.wire_format import NativeFormat
 from tests.contract.exporter_process import NUM_BLOCKS, NUM_TOKENS, PROMPT_HASH
-from tests.contract.handoff_parts import DEADLINE_S, IMPORTER, KEY, LAYOUT, Counters, DecodeBlocks, WatchedTransport
+from tests.contract.handoff_parts import (
+    DEADLINE_S,
+    IMPORTER,
+    KEY,
+    LAYOUT,
+    Counters,
+    DecodeBlocks,
+    WatchedTransport,
+    pass_at_importer,
+)
 from tests.contract.kv_pools import BLOCK_SIZE, random_pool
 from tests.contract.proofs import PROOFS
 
@@ -31,9 +41,9 @@ ROOT = Path(__file__).parents[2]
 class Side:
     """An importer with its own pool."""
 
-    def __init__(self, make: type[TcpImporter] | type[ShmImporter], read_timeout_s: float) -> None:
-        self.pool: KvPool = random_pool(NUM_BLOCKS, seed=2)
-        self.watched = WatchedTransport(make(memory=self.pool, proofs=PROOFS))
+    def __init__(self, make: Callable[[KvPool], ImporterTransport]) -> None:
+        self.pool, self.clock = random_pool(NUM_BLOCKS, seed=2), ManualClock()
+        self.watched = WatchedTransport(make(self.pool))
         self.watched.is_holding_back = True
         self.blocks, self.counters = DecodeBlocks(NUM_BLOCKS), Counters()
         self.importer = Importer(
@@ -42,9 +52,9 @@ class Side:
             layout=LAYOUT,
             block_size=BLOCK_SIZE,
             keys=KEY,
-            settings=TransferSettings(read_timeout_s=read_timeout_s),
+            settings=TransferSettings(),
             transports=[self.watched],
-            clock=MonotonicClock(),
+            clock=self.clock,
             counters=self.counters,
         )
 
@@ -104,7 +114,8 @@ async def _until_stopped(pid: int) -> None:
 
 
 async def _stop_and_kill(process: asyncio.subprocess.Process, tcp_ticket: bytes, shm_ticket: bytes) -> None:
-    tcp, shm = Side(TcpImporter, read_timeout_s=1.0), Side(ShmImporter, read_timeout_s=DEADLINE_S)
+    tcp = Side(lambda pool: TcpImporter(memory=pool, proofs=PROOFS, stall_timeout_s=DEADLINE_S))
+    shm = Side(lambda pool: ShmImporter(memory=pool, proofs=PROOFS))
     over_tcp, over_shm = tcp.start(tcp_ticket), shm.start(shm_ticket)
     assert process.stdin is not None
     process.stdin.write(b"seal\n")
@@ -119,6 +130,8 @@ async def _stop_and_kill(process: asyncio.subprocess.Process, tcp_ticket: bytes,
         await shm.watched.read_arrived.wait()
 
     tcp.watched.begin.set()
+    await tcp.watched.read_asked.wait()
+    pass_at_importer(tcp.importer, tcp.clock, TransferSettings().read_timeout_s)
     assert await _reason(over_tcp) is HandOffReason.READ_TIMEOUT  # the exporter neither answers nor fails
     assert tcp.blocks.pool.counts()["quarantined"] == 2
 

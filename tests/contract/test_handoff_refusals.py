@@ -8,7 +8,6 @@ import grpc
 import pytest
 
 from cluster.auth.keys import ClusterKeys
-from cluster.clock import ManualClock
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import Epoch, LayoutFingerprint, MemberId
 from cluster.protocol import tickets
@@ -211,8 +210,7 @@ async def test_a_settle_without_outcome_is_refused(rig: Rig) -> None:
 
 async def test_settling_another_attempt_changes_nothing() -> None:
     """An epoch can be settled only by the call that attached it; the lease ends when that call does."""
-    clock = ManualClock()
-    async with handoff_rig("tcp", exporter_clock=clock) as rig:
+    async with handoff_rig("tcp") as rig:
         prefill = rig.prefill(BLOCK_SIZE)
         prefill.compute()
         await rig.digested()

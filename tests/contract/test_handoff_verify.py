@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from cluster.clock import ManualClock
 from cluster.errors import HandOffReason
 from cluster.settings.transfer_settings import TransferSettings
 from kvtransfer.exporter.exporter import FirstToken, TailBlock
@@ -47,13 +46,12 @@ async def test_a_sample_of_one_block_finds_its_damage() -> None:
 
 @pytest.mark.parametrize("importer", [TransferSettings(), SAMPLE], ids=["all", "sample"])
 async def test_a_verifying_importer_refuses_blocks_without_digests(importer: TransferSettings) -> None:
-    clock = ManualClock()
-    async with handoff_rig("tcp", settings=OFF, importer_settings=importer, exporter_clock=clock) as rig:
+    async with handoff_rig("tcp", settings=OFF, importer_settings=importer) as rig:
         prefill = rig.prefill(BLOCK_SIZE)
         importing = rig.start_import(prefill)
         prefill.compute()
         assert await rig.failure(importing, match="gives no digests") is HandOffReason.UNVERIFIABLE
-        rig.let_leases_lapse(clock)
+        rig.let_leases_lapse()
         assert prefill.released.is_set()
         rig.check_clean()
 
