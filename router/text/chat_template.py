@@ -67,6 +67,19 @@ class ChatTemplate:
     def _render(
         self, messages: Sequence[ChatMessage], rendered_at_us: int, options: ChatOptions, add_generation_prompt: bool
     ) -> str:
+        """Render the messages in their order, or if the template refuses that, with all system messages joined at the
+        beginning: some templates take them there only."""
+        try:
+            return self._render_in_order(messages, rendered_at_us, options, add_generation_prompt)
+        except InvalidRequest:
+            continues_system = options.continue_final_message and messages[-1].role == "system"
+            if continues_system or all(message.role != "system" for message in messages[1:]):
+                raise
+        return self._render_in_order(_system_first(messages), rendered_at_us, options, add_generation_prompt)
+
+    def _render_in_order(
+        self, messages: Sequence[ChatMessage], rendered_at_us: int, options: ChatOptions, add_generation_prompt: bool
+    ) -> str:
         try:
             return self._template.render(
                 {
@@ -83,6 +96,12 @@ class ChatTemplate:
             raise InvalidRequest(f"the model's chat template refuses these messages: {error.message}") from error
         except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
             raise InvalidRequest(f"the model's chat template fails on these messages: {error}") from error
+
+
+def _system_first(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    system = [message for message in messages if message.role == "system"]
+    joined = replace(system[0], content="\n".join(message.content for message in system))
+    return [joined, *(message for message in messages if message.role != "system")]
 
 
 def _values(message: ChatMessage) -> dict[str, Any]:

@@ -311,6 +311,25 @@ def test_a_template_is_given_calls_results_tools_and_documents() -> None:
     )
 
 
+@pytest.mark.parametrize("takes_them_anywhere", [True, False])
+def test_later_system_messages_stand_at_the_beginning_where_the_template_takes_them_nowhere_else(
+    takes_them_anywhere: bool,
+) -> None:
+    check = "" if takes_them_anywhere else "{{ raise_exception('not first') if m.role == 'system' and not loop.first }}"
+    template = ChatTemplate("{% for m in messages %}" + check + "<{{ m.role }}>{{ m.content }}{% endfor %}", {})
+    messages = [
+        ChatMessage("user", "hi"),
+        ChatMessage("system", "a"),
+        ChatMessage("user", "?"),
+        ChatMessage("system", "b"),
+    ]
+    in_order = "<user>hi<system>a<user>?<system>b"
+    assert template.render(messages, 0) == (in_order if takes_them_anywhere else "<system>a\nb<user>hi<user>?")
+    if not takes_them_anywhere:
+        with pytest.raises(InvalidRequest, match="not first"):
+            template.render(messages, 0, ChatOptions(continue_final_message=True))
+
+
 @pytest.mark.parametrize("content", ["It is ", "hi", "", "two\nlines "])
 def test_the_prompt_may_end_within_the_last_message(content: str) -> None:
     messages = [ChatMessage("user", "hi"), ChatMessage("assistant", content)]
