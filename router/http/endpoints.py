@@ -12,10 +12,10 @@ from starlette.responses import PlainTextResponse, Response
 
 from cluster.errors import InvalidRequest
 from cluster.observe.telemetry import CONTENT_TYPE, Telemetry
-from router.http.bodies.messages import MAX_MESSAGES, MAX_TOOLS, Message, Tool
+from router.http.bodies.messages import MAX_MESSAGES, MAX_TOOLS, Message, TemplateArguments, Tool
 from router.http.bodies.openapi import ANY_TOKEN_IDS, answers, refusals
 from router.http.bodies.openapi_bodies import Model, ModelList, Status, Text, Tokens, Version
-from router.http.bodies.strict_body import StrictBody
+from router.http.bodies.strict_body import NeutralValues, StrictBody
 from router.http.errors import json_bytes
 from router.request.validation import check_model
 from router.requests import ChatOptions
@@ -82,6 +82,11 @@ def json_response(value: Any, status: int = 200) -> Response:
 class TokenizeRequest(StrictBody):
     """Exactly one of `prompt` and `messages`."""
 
+    asks_for_nothing: ClassVar[NeutralValues] = {
+        "chat_template": (),
+        "media_io_kwargs": ({},),
+        "mm_processor_kwargs": ({},),
+    }
     rules: ClassVar[Mapping[str, Any]] = {
         "oneOf": [
             {
@@ -105,10 +110,12 @@ class TokenizeRequest(StrictBody):
     tools: Annotated[list[Tool], FailFast()] = Field([], max_length=MAX_TOOLS)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    chat_template_kwargs: TemplateArguments = Field({}, description="further values for the chat template")
 
     def options(self) -> ChatOptions:
         return ChatOptions(
             tools=tuple(tool.value() for tool in self.tools),
+            arguments=self.chat_template_kwargs,
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
         )

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, FailFast, Field, PlainValidator, WithJsonS
 
 from cluster.errors import InvalidRequest
 from router.http.bodies.generation_fields import LogitFields, StructuredOutputFields
-from router.http.bodies.messages import MAX_MESSAGES, Message, ToolFields
+from router.http.bodies.messages import MAX_MESSAGES, Message, TemplateArguments, ToolFields
 from router.http.bodies.openapi import TOKEN_IDS
 from router.http.bodies.strict_body import NeutralValues, StrictBody
 from router.http.openai_responses import PromptFields, PromptNames
@@ -35,16 +35,11 @@ from router.requests import (
     TextPrompt,
     TokenPrompt,
 )
-from router.text.chat_template import NAMED_TOKENS
 from router.text.tokenization import Tokenization
 
 MAX_PROMPTS = 128
 MAX_DOCUMENTS = 1024
 _MAX_LISTED = 4096
-# What a chat template is given by other fields, or by the model's files.
-_TEMPLATE_FIELDS: tuple[str, ...] = ("messages", "tools", "documents", "chat_template", "add_generation_prompt")
-_TEMPLATE_FIELDS += ("continue_final_message", "strftime_now", "tokenize", *NAMED_TOKENS)
-
 # Fields of OpenAI's and vLLM's published protocols that Tandem does not have, with the values (besides null) that ask
 # for nothing.
 _ASKS_FOR_NOTHING: NeutralValues = {
@@ -83,6 +78,7 @@ _CHAT_ASKS_FOR_NOTHING: NeutralValues = {
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "return_prompt_text": (False,),
+    "moderation": (),
 }
 
 
@@ -136,6 +132,13 @@ _STOP_SCHEMA: dict[str, Any] = {
     ]
 }
 _NO_EFFECT: Any = Field(None, description="accepted; changes nothing")
+
+
+class PromptCacheOptions(StrictBody):
+    """How prompts are cached. It changes nothing: equal beginnings of prompts are cached by themselves."""
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Literal["30m"] | None = None
 
 
 class StreamOptions(StrictBody):
@@ -339,6 +342,7 @@ class ChatCompletionRequest(_Request, ToolFields):
     }
 
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
+    prompt_cache_options: PromptCacheOptions | None = _NO_EFFECT
     max_completion_tokens: int | None = Field(
         None, description="the newer name of max_tokens", json_schema_extra=_range(1)
     )
@@ -352,20 +356,9 @@ class ChatCompletionRequest(_Request, ToolFields):
     include_reasoning: bool = Field(default=True, description="false: the reasoning is left out of the answer")
     documents: list[dict[str, str]] = Field([], description="given to the chat template", max_length=MAX_DOCUMENTS)
     chat_template: str | None = Field(None, description="replaces the model's own, where routers permit it")
-    chat_template_kwargs: dict[str, Any] = Field(
-        {},
-        description="further values for the chat template",
-        json_schema_extra={"propertyNames": {"not": {"enum": [*_TEMPLATE_FIELDS]}}},
-    )
+    chat_template_kwargs: TemplateArguments = Field({}, description="further values for the chat template")
     add_generation_prompt: bool = Field(default=True, description="true: the prompt ends where an answer begins")
     continue_final_message: bool = Field(default=False, description="true: the answer continues the last message")
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _leaves_fields_alone(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if taken := sorted(set(value) & set(_TEMPLATE_FIELDS)):
-            raise ValueError(f"{', '.join(taken)} cannot be set here: use the field of that name, where there is one")
-        return value
 
     @property
     def chat(self) -> ChatPrompt:

@@ -50,7 +50,7 @@ def add_messages(
         label: str = request.state.request_id
         answer_id = f"msg_{label}"
         use = body.tool_use
-        division = chats.division(body.chat, use, tokenization, answer_id)
+        division = chats.division(body.chat, use, tokenization, answer_id, has_reasoning=body.shows_thinking)
         asked = chats.constrained(body.request(label), use, tokenization)
         requests = headers.apply([asked], request)
         shape = MessageShape(division)

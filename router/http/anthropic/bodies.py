@@ -1,17 +1,19 @@
 """The bodies of Anthropic's Messages API, their conversion to a chat, and for the OpenAPI document
 the bodies of its responses."""
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
 
 from cluster.errors import InvalidRequest
-from router.http.bodies.messages import MAX_MESSAGES, MAX_TOOLS
+from cluster.messages import Grammar, GrammarKind
+from router.http.bodies.messages import MAX_MESSAGES, MAX_TOOLS, CacheControl, TemplateArguments
 from router.http.bodies.openapi_bodies import Body
 from router.http.bodies.strict_body import NeutralValues, StrictBody
 from router.http.errors import json_bytes
-from router.request.validation import MAX_STOP_STRING_CHARACTERS, MAX_STOP_STRINGS
+from router.request.validation import MAX_CACHE_SALT_CHARACTERS, MAX_STOP_STRING_CHARACTERS, MAX_STOP_STRINGS
 from router.requests import (
     ChatMessage,
     ChatOptions,
@@ -25,15 +27,9 @@ from router.tools.call_forms import CallableTool
 from router.tools.constraint import ToolUse
 
 _MAX_BLOCKS = 2048
-
-
-class CacheControl(StrictBody):
-    """The cache control of a block. It is accepted and changes nothing: equal beginnings of prompts are cached without
-    it.
-    """
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
+_NO_EFFECT: Any = Field(None, description="accepted; changes nothing")
+# Claude Code begins its system prompt with a line for Anthropic's accounting, which is not meant for a model.
+_ACCOUNTING = "x-anthropic-billing-header:"
 
 
 class _Block(StrictBody):
@@ -61,6 +57,8 @@ class RedactedThinkingBlock(StrictBody):
 
 
 class ToolUseBlock(_Block):
+    asks_for_nothing: ClassVar[NeutralValues] = {"caller": ({"type": "direct"},), "toolset_name": ()}
+
     type: Literal["tool_use"]
     id: str
     name: str
@@ -80,10 +78,22 @@ _Texts = Annotated[
 
 
 class ToolResultBlock(_Block):
+    asks_for_nothing: ClassVar[NeutralValues] = {"toolset_name": ()}
+
     type: Literal["tool_result"]
     tool_use_id: str
     content: _Texts = Field([])
     is_error: bool = Field(default=False, description="accepted; the content says so to the model")
+
+
+class SystemTurn(StrictBody):
+    """Instructions in the middle of a conversation."""
+
+    role: Literal["system"]
+    content: _Texts
+
+    def values(self) -> list[ChatMessage]:
+        return [ChatMessage("system", _text(self.content))]
 
 
 class UserTurn(StrictBody):
@@ -132,12 +142,17 @@ class AssistantTurn(StrictBody):
 
 
 class ToolDefinition(StrictBody):
+    asks_for_nothing: ClassVar[NeutralValues] = {"allowed_callers": (["direct"],)}
+
     type: Literal["custom"] = "custom"
     name: Annotated[str, Field(min_length=1, max_length=128)]
     description: str = ""
     input_schema: dict[str, Any]
     strict: bool = Field(default=False, description="true: the input of its calls follows its schema")
     cache_control: CacheControl | None = None
+    defer_loading: bool | None = Field(None, description="accepted; the model is shown every tool from the beginning")
+    eager_input_streaming: bool | None = Field(None, description="accepted; the input of calls is always streamed")
+    input_examples: list[dict[str, Any]] | None = _NO_EFFECT
 
     def value(self) -> dict[str, Any]:
         function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
@@ -156,37 +171,84 @@ _AUTO = ToolChoice(type="auto", name="", disable_parallel_tool_use=False)
 
 
 class Thinking(StrictBody):
-    type: Literal["enabled", "disabled"] = Field(description="sets enable_thinking of the chat template")
-    budget_tokens: int | None = Field(None, description="accepted; changes nothing")
+    type: Literal["enabled", "disabled", "adaptive"] = Field(
+        description="sets enable_thinking of the chat template, which is false for disabled"
+    )
+    budget_tokens: int | None = _NO_EFFECT
+    display: Literal["summarized", "omitted", "updates"] | None = Field(
+        None, description="omitted: the answer has no thinking; otherwise it has all of it"
+    )
+
+
+class OutputFormat(StrictBody):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema", description="JSON schema of the answer")
+
+
+class OutputConfig(StrictBody):
+    asks_for_nothing: ClassVar[NeutralValues] = {"task_budget": ()}
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="reasoning_effort of the chat template, with enable_thinking unless thinking is disabled"
+    )
+    format: OutputFormat | None = None
+
+    def grammar(self) -> Grammar | None:
+        return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(self.format.schema_)) if self.format is not None else None
 
 
 class Metadata(StrictBody):
-    user_id: str | None = Field(None, description="accepted; changes nothing")
+    user_id: str | None = _NO_EFFECT
+
+
+_Turn = Annotated[UserTurn | AssistantTurn | SystemTurn, Field(discriminator="role")]
 
 
 class CountTokensRequest(StrictBody):
     """The body of /v1/messages/count_tokens. A last message of the assistant is continued."""
 
+    asks_for_nothing: ClassVar[NeutralValues] = {
+        # Nothing is removed from a conversation; Claude Code asks for that by name.
+        "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+        "compaction": (),
+        "mcp_servers": ([],),
+        "speed": ("standard",),
+    }
+
     model: str = ""
-    messages: Annotated[list[Annotated[UserTurn | AssistantTurn, Field(discriminator="role")]], FailFast()] = Field(
-        min_length=1, max_length=MAX_MESSAGES
-    )
+    messages: Annotated[list[_Turn], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: _Texts = Field([])
     tools: Annotated[list[ToolDefinition], FailFast()] = Field([], max_length=MAX_TOOLS)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: TemplateArguments = Field({}, description="further values for the chat template")
+    cache_control: CacheControl | None = _NO_EFFECT
+    user_profile_id: str | None = _NO_EFFECT
+    workspace_id: str | None = _NO_EFFECT
 
     @property
     def chat(self) -> ChatPrompt:
-        system = [ChatMessage("system", _text(self.system))] if self.system else []
+        told = [block for block in self.system if not block.text.startswith(_ACCOUNTING)]
+        system = [ChatMessage("system", _text(told))] if told else []
         messages = [*system, *(value for message in self.messages for value in message.values())]
         continues = messages[-1].role == "assistant" and not messages[-1].tool_calls
         options = ChatOptions(
             tools=tuple(tool.value() for tool in self.tools) if self.shows_tools else (),
-            arguments={"enable_thinking": self.thinking.type == "enabled"} if self.thinking is not None else {},
+            arguments=self._template_arguments(),
             continue_final_message=continues,
         )
         return ChatPrompt(tuple(messages), options)
+
+    def _template_arguments(self) -> dict[str, Any]:
+        effort = self.output_config.effort if self.output_config is not None else None
+        given: dict[str, Any] = {"reasoning_effort": effort, "enable_thinking": True} if effort is not None else {}
+        thinks = {"enable_thinking": self.thinking.type != "disabled"} if self.thinking is not None else {}
+        return given | thinks | self.chat_template_kwargs
+
+    @property
+    def shows_thinking(self) -> bool:
+        return self.thinking is None or self.thinking.display != "omitted"
 
     @property
     def shows_tools(self) -> bool:
@@ -214,6 +276,21 @@ class CountTokensRequest(StrictBody):
 class MessagesRequest(CountTokensRequest):
     """The body of /v1/messages."""
 
+    asks_for_nothing: ClassVar[NeutralValues] = {
+        **CountTokensRequest.asks_for_nothing,
+        "container": (),
+        "diagnostics": (),
+        "inference_geo": ("global",),
+        "billing_policy": (),
+        "fallback_credit_token": (),
+        "fallbacks": ([],),
+        "thread": (),
+        "watermarking": (False,),
+        "kv_transfer_params": ({},),
+        "ec_transfer_params": ({},),
+        "vllm_xargs": ({},),
+    }
+
     max_tokens: int = Field(ge=1, description="maximum output tokens; the context may leave room for fewer")
     stream: bool = False
     temperature: float | None = Field(None, json_schema_extra={"minimum": 0, "maximum": 2})
@@ -230,16 +307,27 @@ class MessagesRequest(CountTokensRequest):
             }
         ),
     ] = Field([], max_length=4096)
-    metadata: Metadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = Field(None, description="accepted; changes nothing")
+    metadata: Metadata | None = _NO_EFFECT
+    service_tier: Literal["auto", "standard_only"] | None = _NO_EFFECT
+    cache_salt: str = Field(
+        "",
+        description="prompts share KV with those of the same salt only",
+        json_schema_extra={"maxLength": MAX_CACHE_SALT_CHARACTERS},
+    )
+    return_mm_kwargs: bool | None = _NO_EFFECT
+    mm_payload: Literal["tensors", "none"] | None = _NO_EFFECT
 
     def request(self, label: str) -> GenerateRequest:
+        grammar = self.output_config.grammar() if self.output_config is not None else None
         return GenerateRequest(
             prompt=self.chat,
             label=label,
             model=self.model,
             sampling=SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p),
             stop=StopConditions(default_max_tokens=self.max_tokens, stop=tuple(self.stop_sequences)),
+            cache_salt=self.cache_salt,
+            grammar=grammar,
+            grammar_field="output_config" if grammar is not None else "",
         )
 
 

@@ -2,22 +2,57 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field, WithJsonSchema
 
 from cluster.errors import InvalidRequest
 from router.http.bodies.strict_body import NeutralValues, StrictBody
 from router.requests import ChatMessage, ToolCall
+from router.text.chat_template import NAMED_TOKENS
 from router.tools.call_forms import CallableTool
 from router.tools.constraint import ToolUse
 
 MAX_MESSAGES = 2048
 MAX_TOOLS = 128
 _MAX_NAME_CHARACTERS = 128
+# What a chat template is given by other fields, or by the model's files.
+_TEMPLATE_FIELDS: tuple[str, ...] = ("messages", "tools", "documents", "chat_template", "add_generation_prompt")
+_TEMPLATE_FIELDS += ("continue_final_message", "strftime_now", "tokenize", *NAMED_TOKENS)
+
+
+def _leaves_fields_alone(value: dict[str, Any]) -> dict[str, Any]:
+    if taken := sorted(set(value) & set(_TEMPLATE_FIELDS)):
+        raise ValueError(f"{', '.join(taken)} cannot be set here: use the field of that name, where there is one")
+    return value
+
+
+TemplateArguments = Annotated[
+    dict[str, Any],
+    AfterValidator(_leaves_fields_alone),
+    WithJsonSchema({"type": "object", "propertyNames": {"not": {"enum": [*_TEMPLATE_FIELDS]}}}),
+]
+
+
+class CacheControl(StrictBody):
+    """A client's wish that the prompt is cached up to here. It is accepted and changes nothing: equal beginnings of
+    prompts are cached without it.
+    """
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class CacheBreakpoint(StrictBody):
+    """The same wish as OpenAI's clients send it."""
+
+    mode: Literal["explicit"]
+    ttl: Literal["30m", "12h"] | None = None
 
 
 class TextPart(StrictBody):
     type: Literal["text"]
     text: str
+    cache_control: CacheControl | None = Field(None, description="accepted; changes nothing")
+    prompt_cache_breakpoint: CacheBreakpoint | None = Field(None, description="accepted; changes nothing")
 
 
 _CONTENT_SCHEMA: dict[str, Any] = {
@@ -107,6 +142,8 @@ Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage
 
 
 class Function(StrictBody):
+    asks_for_nothing: ClassVar[NeutralValues] = {"defer_loading": (False,)}
+
     name: Annotated[str, Field(min_length=1, max_length=_MAX_NAME_CHARACTERS)]
     description: str = ""
     parameters: dict[str, Any] = Field({}, description="the JSON schema of its arguments")
@@ -117,8 +154,11 @@ class Function(StrictBody):
 
 
 class Tool(StrictBody):
+    asks_for_nothing: ClassVar[NeutralValues] = {"defer_loading": (False,)}
+
     type: Literal["function"]
     function: Function
+    cache_control: CacheControl | None = Field(None, description="accepted; changes nothing")
 
     def value(self) -> dict[str, Any]:
         """Return the tool as chat templates read it: what the client set."""

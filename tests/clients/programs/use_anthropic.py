@@ -63,6 +63,40 @@ async def asynchronous_tools() -> None:
 
 
 asyncio.run(asynchronous_tools())
+
+
+def as_claude_code() -> None:
+    """The fields that Claude Code sends, through a call of a tool and its result; and an answer under a schema."""
+    kept = {"type": "ephemeral"}
+    told = ["x-anthropic-billing-header: cc_version=2.1;", "You are an agent.", "Be brief."]
+    asked = {
+        "model": "demo_model",
+        "system": [{"type": "text", "text": text, "cache_control": kept} for text in told],
+        "tools": [{"name": "city", "input_schema": CITY, "eager_input_streaming": True}],
+        "tool_choice": {"type": "tool", "name": "city"},
+        "metadata": {"user_id": "me"},
+        "max_tokens": 32_000,
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+        "betas": ["context-management-2025-06-27", "mid-conversation-system-2026-04-07"],
+        "extra_body": {"temperature": 0, "chat_template_kwargs": {"enable_thinking": False}},
+    }
+    turns = [*QUESTION, {"role": "system", "content": "There is one tool."}]
+    with client.beta.messages.stream(**asked, messages=turns) as stream:
+        message = stream.get_final_message()
+    (use,) = [block for block in message.content if block.type == "tool_use"]
+    assert message.stop_reason == "tool_use" and 0 <= use.input["people"] <= 999
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": "found", "cache_control": kept}
+    turns += [{"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+    told = client.beta.messages.create(**asked | {"tool_choice": {"type": "auto"}, "max_tokens": 8}, messages=turns)
+    assert told.usage.input_tokens + told.usage.cache_read_input_tokens > message.usage.input_tokens
+    format = {"format": {"type": "json_schema", "schema": CITY}}
+    answer = client.messages.create(**GREEDY | {"max_tokens": 400}, output_config=format, thinking={"type": "disabled"})
+    assert 0 <= json.loads(answer.content[0].text)["people"] <= 999
+
+
+as_claude_code()
 count = client.messages.count_tokens(model="demo_model", messages=QUESTION, system="Be brief.")
 assert count.input_tokens == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
 with pytest.raises(anthropic.BadRequestError, match="temperature"):

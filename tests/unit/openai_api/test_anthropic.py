@@ -125,6 +125,82 @@ def test_a_conversation_with_tools_becomes_a_chat(tools: Endpoint) -> None:
     assert not prompt.options.continue_final_message
 
 
+def test_a_request_of_claude_code_is_served(tools: Endpoint) -> None:
+    """The fields are those that Claude Code 2.1.197 sends, with shorter texts. The line for Anthropic's accounting is
+    left out of the prompt: it changes with Claude Code's version, and no cached prompt would have it."""
+    kept = {"type": "ephemeral"}
+    told = ["x-anthropic-billing-header: cc_version=2.1.197.476;", "You are an agent.", "Be brief."]
+    question = [{"type": "text", "text": "<system-reminder>"}, {"type": "text", "text": "hi", "cache_control": kept}]
+    body = {
+        "model": "demo_model",
+        "messages": [{"role": "user", "content": question}, {"role": "system", "content": "There are agents."}],
+        "system": [{"type": "text", "text": text, "cache_control": kept} for text in told],
+        "tools": [_TOOLS[0] | {"description": "Weather.", "eager_input_streaming": True, "defer_loading": True}],
+        "metadata": {"user_id": "me"},
+        "max_tokens": 32_000,
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+        "stream": True,
+    }
+    answer = tools.post("/v1/messages?beta=true", body, **{"anthropic-beta": "claude-code-20250219,effort-2025-11-24"})
+    assert [block["type"] for block in _collected(_events(answer.text))["content"]] == ["thinking", "text", "tool_use"]
+    prompt = tools.pipeline.seen[-1].prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.messages == (
+        ChatMessage("system", "You are an agent.\nBe brief."),
+        ChatMessage("user", "<system-reminder>\nhi"),
+        ChatMessage("system", "There are agents."),
+    )
+    assert prompt.options.arguments == {"reasoning_effort": "high", "enable_thinking": True}
+    schema = tools.http.get("/openapi.json").json()
+    declared = schema["paths"]["/v1/messages"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    jsonschema.validate(body, declared | {"components": schema["components"]})
+
+
+@pytest.mark.parametrize(
+    ("sent", "arguments"),
+    [
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"enable_thinking": True}),
+        ({"output_config": {"effort": "low"}}, {"reasoning_effort": "low", "enable_thinking": True}),
+        (
+            {"thinking": {"type": "disabled"}, "output_config": {"effort": "low"}},
+            {"reasoning_effort": "low", "enable_thinking": False},
+        ),
+        (
+            {"thinking": {"type": "adaptive"}, "chat_template_kwargs": {"enable_thinking": False}},
+            {"enable_thinking": False},
+        ),
+    ],
+)
+def test_thinking_and_effort_are_given_to_the_chat_template(
+    shared: Endpoint, sent: dict[str, Any], arguments: dict[str, object]
+) -> None:
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        body = _BODY | sent if path == "/v1/messages" else {"model": "demo_model", "messages": USER} | sent
+        assert shared.post(path, body).status_code == 200
+    prompt = shared.pipeline.seen[-1].prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.options.arguments == arguments
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_omitted_thinking_is_left_out_of_the_answer(tools: Endpoint, stream: bool) -> None:
+    thinking = {"thinking": {"type": "adaptive", "display": "omitted"}, "stream": stream}
+    answer = tools.post("/v1/messages", _BODY | {"tools": _TOOLS} | thinking)
+    message = _collected(_events(answer.text)) if stream else answer.json()
+    assert [block["type"] for block in message["content"]] == ["text", "tool_use"]
+
+
+def test_an_output_format_is_a_grammar(shared: Endpoint) -> None:
+    schema = {"type": "object", "properties": {"people": {"type": "integer"}}}
+    config = {"format": {"type": "json_schema", "schema": schema}}
+    assert shared.post("/v1/messages", _BODY | {"output_config": config}).status_code == 200
+    request = shared.pipeline.seen[-1]
+    assert request.grammar is not None
+    assert (json.loads(request.grammar.text), request.grammar_field) == (schema, "output_config")
+
+
 def test_a_last_message_of_the_assistant_is_continued_and_counted(shared: Endpoint) -> None:
     messages = [*USER, {"role": "assistant", "content": "It is"}]
     assert shared.post("/v1/messages", _BODY | {"messages": messages}).status_code == 200
@@ -152,6 +228,8 @@ def test_a_forced_call_is_drawn_under_a_grammar(tools: Endpoint, choice: dict[st
         ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens"),
         ({"temperature": 5}, 400, "invalid_request_error", "temperature"),
         ({"made_up": 1}, 400, "invalid_request_error", "'made_up'"),
+        ({"context_management": {"edits": [{"type": "compact"}]}}, 400, "invalid_request_error", "context_management"),
+        ({"chat_template_kwargs": {"tools": []}}, 400, "invalid_request_error", "chat_template_kwargs"),
         (
             {"tool_choice": {"type": "any"}},
             400,

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from router.http.anthropic.bodies import CountTokensRequest, MessagesRequest
+from router.http.bodies.strict_body import StrictBody
+from router.http.endpoints import TokenizeRequest
 from router.http.openai_schema import ChatCompletionRequest, CompletionRequest
 from tests.unit.openai_api.endpoint import USER, Endpoint, refused
 
@@ -41,8 +44,31 @@ _VLLM_CHAT = _VLLM_BOTH + _names(
 _OPENAI_COMPLETION = ["best_of"]
 _OPENAI_CHAT = _names(
     """
-    audio function_call functions metadata modalities prediction prompt_cache_key prompt_cache_retention
-    safety_identifier service_tier store verbosity web_search_options
+    audio function_call functions metadata modalities moderation prediction prompt_cache_key prompt_cache_options
+    prompt_cache_retention safety_identifier service_tier store verbosity web_search_options
+    """
+)
+# Anthropic's, of the package `anthropic` 2.14, types/message_create_params.py and types/beta/message_create_params.py,
+# with those of vLLM's AnthropicMessagesRequest.
+_ANTHROPIC = _names(
+    """
+    max_tokens messages model cache_control container diagnostics inference_geo metadata output_config service_tier
+    speed stop_sequences system thinking tool_choice tools user_profile_id workspace_id stream temperature top_k top_p
+    billing_policy compaction context_management fallback_credit_token fallbacks mcp_servers thread
+    mm_payload return_mm_kwargs cache_salt watermarking kv_transfer_params ec_transfer_params vllm_xargs
+    chat_template_kwargs
+    """
+)
+_ANTHROPIC_COUNT = _names(
+    """
+    messages model cache_control output_config speed system thinking tool_choice tools user_profile_id workspace_id
+    compaction context_management mcp_servers chat_template_kwargs
+    """
+)
+_VLLM_TOKENIZE = _names(
+    """
+    model prompt messages add_generation_prompt return_token_strs continue_final_message add_special_tokens
+    chat_template chat_template_kwargs media_io_kwargs mm_processor_kwargs tools
     """
 )
 _PATHS: dict[str, tuple[type[CompletionRequest | ChatCompletionRequest], list[str], dict[str, Any]]] = {
@@ -52,14 +78,15 @@ _PATHS: dict[str, tuple[type[CompletionRequest | ChatCompletionRequest], list[st
 _WITHOUT_EFFECT = "accepted; changes nothing"
 
 
-def _kind(body: type[CompletionRequest | ChatCompletionRequest], name: str) -> str:
+def _kind(body: type[StrictBody], name: str) -> str:
     if name in body.model_fields:
         return "no effect" if body.model_fields[name].description == _WITHOUT_EFFECT else "supported"
     return "refused" if name in body.asks_for_nothing else "unknown"
 
 
-def _documented() -> dict[str, str]:
-    table = (Path(__file__).parents[3] / "router" / "http" / "fields.md").read_text()
+def _documented(section: int = 0) -> dict[str, str]:
+    page = (Path(__file__).parents[3] / "router" / "http" / "fields.md").read_text()
+    table = page.split("\n## ")[section]
     kinds: dict[str, str] = {}
     for line in re.findall(r"^\| `.*$", table, re.MULTILINE):
         fields, meaning = line.strip("| ").split(" | ")[:2]
@@ -84,6 +111,18 @@ def test_the_table_names_no_field_that_does_not_exist() -> None:
     assert set(_documented()) <= known
 
 
+@pytest.mark.parametrize(("body", "published"), [(MessagesRequest, _ANTHROPIC), (CountTokensRequest, _ANTHROPIC_COUNT)])
+def test_every_field_of_anthropics_protocol_is_in_its_table(body: type[StrictBody], published: list[str]) -> None:
+    documented = _documented(1)
+    assert {*body.model_fields, *body.asks_for_nothing} == set(published)
+    assert {name: _kind(body, name) for name in published} == {name: documented.get(name) for name in published}
+    assert set(documented) == set(_ANTHROPIC)
+
+
+def test_every_published_field_of_tokenize_is_handled() -> None:
+    assert {*TokenizeRequest.model_fields, *TokenizeRequest.asks_for_nothing} == set(_VLLM_TOKENIZE)
+
+
 @pytest.mark.parametrize("path", _PATHS)
 def test_a_field_that_is_not_supported_is_refused_by_name_unless_it_asks_for_nothing(
     shared: Endpoint, path: str
@@ -105,6 +144,7 @@ def test_fields_without_effect_leave_the_request_as_it_is(shared: Endpoint, path
         "session_id": "7",
         "prompt_cache_key": "key",
         "prompt_cache_retention": "24h",
+        "prompt_cache_options": {"mode": "implicit", "ttl": "30m"},
         "metadata": {"trace": "7"},
         "store": False,
         "return_mm_kwargs": False,
