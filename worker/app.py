@@ -250,6 +250,7 @@ class WorkerApp:
 
     def _set_role(self, role: Role) -> None:
         self._steps.post(commands.SetRole(role))
+        self._life.describe(role)
 
     def _set_max_queue(self, max_queue: int) -> None:
         self._steps.post(commands.LimitQueue(max_queue))

@@ -112,7 +112,7 @@ class WorkerLife:
         keeps_prefixes = config.prefix_caching == "on"
         self.new_chain = keyed_chains(self.keys.hash_key, config.block_size) if keeps_prefixes else nameless_chains()
         self.telemetry = Telemetry.of_worker()
-        self.telemetry.describe(role=role, member=self.member.id, model=config.model_name)
+        self.describe(role)
         self.host = advertised_host(config)
         self.tls = load_tls(config, self.host)
         self.connect = partial(open_member_channel, keys=self.keys, caller=str(self.member), tls=self.tls)  # by address
@@ -185,6 +185,10 @@ class WorkerLife:
         former = await self._registration.set_role(role)
         _LOG.info("the role has changed", extra={"former_role": former, "role": role})
         return former
+
+    def describe(self, role: Role) -> None:
+        """Publish what this worker is, with its present role."""
+        self.telemetry.describe(role=role, member=self.member.id, model=self.config.model_name)
 
     def register_step_target(self, limit: StepLimit) -> None:
         """Register another target for steps, from which routers predict."""

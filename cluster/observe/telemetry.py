@@ -70,9 +70,9 @@ class Telemetry:
         return Telemetry((*EVERY_PROCESS, *WORKER))
 
     def describe(self, *, role: str, member: str, model: str) -> None:
-        """Publish what this process is."""
-        installed = {"version": version("tandem-serving"), "python": platform.python_version()}
-        self.gauge("tandem_build_info", 1, role=role, member=member, model=model, **installed)
+        """Publish what this process is now, in place of what it was before a change of its role."""
+        installed = (version("tandem-serving"), platform.python_version())
+        self.gauge_all("tandem_build_info", {(*installed, role, member, model): 1})
 
     def count(self, name: str, value: float = 1, **labels: str) -> None:
         """Add to a counter."""

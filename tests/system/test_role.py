@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import re
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from router.drain import operator_commands
 from router.drain.operator_commands import MemberCommands
 from tandem.enum_words import MEMBER_ROLES
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
+from tests.system.alert_rules import scrapes_of
 from tests.system.asking import Answer, ask, question
 from tests.system.local_cluster import LocalCluster
 from tests.system.polling import until
@@ -89,6 +91,11 @@ async def test_two_of_four_workers_change_their_role_under_load_without_losing_a
         assert {member.member_id: member.incarnation for member in after} == before, "a process restarted"
         roles = {member.member_id: MEMBER_ROLES.word(member.role) for member in after}
         assert roles == {"router0": "router", "prefill0": "prefill", **dict.fromkeys((*flipped, "decode0"), "decode")}
+        described = {
+            name: re.findall(r'^tandem_build_info\{.*role="(\w+)"', text, re.MULTILINE)
+            for name, text in (await scrapes_of(cluster)).items()
+        }
+        assert described == {name: [role] for name, role in roles.items()}
         await cluster.until_free()
     finally:
         codes = await cluster.stop()

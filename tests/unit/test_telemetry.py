@@ -40,6 +40,15 @@ def test_a_gauge_of_members_has_series_of_the_present_ones_only() -> None:
     assert "decode" not in telemetry.render().decode()
 
 
+def test_a_process_with_another_role_publishes_that_role_only() -> None:
+    telemetry = Telemetry()
+    for role in ("prefill", "decode"):
+        telemetry.describe(role=role, member="w", model="m")
+    assert re.findall(r'^tandem_build_info\{.*role="(\w+)".*\} (\S+)', telemetry.render().decode(), re.MULTILINE) == [
+        ("decode", "1.0")
+    ]
+
+
 def test_two_workers_in_one_process_have_separate_counts() -> None:
     first, second = Telemetry(), Telemetry()
     first.count("tandem_decode_tokens_total")
