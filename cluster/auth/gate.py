@@ -49,6 +49,7 @@ class MemberGate(grpc.aio.ServerInterceptor, worker_pb2_grpc.MemberAuthServicer)
         server.serve_frames(
             partial(AcceptingConnection, self._keys, transport=CALLS, exporter=str(self._member)),
             on_refused=partial(self._record, method=_CONNECTION),
+            on_closed=lambda reason: self._telemetry.count("tandem_closed_member_connections_total", reason=reason),
         )
 
     async def OpenSession(

@@ -162,6 +162,10 @@ WORKER: dict[str, Metric] = {
         "test generations of idle workers; counted elsewhere only as steps and computed tokens", "outcome"
     ),
     "tandem_unhealthy_total": _counter("times that a worker became unhealthy, by the check that found it", "finder"),
+    "tandem_closed_member_connections_total": _counter(
+        "connections of members that this worker closed, because they sent malformed frames or read no answers",
+        "reason",
+    ),
     "tandem_kv_blocks": _gauge("blocks of the KV pool by state, about once a second", "state"),
     "tandem_kv_cache_usage_ratio": _gauge("share of the KV pool's blocks that are neither free nor cached"),
     "tandem_queued_prompt_seconds": _gauge(

@@ -19,6 +19,7 @@ import grpc
 from cluster.auth.connections import AcceptingConnection
 from cluster.auth.sessions import Refusal, refused
 from cluster.errors import MemberRefused
+from cluster.serving import frames
 from cluster.serving.frames import Begin, FrameConnection, Kind, Metadata, Status, Unread, packed_status, too_large
 
 _LOG = logging.getLogger("tandem.frames")
@@ -44,15 +45,17 @@ class FrameServer:
         interceptors: Sequence[grpc.aio.ServerInterceptor],
         accept: Callable[[], AcceptingConnection],
         on_refused: Callable[[MemberRefused, str], None],
+        on_closed: Callable[[str], None],
     ) -> None:
         """`interceptors`: of the gRPC server, the outermost first. `accept` begins the proofs of a connection.
-        `on_refused` is called with the reason and the address of a peer that does not prove to be a member."""
+        `on_refused` is called with the reason and the address of a peer that does not prove to be a member,
+        `on_closed` with the reason why the connection of a member is closed because of what the member does."""
         self._handlers: list[grpc.GenericRpcHandler] = []
         find: Find = self._handler
         for interceptor in reversed(interceptors):
             find = partial(interceptor.intercept_service, find)
         self.find = find
-        self.accept, self.on_refused = accept, on_refused
+        self.accept, self.on_refused, self.on_closed = accept, on_refused, on_closed
         self.connections: dict[_Connection, None] = {}  # the oldest first
         self._listener: socket.socket | None = None
         self._server: asyncio.Server | None = None
@@ -140,8 +143,7 @@ class _Connection(FrameConnection):
             self._server.on_refused(refusal, self.peer)
             self.abort()
         except (ValueError, IndexError, struct.error) as error:
-            _LOG.warning("a connection of a member is closed", extra={"peer": self.peer, "problem": str(error)})
-            self.abort()
+            self._close_for("malformed", str(error))
 
     def on_lost(self) -> None:
         if self._overdue is not None:
@@ -155,10 +157,18 @@ class _Connection(FrameConnection):
             detail = "the peer sends more than a proof that it is a member"
             self._server.on_refused(refused(Refusal.NO_PROOF, detail), self.peer)
 
+    def on_unsent(self) -> None:
+        self._close_for("unread", f"the member leaves more than {frames.MAX_UNSENT_BYTES} bytes of answers unread")
+
     def refuse_new(self) -> "list[asyncio.Task[None]]":
         """Take no further call, and return the tasks of the present ones."""
         self._takes_calls = False
         return [call.task for call in self._calls.values()]
+
+    def _close_for(self, reason: str, problem: str) -> None:
+        _LOG.warning("a connection of a member is closed", extra={"peer": self.peer, "problem": problem})
+        self._server.on_closed(reason)
+        self.abort()
 
     def _on_call_frame(self, kind: int, number: int, body: bytes) -> None:
         if kind == Kind.BEGIN:

@@ -26,6 +26,7 @@ import grpc
 CALLS = "calls"  # the name of these connections in their proofs
 MAX_FRAME_BYTES = 16 << 20
 MAX_UNREAD_BYTES = 64 << 20  # of messages of one call that were received and not read
+MAX_UNSENT_BYTES = 64 << 20  # that wait for the other end to read
 _MAX_UNPROVEN_BYTES = 1024  # that an end receives before the proof of the other one
 _UNREAD_MESSAGE_BYTES = 64  # memory of an unread message besides its content
 PING_AFTER_S, PONG_WITHIN_S = 10.0, 5.0
@@ -184,6 +185,10 @@ class FrameConnection(asyncio.Protocol):
         """Handle the end of the connection."""
         raise NotImplementedError
 
+    def on_unsent(self) -> None:
+        """Handle more than `MAX_UNSENT_BYTES` that the other end does not read, as of many calls with one answer each,
+        which do not wait for it. The connection is closed then."""
+
     def on_too_large(self) -> None:
         """Handle more bytes than may come, in one frame or before the proof. The connection is closed then."""
 
@@ -191,6 +196,9 @@ class FrameConnection(asyncio.Protocol):
         """Send a frame; without effect once the connection is closed."""
         if self.transport is not None and not self.transport.is_closing():
             self.transport.write(packed(kind, number, body))
+            if self.is_paused and self.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+                self.on_unsent()
+                self.abort()
 
     @property
     def is_paused(self) -> bool:

@@ -105,12 +105,15 @@ class GrpcServer:
         reflection.enable_server_reflection(names, self._server)
 
     def serve_frames(
-        self, accept: Callable[[], AcceptingConnection], on_refused: Callable[[MemberRefused, str], None]
+        self,
+        accept: Callable[[], AcceptingConnection],
+        on_refused: Callable[[MemberRefused, str], None],
+        on_closed: Callable[[str], None],
     ) -> None:
         """Serve the calls that members make as frames too, on a port of their own beside that of `bind`. To be called
         before services are added. The arguments are those of FrameServer. With TLS all calls use gRPC."""
         if self._credentials is None:
-            self._frames = self.grpc.frames = FrameServer(self._interceptors, accept, on_refused)
+            self._frames = self.grpc.frames = FrameServer(self._interceptors, accept, on_refused, on_closed)
 
     @property
     def frame_port(self) -> int:

@@ -128,7 +128,7 @@ def _call(data: bytes) -> str:
 async def _served(data: bytes, opening: OpeningConnection | None) -> str:
     """Send the bytes to a worker, after the proofs or in their place, and read all that it answers."""
     refusals_seen: list[MemberRefused] = []
-    server = FrameServer([], _accepting, lambda refusal, peer: refusals_seen.append(refusal))
+    server = FrameServer([], _accepting, lambda refusal, peer: refusals_seen.append(refusal), lambda reason: None)
     server.add_handlers([_Echoes()])
     server.bind("127.0.0.1")
     await server.start()

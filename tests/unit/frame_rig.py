@@ -30,6 +30,7 @@ class Callee(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.PrefillWorkerServic
         self.num_cancelled = self.num_released = 0  # calls of Inspect
         self.num_sent = self.num_ended = 0  # events of SubscribeCacheEvents, and its calls
         self.event = worker_pb2.CacheEvents(member="m" * 10_000)
+        self.answer = worker_pb2.InspectResponse(member="a@1")
         self.is_open = asyncio.Event()
         self.may_release = asyncio.Event()
         self.may_release.set()
@@ -43,7 +44,7 @@ class Callee(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.PrefillWorkerServic
             await self.may_release.wait()
             self.num_released += 1
             raise
-        return worker_pb2.InspectResponse(member="a@1")
+        return self.answer
 
     async def Abandon(self, request: worker_pb2.AbandonRequest, context: Any) -> worker_pb2.AbandonResponse:
         self.contexts.append(context)

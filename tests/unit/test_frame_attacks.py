@@ -15,7 +15,7 @@ from cluster.auth.keys import ClusterKeys, Secrets
 from cluster.auth.member_channel import MemberChannel
 from cluster.auth.sessions import OpeningSession, Refusal, Session
 from cluster.serving import frame_server, frames
-from cluster.serving.frame_channel import CallerConnection
+from cluster.serving.frame_channel import CallerConnection, FrameCall
 from cluster.serving.frames import CALLS, Begin, FrameConnection, Kind, Unread, packed
 from cluster.serving.serving import GrpcServer
 from tandem.internal.v1 import kv_pb2, kv_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -193,6 +193,31 @@ async def test_a_member_that_reads_nothing_is_sent_no_answers_to_its_pings() -> 
         assert callees.transport.get_write_buffer_size() <= num_waiting
         asking.cancel()
         call.cancel()
+
+
+async def test_a_member_that_reads_no_answers_loses_its_connection_at_a_bound(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(frames, "MAX_UNSENT_BYTES", 1_000_000)
+    async with served() as (callee, server, channel):
+        callees, callers = await _frames_of(server, channel, callee)
+        assert callers.transport is not None and callees.transport is not None
+        callee.is_open.set()
+        callee.answer.member = "m" * 100_000
+        session, calls = await _session(channel), list[FrameCall]()
+        callers.transport.pause_reading()
+        while not callees.lost.done():
+            calls.append(callers.begin(_INSPECT, b"", None, ((PROOF, session.prove(_INSPECT, b"")),), bytes))
+            assert callees.transport.get_write_buffer_size() < 1_200_000
+            await asyncio.sleep(0)
+        assert callee.telemetry.value("tandem_closed_member_connections_total", reason="unread") == 1
+        assert caplog.text.count("a connection of a member is closed") == 1
+        callers.transport.resume_reading()
+        await callers.lost
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await calls[-1]
+        assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
+        await worker_pb2_grpc.WorkerStub(channel).Inspect(worker_pb2.InspectRequest())
 
 
 async def test_a_call_that_was_cancelled_releases_its_resources_although_its_connection_breaks_meanwhile() -> None:
