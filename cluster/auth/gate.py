@@ -1,12 +1,13 @@
 """The gate of a member's port: a call between members is served only after its caller has proved to be a member.
 
 Health checks stay open. Everything else, gRPC reflection included, is refused with UNAUTHENTICATED before any handler
-sees a message of it.
+sees a message of it. A stream that is open when the secret behind its proof is dropped ends after a grace.
 """
 
+import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -16,7 +17,7 @@ from cluster.accounts.audit import Audit
 from cluster.auth.connections import AcceptingConnection
 from cluster.auth.keys import ClusterKeys
 from cluster.auth.sessions import SessionTable
-from cluster.errors import MemberRefused
+from cluster.errors import MemberRefused, Unavailable
 from cluster.messages import MemberId
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol.received import checked
@@ -27,6 +28,8 @@ from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 
 PROOF = "tandem-proof-bin"  # metadata
 _CONNECTION = "a connection for frames"  # in the audit log
+_DROPPED_GRACE_S = 10.0  # for streams to end by themselves after their secret was dropped
+_LOOK_S = 1.0
 _OPEN = ("/grpc.health.v1.Health/", "/tandem.internal.v1.MemberAuth/")
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -38,7 +41,7 @@ class MemberGate(grpc.aio.ServerInterceptor, worker_pb2_grpc.MemberAuthServicer)
 
     def __init__(self, keys: ClusterKeys, member: MemberId, telemetry: Telemetry, audit: Audit) -> None:
         self._keys, self._member = keys, member
-        self._sessions = SessionTable(keys, member)
+        self._sessions, self._streams = SessionTable(keys, member), _OpenStreams(keys)
         self._server: GrpcServer | None = None
         self._telemetry, self._audit = telemetry, audit
 
@@ -108,18 +111,24 @@ class MemberGate(grpc.aio.ServerInterceptor, worker_pb2_grpc.MemberAuthServicer)
             return self._single(behaviour, method, read)
 
         async def answers(request: Any, context: _Context) -> AsyncIterator[Any]:
-            await self._admit(context, method, request if read is not None else b"")
-            async with aclosing(behaviour(read(request) if read is not None else request, context)) as answering:
-                async for answer in answering:
-                    yield answer
+            key_id = await self._admit(context, method, request if read is not None else b"")
+            answering = behaviour(read(request) if read is not None else request, context)
+            try:
+                async with self._streams.ended_with(key_id), aclosing(answering):
+                    async for answer in answering:
+                        yield answer
+            except Unavailable as error:
+                await abort(context, error, method)
 
         return answers
 
-    async def _admit(self, context: _Context, method: str, body: bytes) -> None:
+    async def _admit(self, context: _Context, method: str, body: bytes) -> bytes:
+        """Return the id of the secret that the call's proof rests on."""
         try:
-            self._sessions.admit(_proof(context.invocation_metadata()), method, body)
+            return self._sessions.admit(_proof(context.invocation_metadata()), method, body)
         except MemberRefused as refusal:
             await self._refuse(refusal, method, context)
+            raise
 
     def _refusing(self, refusal: MemberRefused, method: str) -> Callable[..., Any]:
         async def refuse(_requests: Any, context: _Context) -> None:
@@ -134,6 +143,47 @@ class MemberGate(grpc.aio.ServerInterceptor, worker_pb2_grpc.MemberAuthServicer)
     def _record(self, refusal: MemberRefused, peer: str, method: str) -> None:
         self._audit.record_refusal(what=method, origin=peer, why=refusal.refusal)
         self._telemetry.count("tandem_refused_members_total", reason=refusal.refusal)
+
+
+class _OpenStreams:
+    """The streams in progress by the secret that they rest on: a call with one answer ends by itself, and a later call
+    needs a proof of its own."""
+
+    def __init__(self, keys: ClusterKeys) -> None:
+        self._keys = keys
+        self._limits: dict[bytes, set[asyncio.Timeout]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    @asynccontextmanager
+    async def ended_with(self, key_id: bytes) -> AsyncIterator[None]:
+        """Cancel the block, `_DROPPED_GRACE_S` after its secret was dropped, and raise Unavailable then."""
+        limit = asyncio.timeout(None)
+        try:
+            async with limit:
+                streams = self._limits.setdefault(key_id, set())
+                streams.add(limit)
+                if self._timer is None:
+                    self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
+                try:
+                    yield
+                finally:
+                    streams.discard(limit)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise Unavailable("the secret behind this stream was dropped; open the stream again") from None
+
+    def _look(self) -> None:
+        """Give the streams of dropped secrets their last time, and look again while there are streams."""
+        loop = asyncio.get_running_loop()
+        for key_id, streams in tuple(self._limits.items()):
+            if not streams:
+                del self._limits[key_id]
+            elif self._keys.secret_of(key_id) is None:
+                for limit in streams:
+                    if limit.when() is None:
+                        limit.reschedule(loop.time() + _DROPPED_GRACE_S)
+        self._timer = loop.call_later(_LOOK_S, self._look) if self._limits else None
 
 
 def _proof(metadata: Any) -> bytes | None:

@@ -159,8 +159,9 @@ class SessionTable:
             raise refused(Refusal.UNKNOWN_SESSION, f"{self._callee} has no such session; open another one")
         return session
 
-    def admit(self, proof: bytes | None, method: str, body: bytes) -> None:
-        """Verify the proof of a call and accept it, once. Raises MemberRefused."""
+    def admit(self, proof: bytes | None, method: str, body: bytes) -> bytes:
+        """Verify the proof of a call and accept it, once. Return the id of the secret that it rests on. Raises
+        MemberRefused."""
         session = self.find(proof)
         assert proof is not None
         session.verify(proof, method, body)
@@ -169,6 +170,7 @@ class SessionTable:
         self._used.move_to_end(session.id)
         if len(self._used) > _MAX_SESSIONS:
             self._used.popitem(last=False)
+        return session.key_id
 
 
 def refused(reason: Refusal, detail: str) -> MemberRefused:

@@ -3,6 +3,8 @@
 import asyncio
 import itertools
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -12,10 +14,11 @@ import pytest
 from cli.__main__ import main
 from cluster.auth.key_file import read_key_file
 from cluster.auth.keys import ClusterKeys
+from cluster.auth.member_channel import open_member_channel
 from cluster.auth.sessions import OpeningSession, Refusal
 from cluster.errors import MemberRefused
 from cluster.serving.rpc_errors import REASON
-from tandem.internal.v1 import worker_pb2_grpc
+from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tests.system.asking import ask, asked, question
 from tests.system.local_cluster import LocalCluster
 from tests.system.polling import until
@@ -23,6 +26,7 @@ from tests.system.polling import until
 _NUM_STREAMS = 4
 _ANSWERS_PER_STEP = 3 * _NUM_STREAMS
 _DEADLINE_S = 120.0
+_DROPPED = "the secret behind this stream was dropped"
 _FLAGS = (
     *("--dtype", "float32", "--num-blocks", "512", "--kv-transports", "tcp,shm"),
     *("--kv-verify", "keyed", "--registration-ttl-s", "3"),
@@ -95,6 +99,37 @@ async def _refusal(cluster: LocalCluster, secret: bytes) -> str:
     return ""
 
 
+@asynccontextmanager
+async def _stream_of_a_thief(cluster: LocalCluster, secret: bytes) -> AsyncIterator["asyncio.Task[str]"]:
+    """Open a router's stream to a worker under this secret, and yield the task that reads it to its end and returns why
+    it ended."""
+    member, opened = "router-9@1", asyncio.Event()
+    async with open_member_channel(
+        cluster.members["decode0"].grpc_address, keys=ClusterKeys(secret), caller=member
+    ) as channel:
+        call = worker_pb2_grpc.DecodeWorkerStub(channel).Connect()
+        await call.write(worker_pb2.RouterMessage(hello=worker_pb2.RouterHello(router=member, has_no_sequences=True)))
+
+        async def read() -> str:
+            try:
+                async for _ in call:
+                    opened.set()
+            except grpc.aio.AioRpcError as error:
+                return str(error.details())
+            return "the worker ended it"
+
+        reading = asyncio.create_task(read())
+        opening = asyncio.create_task(opened.wait())
+        await asyncio.wait((reading, opening), return_when=asyncio.FIRST_COMPLETED, timeout=_DEADLINE_S)
+        assert not reading.done(), await reading
+        yield reading
+
+
+async def _says(cluster: LocalCluster, name: str, words: str) -> bool:
+    await cluster.status()  # and the members' output is read meanwhile
+    return any(words in line for line in cluster.members[name].output)
+
+
 @pytest.mark.slow
 async def test_a_rotation_of_the_secret_under_load_loses_no_request_and_changes_no_answer(
     redis_url: str, tmp_path: Path
@@ -106,9 +141,10 @@ async def test_a_rotation_of_the_secret_under_load_loses_no_request_and_changes_
         undisturbed = (await ask(cluster, question(range(200, 240), max_tokens=300, ignore_eos=True))).token_ids
         streams = Streams(cluster)
         await streams.start()
-        async with asked(
-            cluster, question(range(200, 240), max_tokens=300, ignore_eos=True, cache_salt="long")
-        ) as long:
+        async with (
+            _stream_of_a_thief(cluster, old) as stolen,
+            asked(cluster, question(range(200, 240), max_tokens=300, ignore_eos=True, cache_salt="long")) as long,
+        ):
             await long.until(2)
             for step in (1, 2, 3):
                 await streams.more(_ANSWERS_PER_STEP)
@@ -119,6 +155,10 @@ async def test_a_rotation_of_the_secret_under_load_loses_no_request_and_changes_
                 assert await _refusal(cluster, old) == (Refusal.UNKNOWN_KEY if step == 3 else "")
             await streams.more(_ANSWERS_PER_STEP)
             assert (await long.end()).token_ids == undisturbed
+            async with asyncio.timeout(_DEADLINE_S):
+                assert _DROPPED in await stolen
+            await until(partial(_says, cluster, "router0", _DROPPED), bool, what="the router's own stream ends too")
+            await streams.more(_ANSWERS_PER_STEP)
         await streams.stop()
         assert await _refusal(cluster, read_key_file(cluster.key_file).secrets.current) == ""
         newcomer = await cluster.start_member("decode1", "decode_worker", cluster.joining_flags()[-len(_FLAGS) :])

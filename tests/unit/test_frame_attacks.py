@@ -9,10 +9,11 @@ from collections.abc import Awaitable, Callable
 import grpc
 import pytest
 
+from cluster.auth import gate
 from cluster.auth.connections import AcceptingConnection, OpeningConnection
 from cluster.auth.gate import PROOF
 from cluster.auth.keys import ClusterKeys, Secrets
-from cluster.auth.member_channel import MemberChannel
+from cluster.auth.member_channel import MemberChannel, SignedStream
 from cluster.auth.sessions import OpeningSession, Refusal, Session
 from cluster.serving import frame_server, frames
 from cluster.serving.frame_channel import CallerConnection, FrameCall
@@ -177,6 +178,75 @@ async def test_each_call_on_a_proven_connection_needs_its_own_proof_under_a_vali
         valid[0] = Secrets(new)
         assert await _outcome(connection, _INSPECT, b"", session.prove(_INSPECT, b"")) == Refusal.UNKNOWN_SESSION
         assert not connection.lost.done(), "the connection stays open"
+
+
+class _Rotated:
+    """Keys whose secrets a test replaces. `num_missed` counts the look-ups of secrets that are not valid."""
+
+    def __init__(self) -> None:
+        self.secrets = Secrets(secrets.token_bytes(32))
+        self.num_missed = 0
+        self.keys = ClusterKeys(self.secrets, self._reread)
+
+    def drop(self) -> None:
+        self.secrets = Secrets(secrets.token_bytes(32))
+
+    def _reread(self, is_urgent: bool) -> Secrets:
+        self.num_missed += is_urgent
+        return self.secrets
+
+
+@pytest.mark.parametrize("has_frames", [True, False])
+async def test_a_stream_under_a_dropped_secret_ends_and_its_caller_opens_another_one(
+    has_frames: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "_LOOK_S", 0.01)
+    monkeypatch.setattr(gate, "_DROPPED_GRACE_S", 0.0)
+    rotated = _Rotated()
+    async with served(keys=rotated.keys) as (_, _, channel):
+        caller = channel if has_frames else MemberChannel(channel._channel, rotated.keys, "router-0@1")
+        stub = kv_pb2_grpc.KvTransferStub(caller)
+        former = stub.HandOff()
+        await _answered(former)
+        rotated.drop()
+        with pytest.raises(grpc.aio.AioRpcError, match="was dropped; open the stream again") as ended:
+            await former.read()
+        assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+        await _answered(stub.HandOff())
+
+
+async def test_a_stream_under_a_dropped_secret_goes_on_in_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "_LOOK_S", 0.01)
+    monkeypatch.setattr(gate, "_DROPPED_GRACE_S", 1_000.0)
+    rotated = _Rotated()
+    async with served(keys=rotated.keys) as (_, _, channel):
+        call = kv_pb2_grpc.KvTransferStub(channel).HandOff()
+        await _answered(call)
+        rotated.drop()
+        await until_true(lambda: rotated.num_missed > 3, what="several looks at the stream")
+        await _answered(call)
+
+
+async def test_a_stream_under_a_dropped_secret_ends_although_its_caller_reads_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gate, "_LOOK_S", 0.01)
+    monkeypatch.setattr(gate, "_DROPPED_GRACE_S", 0.0)
+    rotated = _Rotated()
+    async with served(keys=rotated.keys) as (callee, server, channel):
+        callees, callers = await _frames_of(server, channel, callee)
+        assert callers.transport is not None
+        callers.transport.pause_reading()
+        call = worker_pb2_grpc.WorkerStub(channel).SubscribeCacheEvents(worker_pb2.SubscribeCacheEventsRequest())
+        await until_true(lambda: callees.is_paused, what="a pause of the callee")
+        rotated.drop()
+        await until_true(lambda: callee.num_ended == 1, what="the release")
+        call.cancel()
+
+
+async def _answered(call: SignedStream) -> None:
+    await call.write(kv_pb2.ImporterMessage(settle=kv_pb2.Settle()))
+    assert (await call.read()).HasField("refused")
 
 
 async def test_a_member_that_reads_nothing_is_sent_no_answers_to_its_pings() -> None:
