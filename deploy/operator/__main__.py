@@ -18,8 +18,7 @@ from cluster.serving.tls import ClusterTls, load_tls
 from cluster.settings.config import RouterConfig
 from cluster.settings.config_sources import LineParser, load_config, refuse_unknown
 from deploy.operator.api_server import Access, ApiServer
-from deploy.operator.follower import DeploymentFollower, keep_costs
-from deploy.operator.pools import Pools
+from deploy.operator.pools import DeploymentFollower, Pools, keep_costs
 
 
 def parser() -> argparse.ArgumentParser:

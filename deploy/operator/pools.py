@@ -1,4 +1,8 @@
-"""The pools as Deployments: their sizes, and what it costs to end each of their pods.
+"""The pools as Deployments: their sizes, which follow the scale target so that `tandem scale` works on Kubernetes, and
+what it costs to end each of their pods.
+
+`DeploymentFollower` owns its registration. It refuses to start, and ends, where another process or an autoscaler owns
+a pool.
 
 A Deployment that shrinks ends the pods with the lowest `pod-deletion-cost` first
 (https://kubernetes.io/docs/concepts/workloads/controllers/replicaset/#pod-deletion-cost): the cost of a worker is the
@@ -7,10 +11,16 @@ Deployment any more, because an operator has changed its role, costs less than a
 could keep it and lose its last worker that does. A pod's name is its worker's member id.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping
+from contextlib import aclosing, suppress
+from typing import Any
 
+from cluster.errors import ConfigError, RegistryUnavailable, Unavailable
 from cluster.messages import Role
-from cluster.registry.scale_registry import WorkerUse
+from cluster.registry.registry import Registry
+from cluster.registry.scale_registry import Following, WorkerUse
 from cluster.registry.scale_target import ScaleTarget
 from deploy.operator.api_server import ApiError, ApiServer, Object
 
@@ -22,6 +32,15 @@ _NUM_WRITES = 8
 _OTHER_ROLE = -1_000_000_000  # costs are numbers of 32 bits
 
 Loads = Callable[[], Awaitable[Mapping[str, WorkerUse]]]
+_NO_SUCH_KIND = 404  # KEDA is not installed
+# The path of each kind that scales Deployments. A ScaledObject without a kind in its reference means a Deployment.
+_SCALERS = {
+    "HorizontalPodAutoscaler": "/apis/autoscaling/v2/namespaces/{namespace}/horizontalpodautoscalers",
+    "ScaledObject": "/apis/keda.sh/v1alpha1/namespaces/{namespace}/scaledobjects",
+}
+_LOG = logging.getLogger("tandem.operator")
+_COSTS_EVERY_S = 30.0
+_RETRY_S = 5.0
 
 
 class Pools:
@@ -100,3 +119,108 @@ def _cost(use: WorkerUse | None, pool: Role) -> int:
 
 def _replicas(scale: Object) -> int:
     return int(scale["spec"].get("replicas", 0))
+
+
+async def refuse_other_owners(api: ApiServer, namespace: str, deployments: Collection[str]) -> None:
+    """Raise ConfigError if an autoscaler owns one of these Deployments. Raises ApiError and Unavailable."""
+    for kind, path in _SCALERS.items():
+        try:
+            found = await api.get(path.format(namespace=namespace))
+        except ApiError as error:
+            if error.status != _NO_SUCH_KIND:
+                raise
+            continue
+        for item in found["items"]:
+            target = item["spec"]["scaleTargetRef"]
+            if target.get("kind", "Deployment") == "Deployment" and target["name"] in deployments:
+                name = item["metadata"]["name"]
+                raise ConfigError(
+                    f"{kind} {name} sets the replicas of {target['name']}, and a pool has one owner: delete it to scale"
+                    " with `tandem scale`, or run this with --follow off"
+                )
+
+
+async def keep_costs(pools: Pools) -> None:
+    """Write the pods' deletion costs every `_COSTS_EVERY_S` until cancelled."""
+    while True:
+        try:
+            await pools.set_costs()
+        except Unavailable as error:
+            _LOG.warning("the deletion costs of pods were not updated: %s", error.message)
+        await asyncio.sleep(_COSTS_EVERY_S)
+
+
+class DeploymentFollower:
+    def __init__(
+        self,
+        *,
+        api: ApiServer,
+        pools: Pools,
+        registry: Registry,
+        namespace: str,
+        name: str,
+        announce: Callable[[], None],
+        retry_s: float = _RETRY_S,
+    ) -> None:
+        """`announce` is called once the registry has this follower. `retry_s`: the longest time between two looks."""
+        self._api, self._pools, self._registry, self._namespace = api, pools, registry, namespace
+        self._name, self._announce, self._retry_s = name, announce, retry_s
+        self._deployments: dict[str, Object] = {}
+        self._reached = 0
+        self._wake = asyncio.Event()
+
+    async def run(self) -> None:
+        """Follow the target until cancelled. Raises ConfigError if a pool has another owner, ApiError, Unavailable and
+        RegistryUnavailable at the start."""
+        await self._refuse_other_owners()
+        following = Following(self._registry, self._name, await self._pools.sizes())
+        if other := await following.report(0):
+            raise ConfigError(f"{other} follows the scale target already, and only one process may: stop it first")
+        self._announce()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._watch(self._pools.deployments_path), name="watch Deployments")
+                tasks.create_task(self._hear(following.news()), name="hear of the target")
+                await self._follow(following)
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+        finally:
+            with suppress(RegistryUnavailable):
+                await following.unfollow()
+
+    async def _follow(self, following: Following) -> None:
+        while True:
+            self._wake.clear()
+            try:
+                await self._look(following)
+            except (RegistryUnavailable, Unavailable) as error:
+                _LOG.warning("the pools were not scaled: %s", error.message)
+            with suppress(TimeoutError):  # not by wait_for: in Python 3.11 it may swallow a cancellation
+                async with asyncio.timeout(self._retry_s):
+                    await self._wake.wait()
+
+    async def _look(self, following: Following) -> None:
+        await self._refuse_other_owners()
+        for role in DEPLOYMENTS:
+            await self._pools.scale(role, following.target.size(role))
+        wrong = problems(self._deployments, following.target)
+        if not wrong:
+            self._reached = following.target.version
+        version = following.target.version
+        if other := await following.report(self._reached, "; ".join(wrong)):
+            raise ConfigError(f"{other} follows the scale target now")
+        if following.target.version != version:
+            self._wake.set()
+
+    async def _refuse_other_owners(self) -> None:
+        await refuse_other_owners(self._api, self._namespace, DEPLOYMENTS.values())
+
+    async def _watch(self, path: str) -> None:
+        async with aclosing(self._api.watch(path)) as states:
+            async for self._deployments in states:
+                self._wake.set()
+
+    async def _hear(self, news: AsyncGenerator[Any, None]) -> None:
+        async with aclosing(news) as received:
+            async for _ in received:
+                self._wake.set()

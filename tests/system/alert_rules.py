@@ -14,8 +14,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from deploy.observability.__main__ import FOLDER
 from deploy.observability.alerts import ALERTS
-from deploy.observability.files import FOLDER
 from tests.system.local_cluster import LocalCluster
 
 _MINUTES = 25

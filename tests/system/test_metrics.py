@@ -9,7 +9,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.observe.metrics import EVERY_PROCESS, METRICS, ROUTER, WORKER
-from deploy.observability.files import expressions
+from deploy.observability.__main__ import expressions
 from tandem.v1 import admin_pb2, admin_pb2_grpc
 from tests.system.local_cluster import LocalCluster
 

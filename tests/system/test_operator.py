@@ -18,8 +18,7 @@ from cluster.registry.registry import Registry
 from cluster.registry.scale_registry import Following, ScaleTargets, WorkerUse
 from cluster.registry.scale_target import ScaleTarget
 from deploy.operator.api_server import Access, ApiError, ApiServer
-from deploy.operator.follower import DeploymentFollower
-from deploy.operator.pools import COST, Pools
+from deploy.operator.pools import COST, DeploymentFollower, Pools
 from tests.system.kubernetes_api import AUTOSCALERS, NAMESPACE, SCALED_OBJECTS, FakeApiServer
 
 _DEADLINE_S = 60.0

@@ -23,8 +23,7 @@ from cluster.serving.tls import load_tls
 from cluster.settings.config import RouterConfig, WorkerConfig
 from cluster.settings.config_sources import add_flags, load_config
 from deploy.operator.__main__ import parser
-from deploy.operator.owners import refuse_other_owners
-from deploy.operator.pools import DEPLOYMENTS
+from deploy.operator.pools import DEPLOYMENTS, refuse_other_owners
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")

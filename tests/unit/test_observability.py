@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from cluster.observe.metrics import METRICS, Kind
+from deploy.observability.__main__ import FOLDER, expressions, files
 from deploy.observability.alerts import ALERTS
-from deploy.observability.files import FOLDER, expressions, files
 
 _RUNBOOKS = Path(__file__).parents[2] / "docs" / "runbooks.md"
 _TARGET_LABELS = {"instance", "le"}  # of Prometheus itself
