@@ -1,11 +1,16 @@
-"""The words of the enums of tandem.v1.
+"""The words of the enums of tandem.v1, and its messages as plain objects with these words, for JSON.
 
 Python code uses words in place of protobuf's numbers: "stop" for FINISH_REASON_STOP, and "" for the value 0, which
 means "not set". A word is the name of the value in lower case, without the name of its enum.
 """
 
 import re
-from typing import Generic, TypeVar
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Generic, TypeVar
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
 
 from tandem.v1 import admin_pb2, inference_pb2
 
@@ -60,3 +65,45 @@ DISAGGREGATION_VERDICTS = EnumWords(admin_pb2.DisaggregationVerdict)
 EFFECT_BASES = EnumWords(admin_pb2.EffectBasis)
 EVENT_KINDS = EnumWords(admin_pb2.EventKind)
 KEY_ACCESSES = EnumWords(admin_pb2.KeyAccess)
+
+
+_ENUMS: dict[str, EnumWords[Any]] = {
+    words.name: words for words in tuple(globals().values()) if isinstance(words, EnumWords)
+}
+_DIGITS = 9  # after the point: nanoseconds
+_Convert = Callable[[Any], Any]
+
+
+def plain_object(message: Message) -> dict[str, Any]:
+    """Return the message as an object that `json.dumps` takes. Enums become words. Every field is present except unset
+    messages and unset optional fields."""
+    converted = {}
+    for name, has_presence, convert in _fields(message.DESCRIPTOR):
+        if not has_presence or message.HasField(name):
+            converted[name] = convert(getattr(message, name))
+    return converted
+
+
+@cache
+def _fields(kind: Descriptor) -> tuple[tuple[str, bool, _Convert], ...]:
+    """Return name, presence and conversion of each field of a message."""
+    return tuple((field.name, field.has_presence, _conversion(field)) for field in kind.fields)
+
+
+def _conversion(field: FieldDescriptor) -> _Convert:
+    kind = field.message_type
+    if kind is not None and kind.GetOptions().map_entry:
+        value = _one(kind.fields_by_name["value"])
+        return lambda entries: {key: value(entries[key]) for key in entries}
+    one = _one(field)
+    return (lambda values: [one(value) for value in values]) if field.is_repeated else one
+
+
+def _one(field: FieldDescriptor) -> _Convert:
+    if field.message_type is not None:
+        return plain_object
+    if field.enum_type is not None:
+        return _ENUMS[field.enum_type.name].label
+    if field.cpp_type in (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT):
+        return lambda value: round(value, _DIGITS)
+    return lambda value: value

@@ -18,7 +18,6 @@ from rich.live import Live
 from rich.text import Text
 
 from cli import connection
-from cli.local.last_cluster import find_address
 from cli.top.screen import (
     MEMBER_ORDERS,
     REQUEST_ORDERS,
@@ -32,8 +31,8 @@ from cli.top.screen import (
 )
 from cli.top.watch import Watch, full_name
 from cli.verbs.observation.explain import explained_text
+from tandem.enum_words import plain_object
 from tandem.errors import TandemError
-from tandem.plain_objects import plain_object
 from tandem.routers import addresses, is_reachable
 from tandem.v1 import admin_pb2
 
@@ -46,7 +45,7 @@ class Cluster:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
-        self._given = addresses(find_address(arguments.address))
+        self._given = addresses(connection.find_address(arguments.address))
         self._known = self._given
         self._by_member: dict[str, str] = {}
 

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from cluster.errors import InvalidRequest, Unauthenticated
 from router.http.errors import json_bytes
 from router.overview.overview import Metadata, Overview
-from tandem.plain_objects import plain_object
+from tandem.enum_words import plain_object
 from tandem.v1 import admin_pb2
 
 FOLDER = Path(__file__).with_name("page")

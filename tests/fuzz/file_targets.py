@@ -10,8 +10,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from cli.batch.batch_file import kept_lines, read_requests
-from cli.local.last_cluster import _read as read_last_cluster
+from cli.connection import _read as read_last_cluster
+from cli.verbs.generation.batch import kept_lines, read_requests
 from cluster.accounts.keys import Access, Caller, Gate, KeySet, Limits, new_key
 from cluster.auth.key_file import read_key_file
 from cluster.auth.keys import ClusterKeys, Purpose

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from cli.batch.batch_file import kept_lines, read_requests
-from cli.local.last_cluster import _read as read_last_cluster
+from cli.connection import _read as read_last_cluster
+from cli.verbs.generation.batch import kept_lines, read_requests
 from cluster.accounts.keys import KeySet
 from cluster.auth.keys import ClusterKeys, Purpose
 from cluster.errors import ConfigError, InvalidRequest, RegistryUnavailable

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from cli.__main__ import main
-from cli.local.last_cluster import find_admin_key
+from cli.connection import find_admin_key
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
 from router.policies.candidates import SloTargets
 from router.policies.effect import LEAST_EXPLORED

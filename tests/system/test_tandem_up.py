@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from cli.__main__ import main
-from cli.local.last_cluster import LastCluster, find_address, forget, remember
+from cli.connection import LastCluster, find_address, forget, remember
 from cli.local.layout import threads_per_worker
 from cli.verbs.clusters.up import pools_from
 from cluster.errors import ConfigError

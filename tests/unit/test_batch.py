@@ -10,7 +10,7 @@ from threading import Event, Thread
 import pytest
 
 from cli.__main__ import main
-from cli.batch.batch_file import BatchAnswer, BatchRequest, BatchSender, Server, kept_lines, read_requests
+from cli.verbs.generation.batch import BatchAnswer, BatchRequest, BatchSender, Server, kept_lines, read_requests
 from cluster.errors import ConfigError
 from tests.certificates import SERVER_NAME, make_certificates
 
@@ -106,7 +106,7 @@ def server(handler: type[_Handler]) -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cli.batch.batch_file._FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("cli.verbs.generation.batch._FIRST_PAUSE_S", 0.0)
 
 
 def request(name: str, *statuses: int, **fields: object) -> BatchRequest:

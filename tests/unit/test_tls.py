@@ -13,7 +13,7 @@ import pytest
 
 from cli import health
 from cli.__main__ import main
-from cli.local.last_cluster import LastCluster, find_tls_ca, remember
+from cli.connection import LastCluster, find_tls_ca, remember
 from cli.verbs.access.certs import Pair
 from cluster.accounts.audit import Audit
 from cluster.auth.gate import MemberGate

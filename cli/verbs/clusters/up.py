@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from cli.local.last_cluster import LastCluster, forget, remember, running
+from cli.connection import LastCluster, forget, remember, running
 from cli.local.layout import Pools, Ports, router_ports, threads_per_worker
 from cli.local.local_cluster import LocalCluster, Plan, first_of
 from cluster.accounts.key_store import configured_key

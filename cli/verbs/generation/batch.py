@@ -1,20 +1,255 @@
-"""`tandem batch`: answer a file of requests, with the capacity that no other request needs."""
+"""`tandem batch`: answer a file of requests, with the capacity that no other request needs.
+
+The files are in OpenAI's batch format, with one JSON object per line:
+
+{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "a"}}
+{"id": "...", "custom_id": "1", "response": {"status_code": 200, "request_id": "...", "body": {...}}, "error": null}
+
+`BatchSender` sends requests to a router's HTTP API, several at once, and retries requests whose failure may be
+temporary.
+"""
 
 import argparse
+import http.client
+import json
+import socket
 import ssl
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-from cli import connection
-from cli.batch.batch_file import BatchAnswer, BatchRequest, BatchSender, Server, kept_lines, read_requests
-from cli.local.last_cluster import find_http_address
+from cli.connection import add_credentials, client_key, find_http_address, tls_ca, tls_server_name
 from cluster.errors import ConfigError
 from cluster.process import ExitStatus
 
+URLS = ("/v1/chat/completions", "/v1/completions")
+_BATCH_CLASS = "flex"  # the service tier of requests that only use capacity that no other request needs
+_OK = 200
+_ID_PREFIX = "batch_req_"
+_BEGIN = f'{{"id": "{_ID_PREFIX}'  # of every line of answers
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 HELP = "answer a file of requests in OpenAI's batch format; a restarted command sends only what is left"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    custom_id: str
+    url: str
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchAnswer:
+    """The response to one request. `status_code` 0: no router answered; `problem` is the reason."""
+
+    custom_id: str
+    status_code: int
+    request_id: str = ""
+    body: Any = None
+    problem: str = ""
+
+    @property
+    def is_ok(self) -> bool:
+        return self.status_code == _OK
+
+    def to_line(self) -> str:
+        response = {"status_code": self.status_code, "request_id": self.request_id, "body": self.body}
+        line = {
+            "id": _ID_PREFIX + self.custom_id,
+            "custom_id": self.custom_id,
+            "response": response if self.status_code else None,
+            "error": None if self.status_code else {"code": "unavailable", "message": self.problem},
+        }
+        return json.dumps(line, ensure_ascii=False) + "\n"
+
+
+def read_requests(lines: Iterable[str], name: str) -> list[BatchRequest]:
+    """Return the requests. Those without a service tier get the batch class. Raises ConfigError, which names the line
+    of the file `name`."""
+    found: dict[str, BatchRequest] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            request = _request(line)
+        except ValueError as error:
+            raise ConfigError(f"{name}, line {number}: {error}") from None
+        if request.custom_id in found:
+            raise ConfigError(
+                f"{name}, line {number}: custom_id {request.custom_id!r} is used twice; give every request its own"
+            )
+        found[request.custom_id] = request
+    return list(found.values())
+
+
+def kept_lines(lines: Sequence[str], name: str, asked: Collection[str]) -> dict[str, str]:
+    """Return the lines of an earlier run that stay, by custom_id: all but those of requests in `asked` that another
+    attempt may answer differently, and a last line that an interruption cut off.
+
+    Raises ConfigError if the file `name` holds anything else, because its lines would be lost."""
+    kept: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        if number == len(lines) and _is_torn(line):
+            continue
+        try:
+            answer = json.loads(line)
+            custom_id, response = answer["custom_id"], answer["response"]
+            if is_final(response["status_code"] if response else 0) or custom_id not in asked:
+                kept[custom_id] = line
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise ConfigError(
+                f"{name}, line {number} is not an answer of a batch; choose another file for the answers"
+            ) from None
+    return kept
+
+
+def _is_torn(line: str) -> bool:
+    """Return whether this is the beginning of an answer of ours that was not written to its end."""
+    return not line.endswith("\n") and (line.startswith(_BEGIN) or _BEGIN.startswith(line))
+
+
+def is_final(status_code: int) -> bool:
+    """Return whether another attempt would get the same status: not where the cluster is overloaded or failing."""
+    return status_code != 429 and 0 < status_code < 500
+
+
+def _request(line: str) -> BatchRequest:
+    """Parse one line of the input file. Raises ValueError."""
+    try:
+        request = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(request, dict):
+        raise ValueError("a request must be an object")
+    custom_id, url, body = request.get("custom_id"), request.get("url"), request.get("body")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise ValueError("custom_id must be a string that identifies the request")
+    if request.get("method", "POST") != "POST" or url not in URLS:
+        raise ValueError(f"method must be POST and url one of {', '.join(URLS)}")
+    if not isinstance(body, dict):
+        raise ValueError("body must be an object with the fields of the request")
+    if body.get("stream"):
+        raise ValueError("body.stream must be false: an answer is one line of the output")
+    return BatchRequest(custom_id, url, {"service_tier": _BATCH_CLASS, **body})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """A router's HTTP API. `tls`: None for plain HTTP."""
+
+    address: str  # host:port
+    api_key: str = ""
+    tls: ssl.SSLContext | None = None
+    tls_server_name: str = ""  # that the router's certificate must have; empty: the host of the address
+    timeout_s: float = 600.0  # of one attempt
+
+    def connect(self) -> http.client.HTTPConnection:
+        if self.tls is not None:
+            return _NamedConnection(self.address, self.tls, self.tls_server_name, timeout_s=self.timeout_s)
+        return http.client.HTTPConnection(self.address, timeout=self.timeout_s)
+
+
+class _NamedConnection(http.client.HTTPConnection):
+    """A connection over HTTPS to a router whose certificate has a name of its own."""
+
+    default_port = http.client.HTTPS_PORT
+
+    def __init__(self, address: str, tls: ssl.SSLContext, name: str, *, timeout_s: float) -> None:
+        super().__init__(address, timeout=timeout_s)
+        self._tls, self._name = tls, name or self.host
+
+    def connect(self) -> None:
+        super().connect()
+        self.sock = self._tls.wrap_socket(self.sock, server_hostname=self._name)
+
+
+class BatchSender:
+    """Sends one batch."""
+
+    def __init__(self, server: Server, *, concurrency: int, max_attempts: int) -> None:
+        self._server = server
+        self._concurrency = concurrency
+        self._max_attempts = max_attempts
+        self._pool = ThreadPoolExecutor(concurrency, "batch")
+        self._stopped = threading.Event()
+        self._own = threading.local()  # one connection per thread
+        self._connections: list[http.client.HTTPConnection] = []  # of all threads
+
+    def answers(self, requests: Iterable[BatchRequest]) -> Generator[BatchAnswer, None, None]:
+        """Yield each answer when it arrives. At most `concurrency` requests are in flight at once. If the reader ends
+        early, they are cancelled.
+        """
+        waiting = iter(requests)
+        running: set[Future[BatchAnswer]] = set()
+        try:
+            while True:
+                while len(running) < self._concurrency and (request := next(waiting, None)) is not None:
+                    running.add(self._pool.submit(self._answer, request))
+                if not running:
+                    return
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                for answer in done:
+                    yield answer.result()
+        finally:
+            self._stop()
+
+    def join(self) -> None:
+        """Return when no request is in flight any more."""
+        self._pool.shutdown(wait=True)
+
+    def _stop(self) -> None:
+        self._stopped.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for connection in tuple(self._connections):
+            if connection.sock is not None:
+                with suppress(OSError):
+                    connection.sock.shutdown(socket.SHUT_RDWR)  # ends the thread that waits for its answer
+
+    def _answer(self, request: BatchRequest) -> BatchAnswer:
+        pause_s = _FIRST_PAUSE_S
+        answer, retry_after_s = self._attempt(request)
+        for _ in range(self._max_attempts - 1):
+            if is_final(answer.status_code) or self._stopped.wait(max(pause_s, retry_after_s)):
+                break
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            answer, retry_after_s = self._attempt(request)
+        return answer
+
+    def _attempt(self, request: BatchRequest) -> tuple[BatchAnswer, float]:
+        """Return the answer, and the router's Retry-After in seconds; 0: the response has none."""
+        headers = {"content-type": "application/json"}
+        if self._server.api_key:
+            headers["authorization"] = f"Bearer {self._server.api_key}"
+        connection = self._connection()
+        try:
+            if connection.sock is None:
+                connection.connect()
+            if self._stopped.is_set():  # else `_stop` is still to come, and finds this socket
+                return BatchAnswer(request.custom_id, 0, problem="given up"), 0.0
+            connection.request("POST", request.url, json.dumps(request.body), headers)
+            response = connection.getresponse()
+            body = json.loads(response.read())
+        except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
+            connection.close()  # the next request opens it again
+            problem = f"{self._server.address}: {error or type(error).__name__}"
+            return BatchAnswer(request.custom_id, 0, problem=problem), 0.0
+        retry_after_s = 0.0
+        with suppress(ValueError):
+            retry_after_s = float(response.headers.get("retry-after", 0))
+        request_id = response.headers.get("x-request-id", "")
+        return BatchAnswer(request.custom_id, response.status, request_id, body), retry_after_s
+
+    def _connection(self) -> http.client.HTTPConnection:
+        connection: http.client.HTTPConnection | None = getattr(self._own, "connection", None)
+        if connection is None:
+            connection = self._own.connection = self._server.connect()
+            self._connections.append(connection)
+        return connection
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +260,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="HTTP address of a router (default: TANDEM_HTTP_ADDRESS or the last local cluster)",
     )
-    connection.add_credentials(parser)
+    add_credentials(parser)
     parser.add_argument(
         "--concurrency", type=int, metavar="N", default=32, help="maximum requests at once (default: 32)"
     )
@@ -112,15 +347,15 @@ def _appending(path: Path, kept: Iterable[str]) -> Iterator[TextIO]:
 
 def _server(arguments: argparse.Namespace) -> Server:
     address = find_http_address(arguments.http_address)
-    authorities = connection.tls_ca(arguments, address)
+    authorities = tls_ca(arguments, address)
     try:
         tls = ssl.create_default_context(cafile=authorities) if authorities else None
     except OSError as error:
         raise ConfigError(f"--tls-ca {authorities} holds no certificate") from error
     return Server(
         address=address,
-        api_key=connection.client_key(arguments, address),
+        api_key=client_key(arguments, address),
         tls=tls,
-        tls_server_name=connection.tls_server_name(arguments) or "",
+        tls_server_name=tls_server_name(arguments) or "",
         timeout_s=arguments.timeout_s,
     )

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 
 from cli import connection
-from cli.local.last_cluster import find_address
 from cli.table import table
 from tandem.enum_words import REQUEST_PHASES
 from tandem.errors import TandemError
@@ -29,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises ConfigError, and the last router's error if none answered."""
     requests: list[admin_pb2.LiveRequest] = []
     failures: list[TandemError] = []
-    known = addresses(find_address(arguments.address))
+    known = addresses(connection.find_address(arguments.address))
     for address in known:
         try:
             requests += connection.ask_one(arguments, address, _ask)

@@ -5,7 +5,6 @@ import json
 import sys
 
 from cli import connection
-from cli.local.last_cluster import find_address
 from cli.table import table
 from cli.top.watch import num_live, num_waiting
 from cluster.registry.scale_target import POOLS, sizes_text
@@ -30,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    address = find_address(arguments.address)
+    address = connection.find_address(arguments.address)
     status = ask(arguments)
     if arguments.json:
         json.dump(status_object(address, status), sys.stdout, indent=2)

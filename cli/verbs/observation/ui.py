@@ -4,7 +4,6 @@ import argparse
 import sys
 
 from cli import connection
-from cli.local.last_cluster import find_http_address
 
 HELP = "print the address of the cluster's page, with the admin key that it asks for"
 
@@ -22,7 +21,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the address, with the key after `#`: browsers do not send that part to a server; the page reads and removes
     it. With `--tls-server-name` that name is the host, because a browser verifies no other one. Raises ConfigError.
     """
-    address = find_http_address(arguments.http_address)
+    address = connection.find_http_address(arguments.http_address)
     key = connection.operator_key(arguments, address)
     scheme, shown = "http", address
     if connection.tls_ca(arguments, address):

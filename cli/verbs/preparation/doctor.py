@@ -11,7 +11,6 @@ from pathlib import Path
 import grpc
 
 from cli import connection
-from cli.local.last_cluster import find_address, find_key_file
 from cli.machine import Finding, look
 from cli.table import bytes_text, table
 from cli.verbs.observation.status import ask
@@ -126,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _cluster_report(arguments: argparse.Namespace) -> ClusterReport:
     try:
-        router = find_address(arguments.address)
+        router = connection.find_address(arguments.address)
     except ConfigError as error:
         if arguments.address or arguments.pair:
             raise
@@ -187,7 +186,7 @@ async def _check_link(
     address: str, request: worker_pb2.CheckLinkRequest, arguments: argparse.Namespace
 ) -> worker_pb2.CheckLinkResponse:
     """Ask the importer at this address. Raises grpc.RpcError, MalformedMessage, ConfigError."""
-    key_file = find_key_file(arguments.cluster_key_file, find_address(arguments.address))
+    key_file = connection.find_key_file(arguments.cluster_key_file, connection.find_address(arguments.address))
     keys = ClusterKeys(read_key_file(key_file).secrets)
     async with MemberChannel(_worker_channel(address, arguments), keys, f"doctor@{os.getpid()}") as channel:
         asking = worker_pb2_grpc.WorkerStub(channel).CheckLink(request, timeout=_MEASURE_S)
@@ -198,7 +197,7 @@ async def _check_link(
 def _worker_channel(address: str, arguments: argparse.Namespace) -> grpc.aio.Channel:
     """Return a channel to a worker. Raises ConfigError if the cluster uses TLS and no certificate for the workers is
     given."""
-    tls_ca = connection.tls_ca(arguments, find_address(arguments.address))
+    tls_ca = connection.tls_ca(arguments, connection.find_address(arguments.address))
     options: list[tuple[str, object]] = [("grpc.enable_http_proxy", 0)]
     if tls_ca is None:
         return grpc.aio.insecure_channel(address, options=options)
