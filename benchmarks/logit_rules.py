@@ -26,8 +26,7 @@ from engine.scheduling.batching.chunks import banned_token_ids, chunk_of
 from engine.scheduling.batching.sequences import Group, Sequence
 from engine.scheduling.step import Sample, StepPlan
 from engine.steps import sampler
-from engine.steps.prompt_scores import NO_SCORES
-from engine.steps.runner import ModelRunner, StartedStep
+from engine.steps.runner import NO_SCORES, ModelRunner, StartedStep
 from engine.steps.sampler import StepDraws
 
 _MODEL = Path(__file__).parents[1] / "examples" / "demo_model"

@@ -15,14 +15,13 @@ from engine.cpu.compiled_draw import compiled_draw
 from engine.cpu.compiled_forward import compiled_forward
 from engine.cuda.fused_forward import FusedForward, fused_decoder
 from engine.cuda.graph_forward import CudaCapture, captured
-from engine.decoders.traced_calls import NotCompiled
+from engine.decoders.layer_parts import NotCompiled
 from engine.deterministic import make_deterministic
 from engine.kv import capacity
 from engine.kv.pool import KvPool, allocate_pool
 from engine.model.gpu_share import measure
-from engine.model.kept_digest import WeightFiles
 from engine.model.load_check import check_equal
-from engine.model.loaded import LoadedModel, ModelInfo, fingerprint
+from engine.model.loaded import LoadedModel, ModelInfo, WeightFiles, fingerprint
 from engine.model.loading import load_unchecked
 from engine.model.packed_weights import pack_weights
 from engine.scheduling.step import Chunk, StepPlan

@@ -35,7 +35,7 @@ from engine.scheduling.scheduler import SequenceScheduler
 from engine.scheduling.step import Runner, StepPlan
 from engine.speculation.draft_model import with_draft_model
 from engine.speculation.drafter import drafter_factory
-from engine.steps.prompt_scores import max_scored_tokens
+from engine.steps.runner import max_scored_tokens
 from engine.steps.step_loop import StepLoop, StepTime
 from engine.steps.step_profile import StepProfiler
 from engine.timing.service_time_fit import ServiceTimeFit, step_work

@@ -2,8 +2,8 @@
 
 The step thread is checked every `look_s`. While there is a problem the worker is unhealthy: the health service and the
 registry report it, new work is refused, and calls and streams of routers end with Unhealthy, so that routers continue
-their requests on other workers. A worker whose problem does not disappear within `exit_s` exits. worker/watchdog.py
-decides whether a step is stuck. This module never touches a sequence.
+their requests on other workers. A worker whose problem does not disappear within `exit_s` exits.
+cluster/observe/stand_still.py decides whether a step is stuck. This module never touches a sequence.
 
 Canaries: short generations by which an idle worker checks that it still computes correctly.
 
@@ -24,13 +24,12 @@ from cluster.clock import Clock
 from cluster.errors import Unhealthy
 from cluster.messages import DecodeJob, MemberId, Sampling, SequenceStart, TokenStops
 from cluster.observe.logs import stack_of
-from cluster.observe.stand_still import StandStill, StuckLimits, Verdict
+from cluster.observe.stand_still import StandStill, StepSight, StepWatchdog, StuckLimits, Verdict
 from cluster.observe.telemetry import Telemetry
 from cluster.registry.registration import Registration
 from cluster.serving.serving import GrpcServer
 from engine.scheduling import commands
 from engine.steps.step_loop import Progress, StepLoop
-from worker.watchdog import StepSight, StepWatchdog
 
 _LOG = logging.getLogger("tandem.worker.health")
 _CANARY_LOG = logging.getLogger("tandem.worker.canary")

@@ -12,10 +12,9 @@ from engine.grammar.compiled_grammars import CompiledGrammars
 from engine.scheduling import commands
 from engine.steps.step_loop import StepLoop
 from kvtransfer.importer.calls import GrpcChannelPool
-from prefill_worker.prefixes.cache_event_publisher import CacheEventPublisher
 from prefill_worker.prefixes.prefix_pulls import PrefixPulls, PullResources
 from prefill_worker.prefixes.tiers import PrefixTiers, TierResources, open_tiers
-from prefill_worker.service import PrefillService
+from prefill_worker.service import CacheEventPublisher, PrefillService
 from worker.life import WorkerLife
 from worker.transfer import WorkerTransfer
 

@@ -7,7 +7,7 @@ import torch
 
 from engine.attention.interface import AttentionOptions, LayerKv
 from engine.batch import PackedBatch
-from engine.kv.quantised_kv import restore
+from engine.kv.pool import restore
 
 _SCORES_AT_ONCE = 1 << 25  # 128 MiB in float32, and as much again for their softmax
 

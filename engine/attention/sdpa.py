@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from engine.attention.gather import Context, attend_dense, attend_sequence, gather_context, take_blocks, visibility
 from engine.attention.interface import AttentionOptions, LayerKv
 from engine.batch import PackedBatch
-from engine.kv.quantised_kv import restore
+from engine.kv.pool import restore
 
 _FEW_TOKENS = 1 << 16  # of one layer: padding up to this many is cheaper than more calls
 

@@ -21,9 +21,8 @@ from cluster.errors import ModelRefused
 from cluster.settings.engine_settings import EngineSettings
 from engine.batch import PackedBatch
 from engine.cpu.library import Layer, Model, Product, Step, Written, load_kernels
-from engine.decoders.layer_parts import LayerParts, RmsNorm
+from engine.decoders.layer_parts import LayerParts, NotCompiled, RmsNorm
 from engine.decoders.recognise import Decoder, DecoderLayer, recognise
-from engine.decoders.traced_calls import NotCompiled
 from engine.kv.pool import KvPool
 from engine.model.load_check import check_equal, compute_own_logits, deviation, replaces_load_check
 from engine.model.loaded import LoadedModel

@@ -1,4 +1,4 @@
-"""Each operation between a layer's products in one Triton launch. `engine/cuda/fused_ops.py` defines what they
+"""Each operation between a layer's products in one Triton launch. `engine/cuda/fused_forward.py` defines what they
 compute."""
 
 # ruff: noqa: ANN001, ANN202  (a kernel's arguments have Triton's types, which it finds at the call)
@@ -7,14 +7,14 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.cuda.fused_ops import Heads, Rotation
+from engine.cuda.fused_forward import Heads, Rotation
 from engine.decoders.layer_parts import SILU, RmsNorm
 
 _GATE_TILE = 1024
 
 
 class TritonOps:
-    """The operations of `fused_ops.py`, each in one launch."""
+    """The operations of `fused_forward.py`, each in one launch."""
 
     def norm(
         self, hidden: torch.Tensor, addend: torch.Tensor | None, addend_norm: RmsNorm | None, norm: RmsNorm | None

@@ -15,8 +15,19 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.attention.interface import AttentionOptions
-from engine.decoders.layer_parts import LayerParts, RmsNorm, activation_of, layer_parts, linear, rms_norm
-from engine.decoders.traced_calls import AttentionCall, Call, NotCompiled, TracedCalls, trace_calls
+from engine.decoders.layer_parts import (
+    AttentionCall,
+    Call,
+    LayerParts,
+    NotCompiled,
+    RmsNorm,
+    TracedCalls,
+    activation_of,
+    layer_parts,
+    linear,
+    rms_norm,
+    trace_calls,
+)
 
 _MAX_HEAD_DIM, _HEAD_DIM_STEP = 256, 16  # of kernels.h
 _MAX_ROTARIES = 2

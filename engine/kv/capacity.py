@@ -1,18 +1,27 @@
-"""Computes the number of blocks in the pool, and the longest sequence that fits both the model and the pool. Pure."""
+"""Computes the number of blocks in the pool, and the longest sequence that fits both the model and the pool. Pure.
+
+`estimate` computes the memory that KV needs from a model's configuration alone.
+"""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.errors import ConfigError
-from cluster.settings.engine_settings import EngineSettings, parse_bytes
-from engine.kv.layout import BlockLayout
+from cluster.settings.engine_settings import DTYPES, EngineSettings, parse_bytes
+from engine.kv.layout import ITEM_BYTES, SCALE_BYTES, SCALED, BlockLayout, LayerShape, lay_out
 
 _CPU_POOL = "256MiB"
 MARGIN_BYTES = 1 << 30  # of a GPU: for CUDA graphs and kernels' workspaces, which the profiling run does not see
 CONTEXT_BYTES = (
     1 << 30
 )  # of a GPU: a process's CUDA context and the kernels of its libraries, which no interface reports
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+_WIDTH = ("hidden_size", "n_embd", "d_model")
+_LENGTH = ("max_position_embeddings", "n_positions", "max_sequence_length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +146,72 @@ def _block_bytes(layout: BlockLayout, wire: WireSpace) -> int:
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 30):.2f} GiB"
+
+
+@dataclass(frozen=True, slots=True)
+class KvEstimate:
+    """The memory that the K and V of one token take over all layers. Every token keeps its KV, with or without sliding
+    windows."""
+
+    num_layers: int
+    layer: LayerShape
+    dtype: str
+    max_tokens: int | None  # the model's longest sequence, if its configuration names one
+
+    @property
+    def bytes_per_token(self) -> int:
+        """The bytes of one token's K and V, scales included, without the padding of an 8-bit block."""
+        scale_bytes = 2 * self.layer.num_kv_heads * SCALE_BYTES if self.dtype in SCALED else 0
+        return self.num_layers * (self.layer.elems_per_token * ITEM_BYTES[self.dtype] + scale_bytes)
+
+    def block_bytes(self, block_size: int) -> int:
+        return lay_out([self.layer] * self.num_layers, block_size, self.dtype).block_bytes
+
+    def request_bytes(self, num_tokens: int, block_size: int = 1) -> int:
+        """Return the KV bytes of a sequence of `num_tokens`, in whole blocks."""
+        return -(-num_tokens // block_size) * self.block_bytes(block_size)
+
+    def num_sequences(self, memory_bytes: int, num_tokens: int, block_size: int = 1) -> int:
+        """Return how many sequences of `num_tokens` fit at once."""
+        return memory_bytes // self.block_bytes(block_size) // -(-num_tokens // block_size)
+
+
+def estimate(config: Mapping[str, object], dtype: str = "auto", kv_cache_dtype: str = "auto") -> KvEstimate:
+    """Return the estimate. `dtype` auto means the checkpoint's, and `kv_cache_dtype` auto means `dtype`. Raises
+    ConfigError with the keys that the configuration lacks."""
+    nested = config.get("text_config")
+    text: Mapping[str, object] = nested if isinstance(nested, Mapping) else config
+    num_heads = _first(text, _HEADS)
+    computed = _dtype(config, text, dtype)
+    return KvEstimate(
+        num_layers=_first(text, _LAYERS),
+        layer=_layer(text, num_heads),
+        dtype=computed if kv_cache_dtype == "auto" else kv_cache_dtype,
+        max_tokens=next((length for key in _LENGTH if isinstance(length := text.get(key), int)), None),
+    )
+
+
+def _layer(text: Mapping[str, object], num_heads: int) -> LayerShape:
+    nope, rope, value = (text.get(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    if isinstance(nope, int) and isinstance(rope, int) and isinstance(value, int):
+        return LayerShape(num_heads, nope + rope, value)  # latent attention: transformers passes K and V uncompressed
+    head_dim = text.get("head_dim") or _first(text, _WIDTH) // num_heads
+    assert isinstance(head_dim, int)
+    num_kv_heads = 1 if text.get("multi_query") else _first(text, (*_KV_HEADS, *_HEADS))
+    return LayerShape(num_kv_heads, head_dim, head_dim)
+
+
+def _dtype(config: Mapping[str, object], text: Mapping[str, object], wanted: str) -> str:
+    declared = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
+    dtype = str(declared or "float32") if wanted == "auto" else wanted
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, not {dtype}")
+    return dtype
+
+
+def _first(text: Mapping[str, object], keys: tuple[str, ...]) -> int:
+    for key in keys:
+        value = text.get(key)
+        if isinstance(value, int) and value > 0:
+            return value
+    raise ConfigError(f"the model's configuration has none of {', '.join(keys)}")

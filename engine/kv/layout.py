@@ -8,7 +8,7 @@ K, then its V, as `[block_size, num_kv_heads, head_dim]`. For a model whose laye
 so that one block is one contiguous run of bytes. Layers that differ from each other, or whose K and V differ, change
 the table and nothing else. Everything outside this file goes by the table.
 
-KV of 8 bits has one bfloat16 scale for K and one for V per token and head (engine/kv/quantised_kv.py). They follow the
+KV of 8 bits has one bfloat16 scale for K and one for V per token and head (engine/kv/pool.py). They follow the
 last layer's V, each layer's K scales and then its V scales as `[block_size, num_kv_heads]`: a block still is one run of
 bytes, and needs nothing outside it.
 """

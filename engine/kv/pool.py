@@ -3,18 +3,30 @@
 On CPU the pool is a sealed memfd that is mapped shared, so that another process on the host can receive the file
 descriptor and read blocks in place, and do nothing else. On CUDA its pages are exported as a file for the same purpose
 if the driver supports that; otherwise the pool is an ordinary tensor.
+
+`CudaMemory` uses CUDA's virtual memory management, not `cudaIpcGetMemHandle`: such pages live until the last process
+that mapped them has unmapped them or ended, so a reader's mapping stays valid when their owner dies ("The memory
+allocation will be freed when all outstanding mappings to the memory are unmapped and when all outstanding references to
+the handle (including its shareable counterparts) are also released", driver API).
+
+`quantise` gives each token and KV head one scale for K and one for V. So a step quantises what it writes without
+reading what a block already holds, and a block that is filled in one step or in sixteen has the same bytes. A scale is
+the largest element's magnitude divided by the largest code, in bfloat16. Its range is float32's, so every vector has a
+scale; its rounding error, at most 2^-9, moves the largest element by less than half a step beyond the largest code. A
+vector that contains an infinity or NaN is restored without any finite element, so that an error stays visible.
 """
 
+import contextlib
 import os
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from cluster.errors import ConfigError
-from cluster.shared_memory import allocate_sealed
-from engine.kv.cuda_memory import CudaMemory, NotExportable
+from cluster.shared_memory import DriverRefused, allocate_sealed, driver_result, map_pages, unmap_pages
 from engine.kv.layout import BlockLayout, LayerPlace
 from engine.scheduling.step import BlockCopy
 from engine.staging import to_device
@@ -23,6 +35,118 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 _QUANTISED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _SCALE_DTYPE = torch.bfloat16
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+_LEAST_SCALE = 2.0**-126  # below it a reciprocal would be infinite
+
+
+class NotExportable(Exception):
+    """This device, driver or installation cannot export memory."""
+
+
+class CudaMemory:
+    """One zeroed allocation. Its creator closes `file`, the exported handle; `tensor` stays mapped while any reference
+    to it exists."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        """Allocate the memory on the current device. Raises NotExportable."""
+        index = torch.cuda.current_device() if device.index is None else device.index
+        with torch.cuda.device(index):
+            torch.cuda.current_stream().synchronize()  # creates the device's context
+            torch.cuda.empty_cache()  # the driver cannot reclaim torch's cached memory
+            self.file, self.num_bytes, address = _allocate(num_bytes, index)
+            try:
+                self.tensor = _tensor_over(_Region(address, self.num_bytes), torch.device("cuda", index))[:num_bytes]
+            except BaseException:
+                os.close(self.file)
+                raise
+            self.tensor.zero_()
+            torch.cuda.current_stream().synchronize()
+
+
+def _tensor_over(region: "_Region", device: torch.device) -> torch.Tensor:
+    try:
+        tensor: torch.Tensor = torch.as_tensor(region, device=device)
+    except (RuntimeError, TypeError) as error:
+        raise NotExportable(f"torch cannot use this memory ({error})") from error
+    if tensor.data_ptr() != region.address:
+        raise NotExportable("torch made a copy of the memory instead of a view")
+    return tensor
+
+
+class _Region:
+    """A mapped address range. The tensor over it refers to it, and it is unmapped when that reference ends."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.address = address
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+        weakref.finalize(self, unmap_pages, address, num_bytes).atexit = False
+
+
+def _allocate(num_bytes: int, index: int) -> tuple[int, int, int]:
+    """Allocate and map memory; return (file, bytes, address). Raises NotExportable."""
+    try:
+        from cuda.bindings import driver
+
+        driver_result(driver.cuInit(0))
+    except (ImportError, RuntimeError, DriverRefused) as error:  # the second is raised if there is no driver
+        raise NotExportable(f"cuda-bindings cannot be used ({error})") from error
+    try:
+        return _exported(driver, num_bytes, index)
+    except DriverRefused as error:
+        raise NotExportable(str(error)) from error
+
+
+def _exported(driver: Any, num_bytes: int, index: int) -> tuple[int, int, int]:
+    """Allocate like `_allocate`, and raise DriverRefused too."""
+    properties = _properties(driver, index)
+    granularity = driver_result(
+        driver.cuMemGetAllocationGranularity(
+            properties, driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        )
+    )
+    size = -(-num_bytes // granularity) * granularity
+    handle = _created(driver, size, properties)
+    try:
+        file = int(driver_result(driver.cuMemExportToShareableHandle(handle, properties.requestedHandleTypes, 0)))
+        try:
+            for_both = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            return file, size, map_pages(driver, handle, size, index, for_both)
+        except DriverRefused:
+            os.close(file)
+            raise
+    finally:
+        driver.cuMemRelease(handle)  # the mapping and the file keep the pages
+
+
+def _created(driver: Any, size: int, properties: Any) -> Any:
+    if properties.allocFlags.gpuDirectRDMACapable:
+        with contextlib.suppress(DriverRefused):
+            return driver_result(driver.cuMemCreate(size, properties, 0))
+        # On a virtual machine, the device may not support what it reports.
+        properties.allocFlags.gpuDirectRDMACapable = 0
+    return driver_result(driver.cuMemCreate(size, properties, 0))
+
+
+def _properties(driver: Any, index: int) -> Any:
+    device = driver_result(driver.cuDeviceGet(index))
+    attributes = driver.CUdevice_attribute
+    exports = attributes.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+    if not driver_result(driver.cuDeviceGetAttribute(exports, device)):
+        raise NotExportable("this device does not export memory as a file")
+    properties = driver.CUmemAllocationProp()
+    properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.requestedHandleTypes = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    properties.location.id = index
+    rdma = attributes.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+    if driver_result(driver.cuDeviceGetAttribute(rdma, device)):
+        properties.allocFlags.gpuDirectRDMACapable = 1  # NCCL and UCX read and write the pool over the network
+    return properties
 
 
 class KvPool:
@@ -148,3 +272,30 @@ def _too_large(num_blocks: int, num_bytes: int, there_is: str) -> ConfigError:
         f"a KV pool of {num_blocks} blocks takes {num_bytes / (1 << 30):.2f} GiB, and {there_is}: set a smaller "
         "--kv-cache-memory or --num-blocks, or --kv-cache-dtype int8"
     )
+
+
+def quantise(states: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise floats `[..., dim]` to codes of the same shape and bfloat16 scales `[...]`. Zeros give zeros."""
+    largest = _LARGEST[dtype]
+    wide = states.float()
+    scales = wide.abs().amax(dim=-1).mul_(1 / largest).bfloat16()
+    steps = wide * scales.float().clamp_(min=_LEAST_SCALE).reciprocal_().unsqueeze(-1)
+    if dtype == torch.int8:
+        steps.round_()  # half to even, as the conversion to fp8 does
+    return steps.to(dtype), scales
+
+
+def restore(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Restore codes `[..., dim]` with their scales `[...]` as `dtype`: the exact product, rounded once."""
+    wide = torch.float32 if dtype == torch.float16 else dtype  # half's range is less than a scale's
+    elements = codes.to(wide) if codes.dtype == torch.int8 else _from_fp8(codes, wide)
+    return elements.mul_(scales.to(wide).unsqueeze(-1)).to(dtype)
+
+
+def _from_fp8(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if codes.device.type != "cpu":
+        return codes.to(dtype)
+    # The bits moved to their places in a bfloat16, whose exponent's bias is larger by 120: ten times as fast on a CPU
+    # as its own conversion. The code for 480 is e4m3's NaN, and its scale is NaN too.
+    bits = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(4).bitwise_and_(-0x7810)
+    return bits.view(torch.bfloat16).mul_(2.0**120).to(dtype)

@@ -1,13 +1,25 @@
 """A model that may be served, what the rest of Tandem needs to know of it, and its fingerprint.
 
-The fingerprint contains digests of what two workers must have in common before KV moves between them."""
+The fingerprint contains digests of what two workers must have in common before KV moves between them.
+
+The digest of the weights is kept in their folder between starts, because hashing takes longer than mapping the files. A
+kept digest counts only for the very same files: their paths, devices, inodes, sizes, and the times of their last change
+of content and of attributes, in nanoseconds; the kernel sets the last one, so a copy, a restored backup or a file
+rewritten with its old date all differ. Anything else that the digest depends on is part of the key: the format below,
+the dtype and device of the loaded tensors, and the libraries that load them. In doubt the digest is computed.
+"""
 
 import hashlib
+import importlib.metadata
 import json
+import os
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -16,12 +28,112 @@ from cluster.messages import LayoutFingerprint, Sampling
 from engine.attention.registry import Capability
 from engine.kv.layout import BlockLayout
 from engine.kv.pool import KvPool
-from engine.model.kept_digest import WeightFiles
 from engine.steps.forward import PlainForward
 
+_FORMAT = 1  # of this file, and of what `weights_digest` covers
+_NAME = ".tandem-weights.json"
+_MIN_BYTES = 64 << 20  # less is hashed in a moment
+# A file changed within the resolution of its dates may change once more without a trace, as in Git's index.
+_SETTLED_S = 2.0
+_LIBRARIES = ("torch", "transformers", "safetensors")
 # Keys that say where the model came from or how it was called, not what it computes.
 _IGNORED_KEYS = frozenset({"_name_or_path", "transformers_version", "architectures", "dtype", "use_cache"})
 _HASH_THREADS = 4  # hashing releases the GIL; with threads it takes no longer than reading the weights did
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """The files of a model folder as they were at one moment."""
+
+    folder: Path
+    identity: tuple[tuple[str, int, int, int, int, int], ...]  # path, device, inode, size, and both times of change
+
+    @staticmethod
+    def of(model: str) -> "WeightFiles | None":
+        """Look at the files now. None if `model` is not the folder that has all weights, such as a hub's name."""
+        folder = Path(model)
+        if not folder.is_dir() or (folder / "adapter_config.json").exists():
+            return None
+        try:
+            found = {
+                str(path): path.stat()
+                for path in sorted(folder.resolve().iterdir())
+                if path.is_file() and not path.name.startswith(_NAME)
+            }
+        except OSError:
+            return None
+        identity = (
+            (path, seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns)
+            for path, seen in found.items()
+        )
+        return WeightFiles(folder, tuple(identity))
+
+    def digest(self, compute: Callable[[], str], loaded_as: str, *, now_s: float, min_bytes: int = _MIN_BYTES) -> str:
+        """Return the kept digest of the weights, or compute and keep it. Call this after loading: if a file has changed
+        since these were looked at, nothing is trusted or kept. `loaded_as`: dtype and device of the loaded tensors.
+        `now_s`: seconds since the epoch."""
+        if sum(size for _, _, _, size, _, _ in self.identity) < min_bytes or not self._are_unchanged():
+            return compute()
+        key = self._key(loaded_as)
+        for path in self._places():
+            kept = _read(path)
+            if kept is not None and kept[0] == key:
+                return kept[1]
+        digest = compute()
+        latest_ns = max(max(modified_ns, changed_ns) for *_, modified_ns, changed_ns in self.identity)
+        if now_s - latest_ns / 1e9 >= _SETTLED_S and self._are_unchanged():
+            self._keep(key, digest)
+        return digest
+
+    def _are_unchanged(self) -> bool:
+        return WeightFiles.of(str(self.folder)) == self
+
+    def _key(self, loaded_as: str) -> str:
+        libraries = [importlib.metadata.version(name) for name in _LIBRARIES]
+        text = json.dumps([_FORMAT, loaded_as, libraries, self.identity])
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def _places(self) -> list[Path]:
+        """Return where a digest may be kept: beside the weights, or, if they are read-only, in the user's cache."""
+        places = [self.folder / _NAME]
+        with suppress(RuntimeError):  # this user has no home
+            cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem" / "weights"
+            name = hashlib.blake2b(str(self.folder.resolve()).encode(), digest_size=12).hexdigest()
+            places.append(cache / f"{name}.json")
+        return places
+
+    def _keep(self, key: str, digest: str) -> None:
+        for path in self._places():
+            with suppress(OSError):
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                _write(path, json.dumps({"key": key, "digest": digest}))
+                return
+
+
+def _read(path: Path) -> tuple[str, str] | None:
+    """Return the key and the digest; None unless the file belongs to this user and no other user may write it."""
+    try:
+        with path.open() as file:
+            seen = os.fstat(file.fileno())
+            if seen.st_uid not in (os.getuid(), 0) or seen.st_mode & 0o022:
+                return None
+            values = json.load(file)
+        key, digest = values["key"], values["digest"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return (key, digest) if isinstance(key, str) and isinstance(digest, str) else None
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace the file in one step: several workers may write it at the same time."""
+    descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}-")
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        os.replace(draft, path)
+    except OSError:
+        Path(draft).unlink(missing_ok=True)
+        raise
 
 
 @dataclass(frozen=True, slots=True)

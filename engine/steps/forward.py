@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from engine.attention.interface import KV_KEYWORD, AttentionOptions, LayerKv
 from engine.attention.registry import AttentionBackend
 from engine.batch import PackedBatch
-from engine.kv.pool import KvPool
-from engine.kv.quantised_kv import quantise
+from engine.kv.pool import KvPool, quantise
 
 
 class Forward(Protocol):

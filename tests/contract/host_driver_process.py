@@ -12,7 +12,7 @@ import sys
 
 from cluster import shared_memory
 from cluster.messages import Epoch, MemberId
-from engine.kv import cuda_memory
+from engine.kv import pool
 from kvtransfer.transports.cuda import transport as cuda_ipc
 from kvtransfer.transports.proven_connections import Opening
 from kvtransfer.transports.shm.pool_file import GEOMETRY, PoolFileExporter, parse_endpoint, receive_descriptor
@@ -24,7 +24,7 @@ EPOCH = Epoch(MemberId("p0", "a1"), b"t" * 16, 1)
 
 
 async def export() -> None:
-    file, size, address = cuda_memory._allocate(NUM_BYTES, 0)
+    file, size, address = pool._allocate(NUM_BYTES, 0)
     assert size == 4 << 20
     ctypes.memset(address, BYTE, size)
     server = PoolFileExporter(PROOFS, file, 1, size, size)

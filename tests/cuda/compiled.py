@@ -28,8 +28,8 @@ from engine.attention.interface import register
 from engine.batch import pack
 from engine.cuda import triton_ops
 from engine.cuda.fused_forward import FusedDecoder, FusedForward
+from engine.decoders.layer_parts import NotCompiled
 from engine.decoders.recognise import recognise
-from engine.decoders.traced_calls import NotCompiled
 from engine.kv.pool import KvPool
 from engine.model.loaded import LoadedModel
 from engine.model.loading import load

@@ -17,7 +17,7 @@ from cluster.settings.engine_settings import EngineSettings
 from engine.build import build_engine
 from engine.cpu.compiled_forward import compiled_forward
 from engine.cpu.library import load_kernels
-from engine.decoders.traced_calls import NotCompiled
+from engine.decoders.layer_parts import NotCompiled
 from engine.kv.pool import KvPool
 from engine.model.loading import load
 from engine.steps.forward import Forward

@@ -34,8 +34,7 @@ from kvtransfer.transports.base import Channel, ImporterTransport
 from kvtransfer.transports.proven_connections import ConnectionProofs
 from kvtransfer.transports.shm.transport import ShmExporter, ShmImporter
 from kvtransfer.wire.wire_format import NativeFormat
-from prefill_worker.prefixes.cache_event_publisher import CacheEventPublisher
-from prefill_worker.service import PrefillService
+from prefill_worker.service import CacheEventPublisher, PrefillService
 from tandem.internal.v1 import kv_pb2_grpc, worker_pb2_grpc
 from tests.contract.handoff_parts import Counters, DecodeBlocks
 from tests.system.asking import ask, asked, question

@@ -15,8 +15,7 @@ from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes, StepW
 from router.drain.operator_commands import ScaleTargetView
 from router.overview.overview import Overview
 from router.running import running
-from tandem.enum_words import REQUEST_PHASES
-from tandem.plain_objects import plain_object
+from tandem.enum_words import REQUEST_PHASES, plain_object
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.system.overview_rig import overview_of
 from tests.system.polling import until

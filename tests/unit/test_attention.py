@@ -14,8 +14,7 @@ from engine.attention.registry import ALL_DTYPES, CAPABILITIES, NATIVE_DTYPES, A
 from engine.attention.sdpa import alike
 from engine.batch import PackedBatch, pack
 from engine.kv.layout import LayerShape, lay_out
-from engine.kv.pool import TORCH_DTYPES, KvPool
-from engine.kv.quantised_kv import quantise, restore
+from engine.kv.pool import TORCH_DTYPES, KvPool, quantise, restore
 from engine.scheduling.step import Chunk
 from tests.unit.interpreted_triton import kernel_device
 

@@ -11,12 +11,13 @@ import pytest
 import safetensors.torch
 import torch
 
+from cli.verbs.preparation.estimate import read_config
 from cluster.errors import ConfigError, ModelRefused
 from cluster.messages import Sampling
 from cluster.settings.engine_settings import EngineSettings
 from engine.build import Engine, build_engine
+from engine.kv.capacity import estimate
 from engine.kv.layout import lay_out
-from engine.model.estimate import estimate, read_config
 from engine.model.loaded import config_digest, weights_digest
 from engine.model.loading import load
 from kvtransfer.wire.wire_format import WireDtype

@@ -12,7 +12,7 @@ from engine.kv.block_pool import BlockPool
 from engine.scheduling import cache_commands, commands
 from engine.scheduling.prefix_access import CacheEventSubscribers
 from engine.steps.questions import Questions
-from prefill_worker.prefixes.cache_event_publisher import CacheEventPublisher
+from prefill_worker.service import CacheEventPublisher
 from tandem.internal.v1 import worker_pb2
 
 _ME = MemberId("me", "1")

@@ -13,7 +13,7 @@ from cluster.settings.engine_settings import EngineSettings
 from engine.build import Engine, build_engine
 from engine.cpu.compiled_draw import CompiledDraw
 from engine.cpu.library import load_library
-from engine.decoders.traced_calls import NotCompiled
+from engine.decoders.layer_parts import NotCompiled
 from engine.scheduling.step import Chunk, Sample, StepPlan
 from engine.steps.sampler import draw
 from tests.golden.families import FAMILIES

@@ -20,9 +20,8 @@ from engine.attention.interface import ATTENTION_NAME, register
 from engine.build import Engine, build_engine
 from engine.cpu.compiled_forward import CompiledForward, PackedDecoder, _populate, compiled_forward, panels_for
 from engine.cpu.library import load_kernels
-from engine.decoders.layer_parts import GELU_TANH
+from engine.decoders.layer_parts import GELU_TANH, NotCompiled
 from engine.decoders.recognise import Decoder, recognise
-from engine.decoders.traced_calls import NotCompiled
 from engine.kv.pool import KvPool
 from engine.model.load_check import Deviation, check_equal, deviation, replaces_load_check
 from engine.model.loaded import LoadedModel

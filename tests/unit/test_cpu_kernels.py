@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.cpu.library import Layer, Model, Step, load_kernels
-from engine.decoders.traced_calls import NotCompiled
+from engine.decoders.layer_parts import NotCompiled
 from tests.unit.cpu_decoder import (
     FAMILIES,
     Chunk,

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from cluster.shared_memory import DriverRefused
-from engine.kv import cuda_memory
-from engine.kv.cuda_memory import NotExportable
-from engine.kv.pool import KvPool
+from engine.kv import pool
+from engine.kv.pool import KvPool, NotExportable
 from kvtransfer.transports.cuda import transport as cuda_ipc
 from tests.contract.kv_pools import LAYOUT
 
@@ -142,19 +141,19 @@ def test_a_step_refused_by_the_driver_frees_all_earlier_allocations(step: str, m
     install(monkeypatch, driver)
     before = num_files()
     with pytest.raises(NotExportable, match="CUDA_ERROR_2"):
-        cuda_memory._allocate(1000, 0)
+        pool._allocate(1000, 0)
     assert not driver.handles and not driver.mapped and not driver.reserved and num_files() == before
 
 
 def test_pages_stay_mapped_as_long_as_the_region_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeDriver()
     install(monkeypatch, driver)
-    file, size, address = cuda_memory._allocate(GRANULARITY + 1, 3)
+    file, size, address = pool._allocate(GRANULARITY + 1, 3)
     os.close(file)
     assert size == 2 * GRANULARITY and driver.created.location.id == 3
     assert driver.created.allocFlags.gpuDirectRDMACapable == 1
     assert not driver.handles  # the mapping keeps the pages
-    region = cuda_memory._Region(address, size)
+    region = pool._Region(address, size)
     assert driver.mapped == {address: size}
     del region
     gc.collect()
@@ -164,7 +163,7 @@ def test_pages_stay_mapped_as_long_as_the_region_lives(monkeypatch: pytest.Monke
 def test_a_device_without_export_is_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FakeDriver(exports=False))
     with pytest.raises(NotExportable, match="does not export"):
-        cuda_memory._allocate(1000, 0)
+        pool._allocate(1000, 0)
 
 
 def test_another_process_maps_the_pages_for_reading_only() -> None:
@@ -207,7 +206,7 @@ def test_released_pages_can_be_allocated_again() -> None:
     """
     num_bytes = torch.cuda.mem_get_info()[1] // 8
     for _ in range(9):
-        memory = cuda_memory.CudaMemory(num_bytes, torch.device("cuda"))
+        memory = pool.CudaMemory(num_bytes, torch.device("cuda"))
         os.close(memory.file)
         del memory
         gc.collect()

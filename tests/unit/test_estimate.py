@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.errors import ConfigError
-from engine.model.estimate import estimate
+from engine.kv.capacity import estimate
 
 GPT2 = {"n_layer": 12, "n_head": 12, "n_embd": 768}
 LLAMA_7B = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096}

@@ -12,11 +12,9 @@ import torch
 
 from cluster.settings.engine_settings import EngineSettings
 from engine.build import forwards, gpu_forward
-from engine.cuda.fused_forward import FusedForward, fused_decoder
-from engine.cuda.fused_ops import Heads, Ops, Rotation, TorchOps
+from engine.cuda.fused_forward import FusedForward, Heads, Ops, Rotation, TorchOps, fused_decoder
 from engine.cuda.graph_forward import captured
-from engine.decoders.layer_parts import GELU_TANH, SILU, RmsNorm
-from engine.decoders.traced_calls import NotCompiled
+from engine.decoders.layer_parts import GELU_TANH, SILU, NotCompiled, RmsNorm
 from engine.kv.pool import KvPool
 from engine.model.loaded import LoadedModel
 from engine.model.loading import load

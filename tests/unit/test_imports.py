@@ -66,7 +66,6 @@ PURE = [
     "cluster.registry.scale_target",
     "cluster.settings.transfer_settings",
     "cluster.observe.stand_still",
-    "worker.watchdog",
     "decode_worker.live_handles",
     "engine.kv.block_pool",
     "engine.kv.capacity",
@@ -81,7 +80,6 @@ PURE = [
     "engine.scheduling.batching.sequences",
     "engine.scheduling.batching.preemption",
     "engine.scheduling.batching.queues",
-    "engine.scheduling.batching.ranking",
     "engine.scheduling.batching.reservations",
     "engine.scheduling.cache_commands",
     "engine.scheduling.commands",
@@ -207,7 +205,7 @@ def test_a_pure_module_imports_the_standard_library_only(module: str) -> None:
 
 
 def test_pure_modules_load_without_installed_packages() -> None:
-    assert_imports([*PURE, "engine.model.estimate"], blocked=BLOCKED)
+    assert_imports(PURE, blocked=BLOCKED)
 
 
 @pytest.mark.parametrize("module", CLOCKLESS)

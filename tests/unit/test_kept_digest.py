@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.model.kept_digest import WeightFiles
+from engine.model.loaded import WeightFiles
 
 _NAME = "model.safetensors"
 

@@ -14,10 +14,9 @@ import torch
 
 from engine.attention.interface import AttentionOptions, LayerKv
 from engine.batch import PackedBatch, pack
-from engine.cuda.fused_ops import Heads, Rotation
+from engine.cuda.fused_forward import Heads, Rotation
 from engine.kv.layout import LayerShape, lay_out
-from engine.kv.pool import TORCH_DTYPES, KvPool
-from engine.kv.quantised_kv import quantise
+from engine.kv.pool import TORCH_DTYPES, KvPool, quantise
 from engine.scheduling.step import Chunk
 from tests.unit.interpreted_triton import needs_the_interpreter
 

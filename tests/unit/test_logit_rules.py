@@ -18,7 +18,7 @@ from transformers.generation.logits_process import (
 from cluster.messages import LogitRules, Sampling
 from engine.cpu.compiled_draw import CompiledDraw
 from engine.cpu.library import load_library
-from engine.decoders.traced_calls import NotCompiled
+from engine.decoders.layer_parts import NotCompiled
 from engine.sampling.adjustment import adjusted_rows
 from engine.sampling.logit_state import LogitState
 from engine.scheduling.step import Sample

@@ -20,11 +20,10 @@ from engine.attention.interface import AttentionOptions, LayerKv
 from engine.attention.registry import ALL_DTYPES, Capability
 from engine.batch import PackedBatch, pack
 from engine.build import Engine, build_engine
-from engine.cuda.fused_ops import TorchOps
-from engine.kv import cuda_memory
+from engine.cuda.fused_forward import TorchOps
+from engine.kv import pool
 from engine.kv.layout import LayerShape, lay_out
-from engine.kv.pool import KvPool
-from engine.kv.quantised_kv import restore
+from engine.kv.pool import KvPool, restore
 from engine.model import loading
 from engine.sampling.logit_state import LogitState
 from engine.scheduling.step import BlockCopy, Chunk, Sample, StepPlan
@@ -226,7 +225,7 @@ def test_the_pool_is_allocated_after_weights_are_merged(
         return call
 
     noted = ((engine_build, "fused_decoder"), (torch.cuda, "empty_cache"))
-    for owner, name in (*noted, (cuda_memory, "_allocate"), (engine_build, "allocate_pool")):
+    for owner, name in (*noted, (pool, "_allocate"), (engine_build, "allocate_pool")):
         monkeypatch.setattr(owner, name, noting(name, getattr(owner, name)))
     build(dtype="bfloat16").pool.close()
     assert "fused_decoder" in done[: done.index("allocate_pool")]

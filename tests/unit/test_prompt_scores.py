@@ -13,7 +13,7 @@ from engine.scheduling.commands import AdmitExport, ExportFinished, Release
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.scheduler import SequenceScheduler
 from engine.scheduling.step import Chunk, Sample, ScoredTokens, StepPlan
-from engine.steps.prompt_scores import max_scored_tokens
+from engine.steps.runner import max_scored_tokens
 from tests.prefill_jobs import prefill_job
 from tests.unit.tiny_engine import BLOCK_SIZE, tiny_engine
 

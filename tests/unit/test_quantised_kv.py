@@ -14,7 +14,7 @@ from cluster.settings.config_sources import load_config
 from cluster.settings.engine_settings import EngineSettings
 from engine.build import Engine, build_engine
 from engine.kv.layout import LayerShape, lay_out
-from engine.kv.quantised_kv import quantise, restore
+from engine.kv.pool import quantise, restore
 from engine.scheduling.step import Chunk, Sample, StepPlan
 from kvtransfer.wire.wire_format import WireDtype
 from tests.golden.families import FAMILIES

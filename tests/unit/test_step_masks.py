@@ -14,7 +14,7 @@ from cluster.settings.engine_settings import EngineSettings
 from engine.build import Engine, build_engine
 from engine.cpu.compiled_draw import CompiledDraw
 from engine.cpu.library import load_library
-from engine.decoders.traced_calls import NotCompiled
+from engine.decoders.layer_parts import NotCompiled
 from engine.grammar.compiled_grammars import CompiledGrammars, StepMasks
 from engine.sampling.logit_state import GrammarState
 from engine.scheduling.step import Sample

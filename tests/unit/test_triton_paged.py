@@ -9,8 +9,7 @@ import torch
 from engine.attention.interface import AttentionOptions, LayerKv
 from engine.batch import PackedBatch, pack
 from engine.kv.layout import LayerShape, lay_out
-from engine.kv.pool import KvPool
-from engine.kv.quantised_kv import quantise, restore
+from engine.kv.pool import KvPool, quantise, restore
 from engine.scheduling.step import Chunk
 from tests.unit.interpreted_triton import kernel_device
 

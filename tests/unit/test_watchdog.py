@@ -3,8 +3,7 @@ process was stopped."""
 
 import pytest
 
-from cluster.observe.stand_still import StandStill, StuckLimits, Verdict
-from worker.watchdog import StepSight, StepWatchdog
+from cluster.observe.stand_still import StandStill, StepSight, StepWatchdog, StuckLimits, Verdict
 
 _LIMITS = StuckLimits(timeout_s=10.0, exit_s=5.0)
 

@@ -3,12 +3,13 @@
 import argparse
 import json
 import sys
+from pathlib import Path
 
 from cli.table import bytes_text, table
 from cli.verbs.clusters.up import DEMO_MODEL
 from cluster.errors import ConfigError
 from cluster.settings.engine_settings import KV_CACHE_DTYPES, parse_bytes
-from engine.model.estimate import estimate, read_config
+from engine.kv.capacity import estimate
 
 HELP = "compute the KV memory per token and per request, and how many sequences fit a budget"
 _DEFAULT_TOKENS = (256, 1024, 4096, 16384)
@@ -78,3 +79,28 @@ def _lengths(max_tokens: int | None) -> list[int]:
     if max_tokens is None:
         return list(_DEFAULT_TOKENS)
     return [length for length in _DEFAULT_TOKENS if length < max_tokens] + [max_tokens]
+
+
+def read_config(model: str) -> dict[str, object]:
+    """Return the config.json of a local folder or hub name. Raises ConfigError."""
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        if Path(model).exists():
+            raise ConfigError(f"--model {model}: there is no config.json in it")
+        if model.startswith((".", "/", "~")):
+            raise ConfigError(f"--model {model}: there is no such folder")
+        path = _from_hub(model)
+    content = json.loads(path.read_text())
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold one JSON object")
+    return content
+
+
+def _from_hub(model: str) -> Path:
+    from huggingface_hub import hf_hub_download  # comes with transformers, and without torch
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(model, "config.json"))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(f"--model {model}: no such folder, and the hub has no config.json for it") from error

@@ -45,8 +45,7 @@ from cluster.messages import Role, TenantShare
 from engine.kv.block_pool import BlockPool
 from engine.scheduling.batching.block_tables import BlockTables, SwapSpace
 from engine.scheduling.batching.preemption import ExportRoom, Preemption, Watermark
-from engine.scheduling.batching.queues import SequenceQueues
-from engine.scheduling.batching.ranking import Ranking, prompt_cost
+from engine.scheduling.batching.queues import Ranking, SequenceQueues, prompt_cost
 from engine.scheduling.batching.reservations import BlockGrant, Reservations
 from engine.scheduling.batching.sequences import Sequence
 from engine.scheduling.limits import SchedulerLimits

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from cluster.request_size import blocks_for
 from engine.kv.block_pool import BlockPool
 from engine.scheduling.batching.block_tables import BlockTables
-from engine.scheduling.batching.queues import SequenceQueues
-from engine.scheduling.batching.ranking import Ranking
+from engine.scheduling.batching.queues import Ranking, SequenceQueues
 from engine.scheduling.batching.reservations import BlockRequest, Reservations
 from engine.scheduling.batching.sequences import Sequence
 from engine.scheduling.limits import SchedulerLimits

@@ -1,8 +1,218 @@
-"""The queues of a worker, by rank: sequences that run, are ready, wait or are frozen. Pure. Owned by the batch."""
+"""The queues of a worker: sequences that run, are ready, wait or are frozen, in the order of class, tenant and policy,
+as are the hand-offs that wait for blocks. Pure. Owned by the batch.
+"""
 
-from engine.scheduling.batching.ranking import RankedSequences, Ranking
-from engine.scheduling.batching.reservations import Reservations
-from engine.scheduling.batching.sequences import Sequence
+from bisect import insort
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from operator import itemgetter
+
+from cluster.fair_queue import Demand, FairQueue
+from cluster.messages import DecodeJob, TenantShare
+from engine.scheduling.batching.reservations import BlockRequest, Reservations
+from engine.scheduling.batching.sequences import Sequence, expected_output_left
+from engine.scheduling.policies import (
+    PROMPT_TOKENS_PER_OUTPUT,
+    FirstCome,
+    Policy,
+    Rank,
+    Work,
+    displaces,
+    full_rank,
+)
+
+
+@dataclass(slots=True, eq=False)
+class RankedSequences:
+    """A list of sequences in rank order, lowest rank first."""
+
+    _sequences: list[Sequence] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    @property
+    def first(self) -> Sequence | None:
+        return self._sequences[0] if self._sequences else None
+
+    @property
+    def last(self) -> Sequence | None:
+        return self._sequences[-1] if self._sequences else None
+
+    @property
+    def last_decoded_here(self) -> Sequence | None:
+        """Return the last sequence that is not an export."""
+        return next((s for s in reversed(self._sequences) if s.group.export is None), None)
+
+    @property
+    def num_slots(self) -> int:
+        return sum(sequence.num_slots for sequence in self._sequences)
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self._sequences, sequence, key=_rank)
+
+    def remove(self, sequence: Sequence) -> None:
+        self._sequences.remove(sequence)
+
+    def sort(self) -> None:
+        """Sort again, after ranks have changed."""
+        self._sequences.sort(key=_rank)
+
+
+class Ranking:
+    """The rank of sequences and of hand-offs that wait for blocks: class, tenant, policy. Where one tenant alone has
+    work, `tenants` changes nothing."""
+
+    def __init__(self, policy: Policy, tenants: FairQueue) -> None:
+        self.policy = policy
+        self._tenants = tenants
+        # Ranks of first come, first served never change, so a step need not sort.
+        self._is_fixed = isinstance(policy, FirstCome)
+        self._by_tenant = False  # whether the last sort ordered tenants
+        self._request_starts: dict[int, float] = {}  # virtual starts by hand-off, if it did
+
+    @property
+    def orders_tenants(self) -> bool:
+        """Whether the next sort has to look at tenants."""
+        return self._by_tenant or self._tenants.is_contended
+
+    def rank(self, sequence: Sequence, now_s: float) -> Rank:
+        """Return the rank at `now_s`. Choices of one group are ordered by their index."""
+        work = _work(sequence, now_s)
+        return (*full_rank(self.policy, work, now_s, sequence.virtual_start), sequence.choices[0][0])
+
+    def request_rank(self, request: BlockRequest, now_s: float) -> Rank:
+        start = self._request_starts.get(request.handoff_id, 0.0)
+        return full_rank(self.policy, _request_work(request, now_s), now_s, start)
+
+    def sort(self, places: SequenceOf[RankedSequences], reservations: Reservations, now_s: float) -> None:
+        """Sort sequences and hand-offs by the ranks at `now_s`."""
+        orders_tenants = self.orders_tenants
+        sequences = chain.from_iterable(places)
+        if not self._is_fixed:
+            for sequence in sequences:
+                sequence.rank = self.rank(sequence, now_s)
+        if orders_tenants:
+            self._order_tenants([*chain.from_iterable(places)], reservations, now_s)
+        if orders_tenants or not self._is_fixed:
+            for place in places:
+                place.sort()
+        reservations.sort(self.request_rank, now_s)
+
+    def may_preempt(self, running: Sequence) -> bool:
+        """Return whether a waiting sequence or hand-off may ever preempt this running sequence."""
+        return self.policy.is_preemptive or running.group.job.is_batch or self.orders_tenants
+
+    def displaces(self, waiting: Sequence | BlockRequest, running: Sequence, now_s: float) -> bool:
+        """Return whether `waiting` may take slots and blocks of `running`. Work of another tenant may if it would end
+        before `running` began, in virtual time: then the two do not displace each other in turn."""
+        if self._are_of_tenants(waiting, running):
+            if isinstance(waiting, BlockRequest):
+                demand, start = _request_demand(waiting), self._request_starts[waiting.handoff_id]
+            else:
+                demand, start = _demand(waiting), waiting.virtual_start
+            return start + (demand.charged + demand.cost_left) / demand.tenant.weight <= running.virtual_start
+        work = _work(waiting, now_s) if isinstance(waiting, Sequence) else _request_work(waiting, now_s)
+        return displaces(self.policy, work, _work(running, now_s), now_s)
+
+    def overtakes(self, waiting: Sequence, running: Sequence, now_s: float) -> bool:
+        """Return whether the prompt `waiting` comes before the prompt `running` in a step, which takes nothing from
+        that but time."""
+        if self._are_of_tenants(waiting, running):
+            return waiting.rank < running.rank
+        return self.displaces(waiting, running, now_s)
+
+    def _are_of_tenants(self, one: Sequence | BlockRequest, other: Sequence) -> bool:
+        """Return whether the tenants decide between the two: they have one class and different tenants."""
+        is_batch = one.work.is_batch if isinstance(one, BlockRequest) else one.group.job.is_batch
+        is_one_class = is_batch == other.group.job.is_batch
+        return self._by_tenant and is_one_class and _tenant(one).label != _tenant(other).label
+
+    def _order_tenants(self, sequences: list[Sequence], reservations: Reservations, now_s: float) -> None:
+        """Put the virtual starts into the ranks of sequences, and keep those of hand-offs. Each tenant's own work is in
+        the order of class and policy. Granted hand-offs count, and need no rank any more."""
+        self._by_tenant = self._tenants.is_contended
+        pieces: list[tuple[Rank, Demand, Sequence | BlockRequest]] = [
+            *((_own(sequence.rank), _demand(sequence), sequence) for sequence in sequences),
+            *(
+                (_own(self.request_rank(request, now_s)), _request_demand(request, waits=waits), request)
+                for request, waits in reservations.requests
+            ),
+        ]
+        pieces.sort(key=itemgetter(0))
+        starts = [0.0] * len(pieces)
+        if self._by_tenant:
+            starts = self._tenants.starts([demand for _, demand, _ in pieces])
+        self._request_starts = {}
+        for ((is_batch, *others), _, piece), start in zip(pieces, starts, strict=True):
+            if isinstance(piece, BlockRequest):
+                self._request_starts[piece.handoff_id] = start
+            else:
+                piece.virtual_start, piece.rank = start, (is_batch, start, *others)
+
+
+def prompt_cost(num_tokens: int) -> float:
+    """Return the cost of tokens of a prompt, in tokens of output."""
+    return num_tokens / PROMPT_TOKENS_PER_OUTPUT
+
+
+def _rank(sequence: Sequence) -> Rank:
+    return sequence.rank
+
+
+def _own(rank: Rank) -> Rank:
+    """Return a rank among the work of one tenant."""
+    return (rank[0], *rank[2:])
+
+
+def _tenant(piece: Sequence | BlockRequest) -> TenantShare:
+    return piece.tenant if isinstance(piece, BlockRequest) else piece.group.job.tenant
+
+
+def _demand(sequence: Sequence) -> Demand:
+    job, is_export = sequence.group.job, sequence.group.export is not None
+    is_prompt = sequence.num_left > (0 if is_export else 1)
+    cost_left = prompt_cost(sequence.num_left)
+    if isinstance(job, DecodeJob):
+        cost_left += sequence.num_slots * expected_output_left(job, sequence.num_output, sequence.predicted_tokens)
+    waits = is_prompt or sequence.waits_since_s is not None
+    return Demand(job.tenant, cost_left, sequence.charged if is_prompt else 0.0, waits)
+
+
+def _request_demand(request: BlockRequest, *, waits: bool = True) -> Demand:
+    return Demand(request.tenant, float(request.num_output_left), waits=waits)
+
+
+def _work(sequence: Sequence, now_s: float) -> Work:
+    group = sequence.group
+    waits = sequence.waits_since_s is not None
+    num_prompt, num_done, predicted_tokens = group.num_prompt, sequence.num_done, sequence.predicted_tokens
+    if group.export is not None:
+        # All that it computes is a prompt. Cached tokens cost nothing, and its output comes with its last chunk.
+        num_prompt = len(sequence.token_ids) - sequence.num_cached
+        num_done, predicted_tokens = num_done - sequence.num_cached, 1
+    return Work(
+        arrival=group.number,
+        arrived_s=group.admitted_s - group.job.age_s,
+        deadline_s=group.admitted_s + group.job.timeout_s,
+        num_prompt=num_prompt,
+        num_done=num_done,
+        predicted_tokens=predicted_tokens,
+        priority=group.job.priority,
+        is_batch=group.job.is_batch,
+        is_resumed=group.job.is_interrupted,
+        waited_s=sequence.waited_s if sequence.waits_since_s is None else now_s - sequence.waits_since_s,
+        num_since_wait=0 if waits else sequence.num_done - sequence.num_done_waiting,
+    )
+
+
+def _request_work(request: BlockRequest, now_s: float) -> Work:
+    return replace(request.work, waited_s=now_s - request.since_s)
 
 
 class SequenceQueues:

@@ -8,7 +8,7 @@ from cluster.settings.config import WorkerConfig
 from cluster.settings.engine_settings import EngineSettings
 from engine.build import Engine
 from engine.cpu.compiled_draw import compiled_draw
-from engine.decoders.traced_calls import NotCompiled
+from engine.decoders.layer_parts import NotCompiled
 from engine.kv.capacity import NATIVE
 from engine.kv.pool import KvPool
 from engine.model.loaded import LoadedModel
