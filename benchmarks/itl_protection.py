@@ -27,7 +27,7 @@ from benchmarks.machine import about
 from cluster.messages import DecodeJob, MemberId, PrefillJob, Sampling, SequenceStart, TokenStops
 from cluster.protocol.hashing import nameless_chains
 from cluster.service_times import ServiceTimes, TimedStep
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine.build import Engine, build_engine
 from engine.scheduling.commands import AdmitExport, AdmitLocal, Event, ExportFinished, Release
 from engine.scheduling.limits import SchedulerLimits

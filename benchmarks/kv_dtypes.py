@@ -14,7 +14,7 @@ import torch
 from benchmarks.engine.shapes import MODELS
 from benchmarks.machine import about
 from cluster.messages import Sampling
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine.build import Engine, build_engine
 from engine.scheduling.step import Chunk, Sample, StepPlan
 

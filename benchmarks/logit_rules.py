@@ -19,7 +19,7 @@ from unittest import mock
 from benchmarks.machine import about
 from cluster.messages import DecodeJob, LogitRules, MemberId, Sampling, SequenceStart, TokenStops
 from cluster.protocol.hashing import nameless_chains
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine.build import Engine, build_engine
 from engine.scheduling.batching import chunks
 from engine.scheduling.batching.chunks import banned_token_ids, chunk_of

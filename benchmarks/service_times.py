@@ -27,7 +27,7 @@ from benchmarks.machine import about
 from cluster.messages import Sampling
 from cluster.request_size import blocks_for
 from cluster.service_times import StepWork, TimedStep
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine.build import Engine, build_engine
 from engine.scheduling.step import Chunk, Sample, StepPlan
 from engine.timing.service_time_fit import ServiceTimeFit, step_work

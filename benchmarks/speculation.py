@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from benchmarks.machine import about
 from cluster.messages import Sampling
 from cluster.request_size import blocks_for
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine.build import Engine, build_engine
 from engine.scheduling.step import Chunk, Sample, StepPlan
 from engine.speculation.drafter import Drafter, drafter_factory

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from benchmarks.machine import about, version
 from cluster.messages import DecodeJob, Grammar, GrammarKind, MemberId, Sampling, SequenceStart, TokenStops
 from cluster.protocol.hashing import nameless_chains
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine.build import Engine, build_engine
 from engine.grammar.compiled_grammars import CompiledGrammars, StepMasks
 from engine.scheduling.commands import AdmitLocal

@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.engine.shapes import MODELS
 from benchmarks.machine import about
 from cluster.request_size import blocks_for
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine.build import Engine, build_engine
 from engine.kv.host_blocks import HostBlocks, SwappingRunner
 from engine.scheduling.batching.block_tables import PreemptionCost

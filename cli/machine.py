@@ -22,7 +22,7 @@ from cluster.messages import MemberId
 from cluster.observe.telemetry import Telemetry
 from cluster.registry.redis_server import redis_program
 from cluster.settings.config import ClusterSettings
-from cluster.settings.transfer_settings import TRANSPORTS, TransferSettings
+from cluster.settings.worker_settings import TRANSPORTS, TransferSettings
 
 # Packages that Tandem requires, and packages that only some transports need.
 _NEEDED = (

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from cluster.messages import LayoutFingerprint
-from cluster.settings.engine_settings import GPU_MEMORY_UTILIZATION, EngineSettings
+from cluster.settings.worker_settings import GPU_MEMORY_UTILIZATION, EngineSettings
 from engine.attention.registry import AttentionBackend
 from engine.cpu.compiled_draw import compiled_draw
 from engine.cpu.compiled_forward import compiled_forward

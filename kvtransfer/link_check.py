@@ -36,7 +36,7 @@ from cluster.protocol.wire import (
     unpack_ids,
 )
 from cluster.serving.rpc_errors import error_from_rpc
-from cluster.settings.transfer_settings import TRANSPORTS
+from cluster.settings.worker_settings import TRANSPORTS
 from kvtransfer.importer.links import DOES_NOT_REACH, Estimate, LinkSpeedFit, LinkTable
 from kvtransfer.importer.reads import PIECE_BYTES
 from kvtransfer.memory import BlockSource, PoolMemory

@@ -3,7 +3,7 @@
 `SharedUse` shares the use of tenants between routers, and stores usage, through the cluster's Redis. Each router writes
 its tenants' whole use and reads that of the others, twice a second: a lost report is replaced by the next one, and the
 report of a router that ended expires. Usage is added up in numbered batches, each exactly once. While Redis does not
-answer, usage waits in the router, and limits are divided (cluster/accounts/limits.py).
+answer, usage waits in the router, and limits are divided (cluster/accounts/usage.py).
 """
 
 import asyncio
@@ -15,8 +15,7 @@ from pathlib import Path
 from cluster.accounts.audit import Audit
 from cluster.accounts.key_store import FileKeyStore, RecordedKeys, RedisKeyStore, configured_key
 from cluster.accounts.keys import Gate
-from cluster.accounts.limits import TenantLimits, Use
-from cluster.accounts.usage import KeyUsage, UsageMeter, read_usage
+from cluster.accounts.usage import KeyUsage, TenantLimits, UsageMeter, Use, read_usage
 from cluster.auth.keys import ClusterKeys
 from cluster.clock import Clock, MonotonicClock
 from cluster.errors import RegistryUnavailable

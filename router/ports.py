@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from cluster.observe.health import HealthPort
-from cluster.observe.metrics_port import MetricsPort
 from cluster.observe.stand_still import StuckLimits
-from cluster.observe.telemetry import Telemetry
+from cluster.observe.telemetry import MetricsPort, Telemetry
 from cluster.serving.serving import GrpcServer
 from cluster.serving.tls import ClusterTls
 from cluster.settings.config import RouterConfig

@@ -31,9 +31,8 @@ from cluster.member import Capacity, DrainOutcome, Member, MemberState
 from cluster.messages import LayoutFingerprint, Role
 from cluster.observe.health import HealthPort
 from cluster.observe.logs import configure_logs, set_log_level
-from cluster.observe.metrics_port import MetricsPort
 from cluster.observe.stand_still import StuckLimits
-from cluster.observe.telemetry import Telemetry
+from cluster.observe.telemetry import MetricsPort, Telemetry
 from cluster.observe.trace_context import open_span_export
 from cluster.process import lasting
 from cluster.protocol.hashing import keyed_chains, nameless_chains

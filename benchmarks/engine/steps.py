@@ -21,7 +21,7 @@ from benchmarks.engine.parties import MODEL_CORE
 from benchmarks.engine.shapes import Load
 from benchmarks.engine.table import StepParts
 from cluster.messages import Sampling
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine.build import Engine, build_engine
 from engine.scheduling.step import Chunk, Sample, StepPlan
 from engine.steps import runner as step_runner

@@ -27,7 +27,7 @@ from benchmarks.gpu.shapes import GPU_LOADS, TINY_LOADS, Loads, Work, tiny
 from benchmarks.gpu.step_loop import MORE_TOKENS, Decodes, step_times_s
 from benchmarks.machine import about
 from cluster.messages import Sampling
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine.attention import registry
 from engine.attention.interface import ATTENTION_NAME, register
 from engine.build import forwards, gpu_forward

@@ -19,7 +19,7 @@ from benchmarks.kv.shapes import BLOCK_SIZE, source_pool
 from benchmarks.kv.sockets import PlainServer
 from cluster.clock import MonotonicClock
 from cluster.observe.telemetry import Telemetry
-from cluster.settings.transfer_settings import TransferSettings
+from cluster.settings.worker_settings import TransferSettings
 from kvtransfer.counters import TransferCounters
 from kvtransfer.exporter.exporter import Exporter, FirstToken
 from kvtransfer.exporter.service import KvTransferServicer

@@ -22,7 +22,7 @@ from benchmarks.kv.sockets import LOOPS, TLS_LOOPS, PlainClient
 from cluster.clock import MonotonicClock
 from cluster.observe.telemetry import Telemetry
 from cluster.serving.serving import open_channel
-from cluster.settings.transfer_settings import TransferSettings
+from cluster.settings.worker_settings import TransferSettings
 from engine.kv.pool import KvPool
 from kvtransfer.counters import TransferCounters
 from kvtransfer.importer.importer import ExpectedPrompt, Importer

@@ -29,7 +29,7 @@ from cluster.protocol.hashing import hash_prompt
 from cluster.registry.redis_server import RedisServer
 from cluster.settings.config import WorkerConfig
 from cluster.settings.config_sources import parse_arguments
-from cluster.settings.transfer_settings import TransferSettings
+from cluster.settings.worker_settings import TransferSettings
 from engine.build import Engine, build_engine
 from engine.kv.block_pool import BlockPool
 from kvtransfer.counters import TransferCounters

@@ -31,7 +31,7 @@ from cluster.protocol.field_rules import (
     Whole,
 )
 from cluster.protocol.hashing import MAX_PREFIX_BLOCKS
-from cluster.settings.transfer_settings import MIN_LEASE_S
+from cluster.settings.worker_settings import MIN_LEASE_S
 from tandem.internal.v1 import kv_pb2, worker_pb2
 from tandem.v1 import admin_pb2, inference_pb2
 

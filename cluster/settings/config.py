@@ -9,8 +9,16 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.settings.engine_settings import EngineSettings, flag_of, require, require_lengths, setting
-from cluster.settings.transfer_settings import TransferSettings, require_exact_wire, require_one_quantisation
+from cluster.settings.worker_settings import (
+    EngineSettings,
+    TransferSettings,
+    flag_of,
+    require,
+    require_exact_wire,
+    require_lengths,
+    require_one_quantisation,
+    setting,
+)
 
 CLIENT_STALL_S = 60.0
 _LOOPBACK = "127.0.0.1"

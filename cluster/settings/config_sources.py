@@ -17,8 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 from cluster.errors import ConfigError
 from cluster.settings.config import ClusterSettings, RouterConfig, WorkerConfig
-from cluster.settings.engine_settings import EngineSettings, flag_of
-from cluster.settings.transfer_settings import TransferSettings
+from cluster.settings.worker_settings import EngineSettings, TransferSettings, flag_of
 
 _ENVIRONMENT_PREFIX = "TANDEM_"
 # Variables that are not settings of a process: `config` names the file, and clients use `address`.

@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from cluster.errors import ConfigError
 from cluster.settings.config import SECRETS, RouterConfig, WorkerConfig
 from cluster.settings.config_sources import config_path, parse_arguments
-from cluster.settings.engine_settings import flag_of
+from cluster.settings.worker_settings import flag_of
 
 _LOG = logging.getLogger("tandem.settings")
 _LOOK_EVERY_S = 1.0

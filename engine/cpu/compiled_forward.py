@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from cluster.errors import ModelRefused
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine.batch import PackedBatch
 from engine.cpu.library import Layer, Model, Product, Step, Written, load_kernels
 from engine.decoders.layer_parts import LayerParts, NotCompiled, RmsNorm

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.errors import ConfigError
-from cluster.settings.engine_settings import DTYPES, EngineSettings, parse_bytes
+from cluster.settings.worker_settings import DTYPES, EngineSettings, parse_bytes
 from engine.kv.layout import ITEM_BYTES, SCALE_BYTES, SCALED, BlockLayout, LayerShape, lay_out
 
 _CPU_POOL = "256MiB"

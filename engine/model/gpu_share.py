@@ -9,7 +9,7 @@ import torch
 
 from cluster.errors import ConfigError
 from cluster.messages import Sampling
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine.kv.capacity import GpuMemory
 from engine.kv.layout import BlockLayout
 from engine.kv.pool import KvPool

@@ -18,7 +18,7 @@ from transformers.initialization import no_init_weights
 
 from cluster.errors import ConfigError, ModelRefused
 from cluster.messages import Sampling
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine.attention import registry
 from engine.attention.interface import ATTENTION_NAME, KV_KEYWORD, AttentionOptions, register
 from engine.kv import capacity

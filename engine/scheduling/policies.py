@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import log2
 from typing import Protocol
 
-from cluster.settings.engine_settings import SCHEDULING_POLICIES
+from cluster.settings.worker_settings import SCHEDULING_POLICIES
 
 Rank = tuple[float, ...]  # less goes first
 

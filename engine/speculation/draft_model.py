@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from cluster.errors import ConfigError
 from cluster.request_size import blocks_for
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine.build import Engine, build_engine
 from engine.scheduling.step import Chunk, DrawnToken, Runner, Sample, StepPlan
 

@@ -14,7 +14,7 @@ Prompt lookup decoding (Saxena 2023) needs no model and pays where text repeats:
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine.scheduling.step import DraftRequest
 
 _MAX_INDEXED = 1 << 16  # positions; a full index is cleared, which bounds its memory to twice this

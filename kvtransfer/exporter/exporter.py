@@ -23,7 +23,7 @@ from cluster.errors import HandOffFailed, HandOffReason
 from cluster.member import OUR_VERSIONS, ProtocolRange
 from cluster.messages import LayoutFingerprint, MemberId, Ticket
 from cluster.protocol import tickets
-from cluster.settings.transfer_settings import TransferSettings
+from cluster.settings.worker_settings import TransferSettings
 from kvtransfer.counters import TransferCounters
 from kvtransfer.digests import KNOWN_DIGESTS, VerifyMode, digest_blocks
 from kvtransfer.exporter.ticket_driver import AttachRules, IncomingCall, TicketDriver

@@ -22,7 +22,7 @@ from cluster.member import OUR_VERSIONS, ProtocolRange
 from cluster.messages import LayoutFingerprint, MemberId, Ticket
 from cluster.protocol import tickets
 from cluster.serving.serving import open_channel
-from cluster.settings.transfer_settings import TransferSettings
+from cluster.settings.worker_settings import TransferSettings
 from kvtransfer.counters import TransferCounters
 from kvtransfer.digests import KNOWN_DIGESTS, VerifyMode
 from kvtransfer.importer.calls import READY_S, CallPool, CallSettings, GrpcChannelPool

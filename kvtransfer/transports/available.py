@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 
 from cluster.errors import ConfigError
-from cluster.settings.transfer_settings import TRANSPORTS, TransferSettings
+from cluster.settings.worker_settings import TRANSPORTS, TransferSettings
 from kvtransfer.transports.base import ExporterTransport, ImporterTransport, TransportSetup
 from kvtransfer.transports.cuda import transport as cuda_ipc
 from kvtransfer.transports.nccl import transport as nccl

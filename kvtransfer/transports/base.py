@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
 from cluster.messages import Epoch, MemberId
-from cluster.settings.transfer_settings import READ_STALL_TIMEOUT_S
+from cluster.settings.worker_settings import READ_STALL_TIMEOUT_S
 from kvtransfer.memory import PoolMemory
 from kvtransfer.transports.proven_connections import ClientHandshake, ConnectionProofs
 

@@ -24,7 +24,7 @@ from cluster.protocol import tickets
 from cluster.protocol.hashing import NATIVE, BlockChain, NewChain
 from cluster.request_size import sealed_blocks
 from cluster.settings.config import WorkerConfig
-from cluster.settings.engine_settings import parse_bytes
+from cluster.settings.worker_settings import parse_bytes
 from engine.scheduling import cache_commands, commands
 from engine.scheduling.commands import Quiet, Release
 from engine.steps.questions import StepInbox

@@ -20,7 +20,7 @@ from cluster.messages import LinkSpeed, MemberId, Role
 from cluster.observe.telemetry import Telemetry
 from cluster.registry.scale_target import ScaleTarget
 from cluster.service_times import StepLimit
-from cluster.settings.engine_settings import PRIORITY_POLICY
+from cluster.settings.worker_settings import PRIORITY_POLICY
 from router.fleet.membership import DeregisteredWorkers
 from router.fleet.peer import Peer
 from router.fleet.supervision import Supervisors, WorkerTimeouts

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.accounts.audit import Audit
 from cluster.accounts.keys import Access, Caller, Gate
-from cluster.accounts.limits import TenantLimits
+from cluster.accounts.usage import TenantLimits
 from cluster.errors import InvalidRequest, Overloaded, PermissionDenied, TandemError, Unauthenticated
 from cluster.observe.telemetry import Telemetry
 from cluster.observe.trace_context import TRACE_PARENT_KEY, RequestTrace

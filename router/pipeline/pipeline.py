@@ -13,14 +13,14 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from cluster.accounts.keys import tenant_salt, tenant_share
-from cluster.accounts.limits import check_request
+from cluster.accounts.usage import check_request
 from cluster.auth.keys import CachePurpose, ClusterKeys
 from cluster.clock import Clock
 from cluster.errors import DeadlineExceeded, Draining, InvalidRequest, ResumeRefused
 from cluster.messages import MemberId, Role
 from cluster.observe.telemetry import Telemetry
 from cluster.request_size import most_output
-from cluster.settings.engine_settings import PRIORITY_POLICY
+from cluster.settings.worker_settings import PRIORITY_POLICY
 from router.fleet.fleet import Fleet
 from router.fleet.prefix_locator import PrefixLocator
 from router.grammars.checker import GrammarCheck, check_grammar_of

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 
-from cluster.accounts.limits import Reservation, TenantLimits
-from cluster.accounts.usage import KINDS, Usage, UsageMeter
+from cluster.accounts.usage import KINDS, Reservation, TenantLimits, Usage, UsageMeter
 from cluster.clock import Clock
 from cluster.errors import Cancelled, LimitReached, ResumeSuperseded, TandemError
 from cluster.observe.telemetry import Telemetry

@@ -17,7 +17,7 @@ from cluster.messages import Epoch, Role
 from cluster.process import announce_ready, exit_process, run_process, stop_requested
 from cluster.settings.config import WorkerConfig
 from cluster.settings.config_sources import parse_arguments
-from cluster.settings.transfer_settings import TransferSettings
+from cluster.settings.worker_settings import TransferSettings
 from engine.build import Engine
 from kvtransfer.transports.available import Available, available_transports
 from kvtransfer.transports.base import Channel, ImporterTransport, TransportSetup

@@ -7,7 +7,7 @@ import sys
 import grpc
 
 from cluster.clock import MonotonicClock
-from cluster.settings.transfer_settings import TransferSettings
+from cluster.settings.worker_settings import TransferSettings
 from kvtransfer.exporter.exporter import Exporter
 from kvtransfer.exporter.service import KvTransferServicer
 from kvtransfer.transports.shm.transport import ShmExporter

@@ -22,7 +22,7 @@ from cluster.clock import Clock, ManualClock
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.member import OUR_VERSIONS, ProtocolRange
 from cluster.messages import LayoutFingerprint, MemberId
-from cluster.settings.transfer_settings import TransferSettings
+from cluster.settings.worker_settings import TransferSettings
 from engine.kv.block_pool import BlockPool
 from engine.kv.pool import KvPool
 from kvtransfer.digests import KNOWN_DIGESTS

@@ -14,7 +14,7 @@ from cluster.observe.telemetry import Telemetry
 from cluster.protocol.wire import fingerprint_to_wire
 from cluster.serving.rpc_errors import error_from_rpc
 from cluster.serving.serving import GrpcServer, open_channel
-from cluster.settings.transfer_settings import TransferSettings
+from cluster.settings.worker_settings import TransferSettings
 from engine.kv.pool import KvPool
 from kvtransfer.exporter.exporter import Exporter
 from kvtransfer.exporter.service import KvTransferServicer

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.errors import HandOffReason
 from cluster.messages import Epoch
-from cluster.settings.transfer_settings import TransferSettings
+from cluster.settings.worker_settings import TransferSettings
 from kvtransfer.transports.base import TransportError
 from tests.contract.handoff_parts import DEADLINE_S, EXPORTER
 from tests.contract.handoff_rig import Rig, handoff_rig

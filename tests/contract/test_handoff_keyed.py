@@ -12,7 +12,7 @@ import pytest
 from cluster.auth.keys import ClusterKeys, Secrets
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.protocol import tickets
-from cluster.settings.transfer_settings import TransferSettings
+from cluster.settings.worker_settings import TransferSettings
 from kvtransfer.exporter import ticket_driver
 from kvtransfer.exporter.exporter import FirstToken
 from kvtransfer.protocol.handoff import ExporterMessage, RemoteBlock, Sealed

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.clock import MonotonicClock
 from cluster.errors import HandOffReason
-from cluster.settings.transfer_settings import TransferSettings
+from cluster.settings.worker_settings import TransferSettings
 from kvtransfer.exporter.ticket_driver import IncomingCall
 from kvtransfer.protocol.handoff import Renew, Settle
 from tandem.internal.v1 import kv_pb2

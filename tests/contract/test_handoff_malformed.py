@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import HandOffFailed, HandOffReason
-from cluster.settings.transfer_settings import TransferSettings
+from cluster.settings.worker_settings import TransferSettings
 from kvtransfer.exporter.ticket_driver import IncomingCall
 from kvtransfer.importer.handoff_driver import HandOffDriver
 from kvtransfer.importer.importer import ImportedBlocks

@@ -14,7 +14,7 @@ import torch
 
 from cluster.clock import ManualClock
 from cluster.errors import HandOffFailed, HandOffReason
-from cluster.settings.transfer_settings import TransferSettings
+from cluster.settings.worker_settings import TransferSettings
 from engine.kv.pool import KvPool
 from kvtransfer.importer.importer import ExpectedPrompt, ImportedBlocks, Importer
 from kvtransfer.transports.base import ImporterTransport

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from cluster.errors import HandOffReason
-from cluster.settings.transfer_settings import TransferSettings
+from cluster.settings.worker_settings import TransferSettings
 from kvtransfer.exporter.exporter import FirstToken, TailBlock
 from tests.contract.handoff_parts import DEADLINE_S
 from tests.contract.handoff_rig import handoff_rig

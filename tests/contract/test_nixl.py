@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cluster.messages import Epoch, MemberId
-from cluster.settings.transfer_settings import TransferSettings
+from cluster.settings.worker_settings import TransferSettings
 from kvtransfer.transports.available import available_transports
 from kvtransfer.transports.base import Channel, TransportError, TransportSetup
 from kvtransfer.transports.nixl import transport as nixl

@@ -10,7 +10,7 @@ import torch
 
 from cluster.messages import Epoch, MemberId
 from cluster.serving.tls import ClusterTls
-from cluster.settings.transfer_settings import TransferSettings
+from cluster.settings.worker_settings import TransferSettings
 from engine.kv.pool import KvPool
 from kvtransfer.memory import PoolMemory
 from kvtransfer.transports.available import Available, available_transports

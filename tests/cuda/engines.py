@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine.build import Engine, build_engine
 from tests.golden.families import BLOCK_SIZE, CHUNK_TOKENS, FAMILIES, Family
 from tests.golden.forced import num_blocks

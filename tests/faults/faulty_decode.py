@@ -13,7 +13,7 @@ from cluster.messages import Role
 from cluster.process import announce_ready, exit_process, run_process, stop_requested
 from cluster.settings.config import WorkerConfig
 from cluster.settings.config_sources import parse_arguments
-from cluster.settings.transfer_settings import TransferSettings
+from cluster.settings.worker_settings import TransferSettings
 from kvtransfer.transports.available import Available, available_transports
 from kvtransfer.transports.base import TransportSetup
 from tests.faults.control import OrderedFaults

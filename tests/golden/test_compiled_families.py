@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine.build import build_engine
 from engine.cpu.compiled_forward import compiled_forward
 from engine.cpu.library import load_kernels

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine.kv.layout import lay_out
 from engine.kv.pool import KvPool
 from engine.model.loaded import LoadedModel

@@ -16,8 +16,7 @@ from cluster.observe.telemetry import Telemetry
 from cluster.outstanding_work import OutstandingWork
 from cluster.protocol import wire
 from cluster.protocol.hashing import hash_prompt, nameless_chains
-from cluster.settings.engine_settings import EngineSettings
-from cluster.settings.transfer_settings import TransferSettings
+from cluster.settings.worker_settings import EngineSettings, TransferSettings
 from engine.build import Engine, build_engine
 from engine.grammar.compiled_grammars import CompiledGrammars
 from engine.kv.pool import KvPool

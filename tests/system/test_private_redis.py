@@ -13,8 +13,7 @@ from redis.exceptions import AuthenticationError, NoPermissionError
 
 from cluster.accounts.key_store import RecordedKeys, RedisKeyStore
 from cluster.accounts.keys import Gate, KeySet
-from cluster.accounts.limits import TenantLimits
-from cluster.accounts.usage import Usage, UsageMeter
+from cluster.accounts.usage import TenantLimits, Usage, UsageMeter
 from cluster.auth.keys import ClusterKeys
 from cluster.clock import MonotonicClock
 from cluster.messages import Role

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.accounts.keys import Caller, Limits
-from cluster.accounts.limits import TenantLimits
-from cluster.accounts.usage import KeyUsage, Usage, UsageMeter
+from cluster.accounts.usage import KeyUsage, TenantLimits, Usage, UsageMeter
 from cluster.clock import ManualClock, MonotonicClock
 from cluster.errors import LimitReached, QueueFull, RegistryUnavailable
 from cluster.registry.redis_server import RedisServer

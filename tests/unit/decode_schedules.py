@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from cluster.messages import NO_TENANT, TenantShare
 from cluster.service_times import ServiceTimes, StepLimit
-from cluster.settings.engine_settings import SCHEDULING_POLICIES
+from cluster.settings.worker_settings import SCHEDULING_POLICIES
 from engine.scheduling.commands import Quiet
 from tests.unit.export_bench import limits
 from tests.unit.scheduler_bench import SPEEDS, HandOff, SchedulerBench, known_lengths

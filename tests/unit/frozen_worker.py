@@ -12,7 +12,7 @@ from cluster.clock import ManualClock
 from cluster.messages import MemberId
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol import wire
-from cluster.settings.transfer_settings import TransferSettings
+from cluster.settings.worker_settings import TransferSettings
 from decode_worker.handoffs import FreezeOrder, FrozenSequence
 from decode_worker.service import DecodeService
 from engine.grammar.compiled_grammars import CompiledGrammars

@@ -14,7 +14,7 @@ import torch
 from cli.verbs.preparation.estimate import read_config
 from cluster.errors import ConfigError, ModelRefused
 from cluster.messages import Sampling
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine.build import Engine, build_engine
 from engine.kv.capacity import estimate
 from engine.kv.layout import lay_out

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cluster.errors import ConfigError
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine.build import build_engine
 from engine.kv import capacity
 from engine.kv.capacity import CONTEXT_BYTES, MARGIN_BYTES, GpuMemory

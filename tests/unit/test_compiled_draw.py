@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cluster.messages import Sampling
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine.build import Engine, build_engine
 from engine.cpu.compiled_draw import CompiledDraw
 from engine.cpu.library import load_library

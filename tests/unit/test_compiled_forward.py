@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from cluster.errors import ModelRefused
 from cluster.messages import Sampling
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine.attention.interface import ATTENTION_NAME, register
 from engine.build import Engine, build_engine
 from engine.cpu.compiled_forward import CompiledForward, PackedDecoder, _populate, compiled_forward, panels_for

@@ -10,7 +10,7 @@ from cli.local.layout import Layout, Pools, Ports
 from cluster.errors import ConfigError
 from cluster.settings.config import RouterConfig, WorkerConfig, echo
 from cluster.settings.config_sources import load_config, parse_arguments
-from cluster.settings.engine_settings import flag_of, parse_bytes
+from cluster.settings.worker_settings import flag_of, parse_bytes
 
 
 def _worker(arguments: Sequence[str], environment: dict[str, str] | None = None) -> WorkerConfig:

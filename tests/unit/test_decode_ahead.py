@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from cluster.messages import DecodeJob, LogitRules
-from cluster.settings.engine_settings import SCHEDULING_POLICIES
+from cluster.settings.worker_settings import SCHEDULING_POLICIES
 from engine.scheduling.cache_commands import LeasePrefix
 from engine.scheduling.commands import Quiet, Release
 from engine.scheduling.step import BlockSwap, StepPlan

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cluster.messages import Sampling
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine.attention.gather import GatherBackend, attend_dense
 from engine.attention.interface import AttentionOptions, LayerKv
 from engine.attention.registry import Capability

@@ -17,7 +17,7 @@ from cluster.errors import ConfigError, ModelRefused
 from cluster.messages import Sampling
 from cluster.request_size import blocks_for
 from cluster.settings.config import WorkerConfig
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine.attention.fixed_tiles import FixedTilesBackend
 from engine.attention.interface import LayerKv
 from engine.batch import PackedBatch, pack

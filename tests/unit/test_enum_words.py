@@ -10,7 +10,7 @@ import pytest
 from cluster.member import DrainOutcome, MemberState
 from cluster.messages import FinishReason, Role
 from cluster.protocol import wire
-from cluster.settings.transfer_settings import TransferSettings
+from cluster.settings.worker_settings import TransferSettings
 from router.http.bodies.messages import Message
 from router.overview.history import EventKind
 from router.policies.effect import Basis, Verdict

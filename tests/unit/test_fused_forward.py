@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine.build import forwards, gpu_forward
 from engine.cuda.fused_forward import FusedForward, Heads, Ops, Rotation, TorchOps, fused_decoder
 from engine.cuda.graph_forward import captured

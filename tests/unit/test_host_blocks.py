@@ -9,7 +9,7 @@ import torch
 from cluster.errors import ConfigError
 from cluster.messages import DecodeJob, MemberId, Sampling, SequenceStart, TokenStops
 from cluster.protocol.hashing import nameless_chains
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine.build import Engine
 from engine.kv.host_blocks import HostBlocks, SwappingRunner, allocate_host_blocks, with_swaps
 from engine.scheduling.commands import AdmitLocal, StepTokens

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.accounts.audit import Audit
 from cluster.accounts.keys import Gate
-from cluster.accounts.limits import TenantLimits
+from cluster.accounts.usage import TenantLimits
 from cluster.errors import Overloaded
 from cluster.observe.telemetry import Telemetry
 from router.http.connection import HttpLimits

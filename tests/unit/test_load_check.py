@@ -9,7 +9,7 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from cluster.errors import ModelRefused
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine.attention.interface import ATTENTION_NAME
 from engine.model.load_check import deviation, thresholds
 from engine.model.loaded import LoadedModel

@@ -9,8 +9,7 @@ import pytest
 
 from cluster.accounts.keys import Gate
 from cluster.errors import ConfigError
-from cluster.observe.metrics_port import MetricsPort
-from cluster.observe.telemetry import CONTENT_TYPE, Telemetry
+from cluster.observe.telemetry import CONTENT_TYPE, MetricsPort, Telemetry
 from cluster.service_times import StepWork
 from engine.scheduling.commands import Inspected
 from engine.steps.step_loop import StepTime

@@ -9,7 +9,7 @@ from hypothesis.stateful import precondition, rule
 
 from cluster.errors import Cancelled, DeadlineExceeded, Draining, QueueFull, StepFailed
 from cluster.messages import TenantShare
-from cluster.settings.engine_settings import SCHEDULING_POLICIES
+from cluster.settings.worker_settings import SCHEDULING_POLICIES
 from engine.scheduling.commands import CancelExport, DrainExports, Sealed
 from tests.unit.ahead_bench import AheadBench
 from tests.unit.decode_schedules import AnySchedule

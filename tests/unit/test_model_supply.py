@@ -12,7 +12,7 @@ import transformers
 
 from cluster.errors import ModelRefused
 from cluster.settings.config import RouterConfig, WorkerConfig
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine.model.loading import load
 from tests.golden.families import Family
 from tests.unit.test_load_check import LLAMA

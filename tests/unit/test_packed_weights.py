@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine.build import build_engine
 from engine.kv.pool import KvPool
 from engine.model import packed_weights

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.settings.engine_settings import SCHEDULING_POLICIES
+from cluster.settings.worker_settings import SCHEDULING_POLICIES
 from engine.scheduling.policies import (
     PROMPT_TOKENS_PER_OUTPUT,
     FirstCome,

@@ -8,7 +8,7 @@ from cluster.errors import (
     Cancelled,
 )
 from cluster.messages import TenantShare
-from cluster.settings.engine_settings import SCHEDULING_POLICIES
+from cluster.settings.worker_settings import SCHEDULING_POLICIES
 from engine.scheduling.commands import (
     CancelExport,
     Quiet,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cluster.messages import LogitRules, Sampling
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine import build as engine_build
 from engine.attention import registry
 from engine.attention.gather import attend_dense

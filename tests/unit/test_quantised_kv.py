@@ -11,7 +11,7 @@ from cluster.errors import ConfigError
 from cluster.messages import Sampling
 from cluster.settings.config import WorkerConfig
 from cluster.settings.config_sources import load_config
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine.build import Engine, build_engine
 from engine.kv.layout import LayerShape, lay_out
 from engine.kv.pool import quantise, restore

@@ -12,7 +12,7 @@ from cluster.errors import WorkerTooSmall
 from cluster.messages import MemberId, PrefillJob
 from cluster.protocol.hashing import keyed_chains
 from cluster.request_size import LengthLimits
-from cluster.settings.engine_settings import SCHEDULING_POLICIES
+from cluster.settings.worker_settings import SCHEDULING_POLICIES
 from engine.scheduling.commands import AdmitExport, Event, ExportAccepted, ExportFinished, ExportRefused, Release
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policies import make_policy

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cluster.messages import Sampling
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine.build import Engine, build_engine
 from engine.scheduling.step import Chunk, DrawnToken, StepPlan, StepResult
 from engine.speculation.drafter import Acceptance, PromptLookup, TextDrafter, tokens_per_step

@@ -11,7 +11,7 @@ import torch
 
 from cluster.errors import ConfigError
 from cluster.messages import Sampling
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine.build import build_engine
 from engine.scheduling.step import Chunk, DraftRequest, DrawnToken, Sample, StepPlan
 from engine.speculation.draft_model import DraftLimits, DraftModel, build_draft_model, with_draft_model

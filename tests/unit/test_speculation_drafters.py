@@ -7,7 +7,7 @@ import pytest
 
 import engine.speculation.drafter as lookup_module
 from cluster.errors import ConfigError
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine.speculation.drafter import (
     Acceptance,
     ModelDrafter,

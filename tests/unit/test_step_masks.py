@@ -10,7 +10,7 @@ import torch
 
 from cluster.errors import GrammarRejected, NoGrammarWorker
 from cluster.messages import FinishReason, Grammar, GrammarKind, Sampling
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine.build import Engine, build_engine
 from engine.cpu.compiled_draw import CompiledDraw
 from engine.cpu.library import load_library

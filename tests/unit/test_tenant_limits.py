@@ -6,8 +6,16 @@ import random
 import pytest
 
 from cluster.accounts.keys import Caller, Limits
-from cluster.accounts.limits import MinuteCount, TenantLimits, Use, check_request
-from cluster.accounts.usage import KeyUsage, Usage, UsageMeter, read_usage
+from cluster.accounts.usage import (
+    KeyUsage,
+    MinuteCount,
+    TenantLimits,
+    Usage,
+    UsageMeter,
+    Use,
+    check_request,
+    read_usage,
+)
 from cluster.errors import LimitReached, PermissionDenied
 
 

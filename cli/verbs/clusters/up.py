@@ -25,8 +25,13 @@ from cluster.registry.registration import advertised_host
 from cluster.serving.tls import load_tls
 from cluster.settings.config import RouterConfig
 from cluster.settings.config_sources import add_flags, load_config
-from cluster.settings.engine_settings import EngineSettings, setting
-from cluster.settings.transfer_settings import TransferSettings, require_exact_wire, require_one_quantisation
+from cluster.settings.worker_settings import (
+    EngineSettings,
+    TransferSettings,
+    require_exact_wire,
+    require_one_quantisation,
+    setting,
+)
 from deploy.ray.options import RayOptions, add_ray_arguments, ray_options
 
 HELP = "start a cluster on this machine, or its workers on Ray, and keep it until Ctrl-C"

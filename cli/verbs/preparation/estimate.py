@@ -8,7 +8,7 @@ from pathlib import Path
 from cli.table import bytes_text, table
 from cli.verbs.clusters.up import DEMO_MODEL
 from cluster.errors import ConfigError
-from cluster.settings.engine_settings import KV_CACHE_DTYPES, parse_bytes
+from cluster.settings.worker_settings import KV_CACHE_DTYPES, parse_bytes
 from engine.kv.capacity import estimate
 
 HELP = "compute the KV memory per token and per request, and how many sequences fit a budget"

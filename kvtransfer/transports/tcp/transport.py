@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from cluster.messages import Epoch
-from cluster.settings.transfer_settings import READ_STALL_TIMEOUT_S
+from cluster.settings.worker_settings import READ_STALL_TIMEOUT_S
 from kvtransfer.memory import SHORT_BYTES, HostMemory, PoolMemory
 from kvtransfer.transports.base import TransportError, TransportSetup
 from kvtransfer.transports.proven_connections import ClientHandshake, ConnectionProofs, Opening, connect

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 from starlette.requests import Request
 
 from cluster.accounts.keys import Caller
-from cluster.accounts.limits import check_request
+from cluster.accounts.usage import check_request
 from cluster.observe.trace_context import RequestTrace
 from cluster.protocol.field_rules import LONGEST_S
 from router.requests import GenerateRequest

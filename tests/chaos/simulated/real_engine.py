@@ -5,7 +5,7 @@ from functools import cache
 
 from cluster.messages import LayoutFingerprint
 from cluster.settings.config import WorkerConfig
-from cluster.settings.engine_settings import EngineSettings
+from cluster.settings.worker_settings import EngineSettings
 from engine.build import Engine
 from engine.cpu.compiled_draw import compiled_draw
 from engine.decoders.layer_parts import NotCompiled

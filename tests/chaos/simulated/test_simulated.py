@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from cluster.accounts.limits import Reservation, TenantLimits
+from cluster.accounts.usage import Reservation, TenantLimits
 from cluster.fair_queue import FairQueue
 from cluster.messages import SampledToken, Sampling
 from cluster.registry.registry import Registry

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes, StepLimit, StepWork
-from cluster.settings.engine_settings import SCHEDULING_POLICIES
+from cluster.settings.worker_settings import SCHEDULING_POLICIES
 from engine.scheduling.commands import LimitSteps
 from engine.scheduling.policies import make_policy
 from engine.scheduling.step import Chunk

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cluster.fair_queue import CREDIT
 from cluster.messages import TenantShare
-from cluster.settings.engine_settings import SCHEDULING_POLICIES
+from cluster.settings.worker_settings import SCHEDULING_POLICIES
 from engine.scheduling.policies import FirstCome, make_policy
 from tests.unit.scheduling.decoding import Asked, Decoded, decode, limits, scheduler
 from tests.unit.scheduling.prefilling import Prompt, prefill

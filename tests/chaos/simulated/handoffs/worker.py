@@ -16,7 +16,7 @@ import torch
 from cluster.auth.keys import ClusterKeys
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import Epoch, LayoutFingerprint, MemberId
-from cluster.settings.transfer_settings import TransferSettings
+from cluster.settings.worker_settings import TransferSettings
 from engine.kv.block_pool import BlockPool, BlockState
 from engine.kv.pool import KvPool
 from kvtransfer.exporter import exporter as exporter_module

@@ -12,7 +12,7 @@ from random import Random
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.messages import MemberId
 from cluster.protocol import tickets
-from cluster.settings.transfer_settings import TransferSettings
+from cluster.settings.worker_settings import TransferSettings
 from kvtransfer.exporter.exporter import FirstToken, TailBlock
 from kvtransfer.importer.importer import ExpectedPrompt, ImportedBlocks
 from tests.chaos.simulated.handoffs.worker import KEY, ROOT, Worker, content_of
