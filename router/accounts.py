@@ -4,21 +4,31 @@
 its tenants' whole use and reads that of the others, twice a second: a lost report is replaced by the next one, and the
 report of a router that ended expires. Usage is added up in numbered batches, each exactly once. While Redis does not
 answer, usage waits in the router, and limits are divided (cluster/accounts/usage.py).
+
+`KeyInterceptor` checks the API key of every call over gRPC, and writes operators' calls to the audit log. Health checks
+are open. Reflection needs any key, `Inference` one that allows inference, `Admin` one that allows everything; a router
+without keys accepts every call (cluster/accounts/keys.py).
 """
 
 import asyncio
 import json
 import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import astuple
 from pathlib import Path
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf.json_format import MessageToDict
 
 from cluster.accounts.audit import Audit
 from cluster.accounts.key_store import FileKeyStore, RecordedKeys, RedisKeyStore, configured_key
-from cluster.accounts.keys import Gate
+from cluster.accounts.keys import Access, Caller, Gate
 from cluster.accounts.usage import KeyUsage, TenantLimits, UsageMeter, Use, read_usage
 from cluster.auth.keys import ClusterKeys
 from cluster.clock import Clock, MonotonicClock
-from cluster.errors import RegistryUnavailable
+from cluster.errors import RegistryUnavailable, TandemError
 from cluster.messages import MemberId
 from cluster.registry.registry import Registry
 from cluster.settings.config import RouterConfig
@@ -26,6 +36,43 @@ from router.request.live_requests import LiveRequests
 
 _LOG = logging.getLogger("tandem.router")
 _IN_REDIS = "redis"
+_PERIOD_S = 0.5
+_EXPIRES_MS = 5_000
+_BATCH_KEPT_MS = 24 * 3600 * 1000
+# KEYS: a hash of reports. ARGV: this router, its report, after how many ms a report expires. Returns the other routers
+# and their reports in turn.
+_SHARE = """
+local time = redis.call('TIME')
+local now, found = time[1] * 1000 + math.floor(time[2] / 1000), {}
+redis.call('HSET', KEYS[1], ARGV[1], string.format('%d ', now) .. ARGV[2])
+local all = redis.call('HGETALL', KEYS[1])
+for i = 1, #all, 2 do
+    local at, report = string.match(all[i + 1], '^(%d+) (.*)$')
+    if not at or math.abs(now - tonumber(at)) > tonumber(ARGV[3]) then
+        redis.call('HDEL', KEYS[1], all[i])
+    elseif all[i] ~= ARGV[1] then
+        found[#found + 1] = all[i]
+        found[#found + 1] = report
+    end
+end
+return found
+"""
+# KEYS: the sums, the number of this router's last batch. ARGV: the number of this batch, ms to keep it, fields and
+# amounts in turn.
+_ADD = """
+if tonumber(redis.call('GET', KEYS[2]) or '0') >= tonumber(ARGV[1]) then return {} end
+for i = 3, #ARGV, 2 do redis.call('HINCRBY', KEYS[1], ARGV[i], ARGV[i + 1]) end
+redis.call('SET', KEYS[2], ARGV[1], 'PX', ARGV[2])
+return {}
+"""
+_READ = "return redis.call('HGETALL', KEYS[1])"
+_OPEN_PREFIX = "/grpc.health."
+_ACCESS = {"tandem.v1.Inference": Access.INFERENCE, "tandem.v1.Admin": Access.ADMIN}
+_POLLED = frozenset({"Overview"})  # asked every second by each tool that watches: only refusals are written
+_AUTHORIZATION = "authorization"
+_CANCELLED = "cancelled"
+_Context = grpc.aio.ServicerContext[Any, Any]
+_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class Accounts:
@@ -72,38 +119,6 @@ class Accounts:
         if self._shared is not None:
             await self._shared.store()
         return await stored_usage(self._registry)
-
-
-_PERIOD_S = 0.5
-_EXPIRES_MS = 5_000
-_BATCH_KEPT_MS = 24 * 3600 * 1000
-# KEYS: a hash of reports. ARGV: this router, its report, after how many ms a report expires. Returns the other routers
-# and their reports in turn.
-_SHARE = """
-local time = redis.call('TIME')
-local now, found = time[1] * 1000 + math.floor(time[2] / 1000), {}
-redis.call('HSET', KEYS[1], ARGV[1], string.format('%d ', now) .. ARGV[2])
-local all = redis.call('HGETALL', KEYS[1])
-for i = 1, #all, 2 do
-    local at, report = string.match(all[i + 1], '^(%d+) (.*)$')
-    if not at or math.abs(now - tonumber(at)) > tonumber(ARGV[3]) then
-        redis.call('HDEL', KEYS[1], all[i])
-    elseif all[i] ~= ARGV[1] then
-        found[#found + 1] = all[i]
-        found[#found + 1] = report
-    end
-end
-return found
-"""
-# KEYS: the sums, the number of this router's last batch. ARGV: the number of this batch, ms to keep it, fields and
-# amounts in turn.
-_ADD = """
-if tonumber(redis.call('GET', KEYS[2]) or '0') >= tonumber(ARGV[1]) then return {} end
-for i = 3, #ARGV, 2 do redis.call('HINCRBY', KEYS[1], ARGV[i], ARGV[i + 1]) end
-redis.call('SET', KEYS[2], ARGV[1], 'PX', ARGV[2])
-return {}
-"""
-_READ = "return redis.call('HGETALL', KEYS[1])"
 
 
 class SharedUse:
@@ -156,3 +171,70 @@ def _read(report: str) -> dict[str, Use]:
         return {tenant: Use(*(max(0, int(amount)) for amount in use)) for tenant, use in json.loads(report).items()}
     except (ValueError, TypeError, AttributeError):
         return {}
+
+
+class KeyInterceptor(grpc.aio.ServerInterceptor):
+    def __init__(self, gate: Gate, audit: Audit) -> None:
+        self._gate, self._audit = gate, audit
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable["_Handler | None"]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "_Handler | None":
+        method = handler_call_details.method
+        if method.startswith(_OPEN_PREFIX):
+            return await continuation(handler_call_details)
+        service = method.rpartition("/")[0].removeprefix("/")
+        access = _ACCESS.get(service)
+        shown = str(dict(handler_call_details.invocation_metadata or ()).get(_AUTHORIZATION, ""))
+        if access is not Access.ADMIN:
+            self._gate.admit(shown, access)
+            return await continuation(handler_call_details)
+        name = method.rpartition("/")[2]
+        try:
+            caller = self._gate.admit(shown, access)
+        except TandemError as error:
+            return self._refusal(error, self._gate.caller(shown), name)
+        handler = await continuation(handler_call_details)
+        return handler if handler is None or name in _POLLED else self._audited(handler, caller, name)
+
+    def _refusal(self, error: TandemError, caller: Caller, method: str) -> _Handler:
+        async def refuse(_request: Any, context: _Context) -> None:
+            if caller.key_id:
+                self._audit.record(who=caller, what=method, origin=context.peer(), outcome=error.reason)
+            else:
+                self._audit.record_refusal(what=method, origin=context.peer(), outcome=error.reason)
+            raise error
+
+        return grpc.stream_stream_rpc_method_handler(refuse)  # fits every kind of call: it reads no request
+
+    def _audited(self, handler: Any, caller: Caller, method: str) -> _Handler:
+        """Write one line per call: at its end, or at the beginning of a call that follows changes."""
+
+        async def answer(request: Any, context: _Context) -> Any:
+            outcome = _CANCELLED
+            try:
+                response = await handler.unary_unary(request, context)
+                outcome = "ok"
+                return response
+            except Exception as error:
+                outcome = error.reason if isinstance(error, TandemError) else "internal"
+                raise
+            finally:
+                self._write(request, context, caller, method, outcome)
+
+        async def answers(request: Any, context: _Context) -> AsyncIterator[Any]:
+            self._write(request, context, caller, method, "ok")
+            async with aclosing(handler.unary_stream(request, context)) as found:
+                async for each in found:
+                    yield each
+
+        read, write = handler.request_deserializer, handler.response_serializer
+        if handler.unary_unary:
+            return grpc.unary_unary_rpc_method_handler(answer, read, write)
+        return grpc.unary_stream_rpc_method_handler(answers, read, write)
+
+    def _write(self, request: Any, context: _Context, caller: Caller, method: str, outcome: str) -> None:
+        asked = MessageToDict(request, preserving_proto_field_name=True)  # no request of an operator has a secret
+        self._audit.record(who=caller, what=method, origin=context.peer(), outcome=outcome, request=asked)

@@ -35,7 +35,6 @@ from router.accounts import Accounts
 from router.drain.evacuation import Evacuation
 from router.drain.operator_commands import MemberCommands, ScaleTargetView
 from router.fleet.fleet import Fleet
-from router.fleet.membership import advertised_routers
 from router.fleet.prefix_locator import CacheEventFollower, PrefixLocator
 from router.fleet.supervision import WorkerTimeouts
 from router.grammars.checker import grammar_checker
@@ -360,7 +359,7 @@ class Router:
             pipeline=self._pipeline,
             tokenization=self._tokenization,
             stalls=WriteTimeout(self._config.client_stall_s, self._telemetry),
-            advertised_routers=lambda: advertised_routers(self._member, self._fleet.members()),
+            advertised_routers=partial(self._fleet.advertised_routers, self._member),
             gate=self._accounts.gate,
             chats=self._chats,
         )

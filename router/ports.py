@@ -9,8 +9,7 @@ from cluster.observe.telemetry import MetricsPort, Telemetry
 from cluster.serving.serving import GrpcServer
 from cluster.serving.tls import ClusterTls
 from cluster.settings.config import RouterConfig
-from router.accounts import Accounts
-from router.grpc_api.gatekeeper import KeyInterceptor
+from router.accounts import Accounts, KeyInterceptor
 from router.http.server import HttpServer
 
 SERVICES = ("tandem.v1.Inference", "tandem.v1.Admin")

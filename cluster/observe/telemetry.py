@@ -3,9 +3,9 @@
 Each Telemetry object owns a registry and never uses the library's global one, so two workers in one process stay apart.
 It is safe to call from any thread.
 
-`MetricsPort` serves the metrics over HTTP: `GET /metrics`. Threads of its own answer, so neither a busy event loop nor a
-long step delays a scrape. Like the health port it has no TLS. It requires the same keys as the process; metrics contain
-no prompt, token or key.
+`MetricsPort` serves the metrics over HTTP: `GET /metrics`. Threads of its own answer, so neither a busy event loop nor
+a long step delays a scrape. Like the health port it has no TLS. It requires the same keys as the process; metrics
+contain no prompt, token or key.
 """
 
 import platform

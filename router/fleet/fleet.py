@@ -21,9 +21,8 @@ from cluster.observe.telemetry import Telemetry
 from cluster.registry.scale_target import ScaleTarget
 from cluster.service_times import StepLimit
 from cluster.settings.worker_settings import PRIORITY_POLICY
-from router.fleet.membership import DeregisteredWorkers
 from router.fleet.peer import Peer
-from router.fleet.supervision import Supervisors, WorkerTimeouts
+from router.fleet.supervision import DeregisteredWorkers, Supervisors, WorkerTimeouts, advertised_routers
 from router.fleet.worker_health import LEFT
 from router.fleet.worker_stream import RouterSide
 from router.policies.candidates import WorkerLoad
@@ -185,6 +184,10 @@ class Fleet:
     def members(self) -> tuple[Member, ...]:
         """Return all registered members, routers included."""
         return self._members
+
+    def advertised_routers(self, itself: Member) -> tuple[str, ...]:
+        """Return the addresses of routers that a client may use, this router's first."""
+        return advertised_routers(itself, self.members())
 
     def links(self, member: MemberId) -> tuple[LinkSpeed, ...]:
         """Return the measured speeds of a worker's links, from its last heartbeat."""

@@ -2,7 +2,7 @@
 
 A failed call makes the worker suspect at once, silence after a while, and a direct health check clears or loses it.
 Each health check goes to two other workers too: if none of them answers either, the silence may be this router's own
-fault (router/policies/silence.py). Every call has a deadline and ends early when the worker is lost.
+fault (router/policies/hedging.py). Every call has a deadline and ends early when the worker is lost.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from cluster.messages import NO_TENANT, TenantShare
 from cluster.serving.rpc_errors import error_from_rpc
 from router.fleet.supervision import check_health, refuses_connections
 from router.fleet.worker_stream import RouterSide
-from router.policies.silence import Silence
+from router.policies.hedging import Silence
 from router.policies.work_ahead import PromptBacklog
 from router.running import running
 

@@ -11,7 +11,7 @@ import pytest
 from cluster.accounts.audit import Audit
 from cluster.accounts.keys import Gate
 from cluster.serving.serving import MAX_MESSAGE_BYTES, GrpcServer, open_channel
-from router.grpc_api.gatekeeper import KeyInterceptor
+from router.accounts import KeyInterceptor
 from router.grpc_api.service import AdminService, InferenceService, WriteTimeout
 from tandem.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.system.router_harness import PROMPT, RouterUnderTest, router_under_test

@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policies.silence import Silence
+from router.policies.hedging import Silence
 
 _HEARTBEAT_S, _ASKED_AFTER_S, _TIMEOUT_S = 1.0, 2.0, 0.5
 
