@@ -71,6 +71,13 @@ class EnumValue:
 
     names: Mapping[int, str]
 
+    @staticmethod
+    def of(enum: type[int], *, may_be_unset: bool = False) -> "EnumValue":
+        """Return the rule for an enum of the protocol. 0, which means "not set", is admitted only with
+        `may_be_unset`."""
+        values = enum.DESCRIPTOR.values  # type: ignore[attr-defined]
+        return EnumValue({value.number: value.name for value in values if value.number or may_be_unset})
+
     def without(self, number: int) -> "EnumValue":
         return EnumValue({known: name for known, name in self.names.items() if known != number})
 

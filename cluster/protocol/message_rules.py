@@ -76,17 +76,9 @@ _TRANSPORTS = Many(_NAME, 32, is_distinct=True)
 
 
 _TENANT: Mapping[str, Rule] = {"tenant": Text(most=TENANT_LABEL_CHARACTERS), "weight": Whole(most=MAX_WEIGHT)}
-
-
-def _enum(enum: type[int], *, may_be_unset: bool = False) -> EnumValue:
-    """A value of an enum of the protocol. The value 0, "not set", is admitted only with `may_be_unset`."""
-    values = enum.DESCRIPTOR.values  # type: ignore[attr-defined]
-    return EnumValue({value.number: value.name for value in values if value.number or may_be_unset})
-
-
 # A worker that still runs cannot report that it was lost.
-_DRAINED = _enum(admin_pb2.DrainOutcome, may_be_unset=True).without(admin_pb2.DRAIN_OUTCOME_LOST)
-_WORKER_ROLE = _enum(admin_pb2.MemberRole).without(admin_pb2.MEMBER_ROLE_ROUTER)
+_DRAINED = EnumValue.of(admin_pb2.DrainOutcome, may_be_unset=True).without(admin_pb2.DRAIN_OUTCOME_LOST)
+_WORKER_ROLE = EnumValue.of(admin_pb2.MemberRole).without(admin_pb2.MEMBER_ROLE_ROUTER)
 
 RULES: Mapping[type[Message], Mapping[str, Rule]] = {
     worker_pb2.OpenSessionRequest: {"caller": _MEMBER, "nonce": _NONCE, "signature": _SIGNATURE},
@@ -117,7 +109,7 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
     worker_pb2.TokenBias: {"token_id": _COUNT, "bias": Real(least=-1e6, most=1e6)},
     worker_pb2.TokenStops: {"max_tokens": Whole(least=1), "min_tokens": _COUNT, "stop_token_ids": _IDS},
     inference_pb2.Grammar: {
-        "kind": _enum(inference_pb2.GrammarKind),
+        "kind": EnumValue.of(inference_pb2.GrammarKind),
         "text": Text(most=MAX_GRAMMAR_BYTES, least=1),
     },
     worker_pb2.PrefillRequest: {
@@ -158,7 +150,7 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
     worker_pb2.SampledToken: {
         "token_id": _COUNT,
         "logprobs": _OPTIONAL,
-        "finish_reason": _enum(inference_pb2.FinishReason, may_be_unset=True),
+        "finish_reason": EnumValue.of(inference_pb2.FinishReason, may_be_unset=True),
     },
     worker_pb2.FirstTokens: {
         "tokens": Many(_REQUIRED, _MOST_CHOICES, least=1),
@@ -211,7 +203,7 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
         "logprobs": Many(_OPTIONAL, _MOST_ITEMS),
         "ends": Many(_REQUIRED, _MOST_ITEMS),
     },
-    worker_pb2.SequenceEnd: {"handle": _UINT32, "finish_reason": _enum(inference_pb2.FinishReason)},
+    worker_pb2.SequenceEnd: {"handle": _UINT32, "finish_reason": EnumValue.of(inference_pb2.FinishReason)},
     worker_pb2.SequenceStarted: {
         "handles": _HANDLES,
         "first_token_ids": _IDS,
@@ -358,13 +350,13 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
         "model_config": Text(),
         "dtype": Text(),
         "block_table": Text(),
-        "wire_dtype": _enum(kv_pb2.WireDtype),
+        "wire_dtype": EnumValue.of(kv_pb2.WireDtype),
         "kv_format": _COUNT,
     },
     kv_pb2.Renew: {},
     kv_pb2.Settle: {
         "epoch": _REQUIRED,
-        "outcome": _enum(kv_pb2.Settle.Outcome),
+        "outcome": EnumValue.of(kv_pb2.Settle.Outcome),
         "reason": Text(),
     },
     kv_pb2.ExporterMessage: {

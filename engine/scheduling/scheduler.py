@@ -6,7 +6,6 @@ sequence is decoded here, or it is an export: a prompt whose KV another worker i
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 from cluster import holders
@@ -19,14 +18,7 @@ from engine.kv.block_pool import BlockPool
 from engine.scheduling.admission import SequenceAdmission
 from engine.scheduling.batching.batch import Batch
 from engine.scheduling.batching.block_tables import BlockTables, PreemptionCost, SwapSpace
-from engine.scheduling.batching.chunks import (
-    NewDrafter,
-    Speculation,
-    chunk_of,
-    finish_reason_of,
-    reaches_last_known,
-    until_finished,
-)
+from engine.scheduling.batching.chunks import NewDrafter, Speculation, finish_reason_of, until_finished
 from engine.scheduling.batching.reservations import Reservations
 from engine.scheduling.batching.sequences import Group, LiveSequences, Sequence
 from engine.scheduling.commands import (
@@ -59,7 +51,7 @@ from engine.scheduling.length_prediction import LengthPredictor
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policies import FirstCome, Policy
 from engine.scheduling.prefix_access import PrefixAccess
-from engine.scheduling.step import UNKNOWN_TOKEN, Chunk, ChunkBudget, DrawnToken, PromptTime, StepPlan, StepResult
+from engine.scheduling.step import Chunk, ChunkBudget, DrawnToken, PromptTime, StepPlan, StepResult
 from engine.scheduling.steps_in_flight import PlannedStep, StepsInFlight, started_events
 
 
@@ -101,7 +93,7 @@ class SequenceScheduler:
             policy=policy or FirstCome(),
             tenants=tenants,
         )
-        self._speculation = Speculation(new_drafter, tables)
+        self._speculation = Speculation(new_drafter, tables, limits.block_size)
         leases = self._leases = TicketLeases(pool, limits.block_size)
         live = self._live = LiveSequences(lengths, tenants)
         self._admission = SequenceAdmission(
@@ -281,7 +273,7 @@ class SequenceScheduler:
         copies = tuple(copy for sequence in decoding for copy in self._tables.copy_shared_tail(sequence))
         draft_tokens = self._speculation.propose(decoding, budget, self._batch.num_spare_blocks)
         feeds = self._in_flight.feeds()
-        chunks = tuple(self._chunk(*part, draft_tokens.get(part[0].number, ()), feeds) for part in parts)
+        chunks = tuple(self._speculation.chunk(*part, draft_tokens.get(part[0].number, ()), feeds) for part in parts)
         announces = any(self._exports.will_seal(*prompt) for prompt in prompts)
         plan = StepPlan(chunks, copies, swaps_out, swaps_in, announces, self._exports.score(prompts, len(decoding)))
         self._in_flight.begin(plan, tuple(sequence for sequence, _ in parts), now_s)
@@ -301,16 +293,6 @@ class SequenceScheduler:
         self._steps += 1
         self._tables.end_step(has_failed=has_failed)
         return self._in_flight.end(plan)
-
-    def _chunk(
-        self, sequence: Sequence, num_tokens: int, draft_tokens: tuple[int, ...], feeds: dict[int, int]
-    ) -> Chunk:
-        """Return the chunk of a sequence. `feeds`: by sequence, the sample of the step in flight that draws its unknown
-        token."""
-        draft = self._speculation.request(sequence) if reaches_last_known(sequence, num_tokens) else None
-        chunk = chunk_of(sequence, num_tokens, self._limits.block_size, draft_tokens, draft)
-        is_fed = chunk.token_ids[-1] == UNKNOWN_TOKEN
-        return replace(chunk, fed_by=feeds[sequence.number]) if is_fed else chunk
 
     def _apply_outcome(
         self, sequence: Sequence, chunk: Chunk, drawn: tuple[DrawnToken, ...], num_advanced: int, now_s: float

@@ -20,7 +20,7 @@ from kvtransfer.counters import TransferCounters
 from kvtransfer.digests import VerifyMode, unverified_places
 from kvtransfer.importer.calls import CallPool
 from kvtransfer.importer.links import LinkTable
-from kvtransfer.importer.reads import BlockReader, TransportChoice
+from kvtransfer.importer.reads import BlockReader, TransportChoice, message_of
 from kvtransfer.keyed_digests import TAIL, BlockTags, DigestDefinition
 from kvtransfer.memory import BlockSource, PopulatedPages, Reservation
 from kvtransfer.protocol import import_machine as machine
@@ -248,7 +248,7 @@ class HandOffDriver:
             self._owes_announcement = not is_announced
             reservation = await self._blocks.reserve(self.handoff_id, num_blocks, is_announced=is_announced)
         except Exception as error:  # noqa: BLE001 - this hand-off ends now, and gives everything back
-            self._cause = _message_of(error)
+            self._cause = message_of(error)
             self._apply(events.Unreservable())
         else:
             self._owes_announcement = False
@@ -304,7 +304,7 @@ class HandOffDriver:
         self._pieces.append((self._context.clock.now_s(), num_bytes))
 
     def _on_read_error(self, error: Exception) -> None:
-        self._cause = _message_of(error)
+        self._cause = message_of(error)
         if not self._is_destroying:  # not by this driver, which would not be a failure of the link
             self._transports.record_failure()
 
@@ -398,9 +398,3 @@ class HandOffDriver:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             _LOG.error("the hand-off for request %s failed", self._ticket.request_id, exc_info=task.exception())
-
-
-def _message_of(error: Exception) -> str:
-    if isinstance(error, HandOffFailed):
-        return error.detail
-    return error.message if isinstance(error, TandemError) else f"{type(error).__name__}: {error}"

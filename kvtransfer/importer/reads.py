@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
 from cluster.clock import Clock
+from cluster.errors import HandOffFailed, TandemError
 from cluster.messages import Epoch
 from kvtransfer.counters import TransferCounters
 from kvtransfer.digests import PUBLIC, digest_blocks
@@ -209,3 +210,10 @@ class BlockReader:
         digests = dict(zip(wanted, digest_blocks(self._wire.memory, wanted, self._seed), strict=True))
         self._wire.decode(block_ids)
         return tuple(digests.get(block_id, b"") for block_id in block_ids)
+
+
+def message_of(error: Exception) -> str:
+    """Return what a log or a failed hand-off says about an error of a read or of what surrounds it."""
+    if isinstance(error, HandOffFailed):
+        return error.detail
+    return error.message if isinstance(error, TandemError) else f"{type(error).__name__}: {error}"

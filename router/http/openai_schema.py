@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, FailFast, Field, PlainValidator, WithJsonSchema, field_validator
 
 from cluster.errors import InvalidRequest
-from router.http.bodies.generation_fields import LogitFields, StructuredOutputFields
+from router.http.bodies.generation_fields import LogitFields, StreamOptions, StructuredOutputFields
 from router.http.bodies.messages import MAX_MESSAGES, Message, TemplateArguments, ToolFields
 from router.http.bodies.openapi import TOKEN_IDS
 from router.http.bodies.strict_body import NeutralValues, StrictBody
@@ -139,15 +139,6 @@ class PromptCacheOptions(StrictBody):
 
     mode: Literal["implicit", "explicit"] | None = None
     ttl: Literal["30m"] | None = None
-
-
-class StreamOptions(StrictBody):
-    asks_for_nothing: ClassVar[NeutralValues] = {"include_obfuscation": (False,)}
-
-    include_usage: bool = Field(default=False, description="true: a last chunk has the usage and no choices")
-    continuous_usage_stats: bool = Field(
-        default=False, description="true, with include_usage: every chunk has the usage so far"
-    )
 
 
 class _Request(LogitFields, StructuredOutputFields):

@@ -5,15 +5,16 @@ Pure.
 exceed a sequence's maximum output.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 from cluster.messages import FinishReason, Grammar, LogitRules, TokenStops
 from cluster.request_size import blocks_for
 from engine.sampling.logit_state import GrammarState, LogitState
 from engine.scheduling.batching.block_tables import BlockTables
 from engine.scheduling.batching.sequences import Sequence
-from engine.scheduling.step import Chunk, ChunkBudget, DraftRequest, DrawnToken, Sample
+from engine.scheduling.step import UNKNOWN_TOKEN, Chunk, ChunkBudget, DraftRequest, DrawnToken, Sample
 from engine.speculation.drafter import Drafter
 
 _NONE: frozenset[int] = frozenset()
@@ -120,9 +121,10 @@ NewDrafter = Callable[[], Drafter]
 class Speculation:
     """Draft tokens of all sequences of a decode worker. Without `new_drafter`, speculation is off."""
 
-    def __init__(self, new_drafter: NewDrafter | None, tables: BlockTables) -> None:
+    def __init__(self, new_drafter: NewDrafter | None, tables: BlockTables, block_size: int) -> None:
         self._new_drafter = new_drafter
         self._tables = tables
+        self._block_size = block_size
         self._num_decoding = 0  # in the step that is planned
         self._num_draft_tokens = 0
         self._num_accepted = 0
@@ -159,11 +161,15 @@ class Speculation:
                 draft_tokens[sequence.number] = proposed
         return draft_tokens
 
-    def request(self, sequence: Sequence) -> DraftRequest | None:
-        """Return the request to the draft model of a sequence whose next token is drawn in this step."""
-        if self._new_drafter is None or len(sequence.choices) > 1 or sequence.group.export is not None:
-            return None
-        return self._drafter(sequence).request(sequence.token_ids, max(1, self._num_decoding))
+    def chunk(
+        self, sequence: Sequence, num_tokens: int, draft_tokens: tuple[int, ...], feeds: Mapping[int, int]
+    ) -> Chunk:
+        """Return the chunk of a sequence: its next `num_tokens` known tokens, and then draft tokens. `feeds`: by
+        sequence, the sample of the step in flight that draws its unknown token."""
+        draft = self._request(sequence) if reaches_last_known(sequence, num_tokens) else None
+        chunk = chunk_of(sequence, num_tokens, self._block_size, draft_tokens, draft)
+        is_fed = chunk.token_ids[-1] == UNKNOWN_TOKEN
+        return replace(chunk, fed_by=feeds[sequence.number]) if is_fed else chunk
 
     def judge(self, sequence: Sequence, chunk: Chunk, drawn: SequenceOf[DrawnToken]) -> None:
         """Record how many draft tokens of a chunk were accepted: all of `drawn` but the last."""
@@ -175,6 +181,12 @@ class Speculation:
     def store(self, sequence: Sequence, draft_tokens: tuple[int, ...]) -> None:
         """Keep the draft tokens that follow the sequence's current tokens, for its next step."""
         self._drafter(sequence).store(len(sequence.token_ids), draft_tokens)
+
+    def _request(self, sequence: Sequence) -> DraftRequest | None:
+        """Return the request to the draft model of a sequence whose next token is drawn in this step."""
+        if self._new_drafter is None or len(sequence.choices) > 1 or sequence.group.export is not None:
+            return None
+        return self._drafter(sequence).request(sequence.token_ids, max(1, self._num_decoding))
 
     def _drafter(self, sequence: Sequence) -> Drafter:
         if sequence.drafter is None:

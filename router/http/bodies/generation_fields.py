@@ -1,4 +1,5 @@
-"""Groups of fields that both generation endpoints have: structured output, and changes of logits.
+"""Groups of fields that both generation endpoints have: structured output, changes of logits, and options
+of streams.
 
 Structured output is `response_format` in OpenAI's API, and `structured_outputs` and the older `guided_*` in vLLM's. All
 of them become one grammar, which router/grammars/ checks. The pipeline checks the ranges of the fields for logits.
@@ -210,3 +211,12 @@ class LogitFields(StrictBody):
         if wrong is not None:
             raise InvalidRequest(f"logit_bias: {wrong!r:.40} is not a token id", param="logit_bias")
         return tuple(sorted({int(key): bias for key, bias in self.logit_bias.items()}.items()))
+
+
+class StreamOptions(StrictBody):
+    asks_for_nothing: ClassVar[NeutralValues] = {"include_obfuscation": (False,)}
+
+    include_usage: bool = Field(default=False, description="true: a last chunk has the usage and no choices")
+    continuous_usage_stats: bool = Field(
+        default=False, description="true, with include_usage: every chunk has the usage so far"
+    )

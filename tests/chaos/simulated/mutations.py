@@ -6,17 +6,15 @@ cluster/protocol/message_rules.py refuses are sent.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from google.protobuf.descriptor import Descriptor
 
 from cluster.errors import MalformedMessage
 from cluster.protocol.received import checked
 from tests.unit.member_messages import FILES, mutations
-
-if TYPE_CHECKING:
-    from tests.chaos.simulated.schedule import Mutation
 
 
 def _names(kind: Descriptor) -> Iterator[str]:
@@ -38,10 +36,27 @@ MESSAGES = tuple(
 _FILES = frozenset(file.DESCRIPTOR.name for file in FILES)
 
 
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """A change of one field of one message between two members to a value that no member may send."""
+
+    message: str  # of MESSAGES
+    occurrence: int  # of that message
+    draw: int  # seed of the choice of field and value
+
+
+def draw_mutations(dice: Random) -> tuple[Mutation, ...]:
+    """Draw the mutations of one schedule."""
+    return tuple(
+        Mutation(dice.choice(MESSAGES), occurrence=dice.choice((0, 0, 1, 2, 5)), draw=dice.getrandbits(32))
+        for _ in range(dice.choice((1, 1, 2, 3, 4)))
+    )
+
+
 class Mutations:
     """The mutations of one schedule that have not been sent yet."""
 
-    def __init__(self, mutations: "Iterable[Mutation]") -> None:
+    def __init__(self, mutations: Iterable[Mutation]) -> None:
         self._waiting = {(mutation.message, mutation.occurrence): mutation.draw for mutation in mutations}
         self._num_sent: Counter[str] = Counter()
 

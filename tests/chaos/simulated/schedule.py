@@ -9,7 +9,7 @@ from enum import StrEnum
 from random import Random
 
 from tests.chaos.simulated.mix import SEPARATE, Mix, draw_mix, draw_roles
-from tests.chaos.simulated.mutations import MESSAGES
+from tests.chaos.simulated.mutations import Mutation, draw_mutations
 
 DISTRIBUTION = 8
 MAX_MODEL_LEN = 96
@@ -80,15 +80,6 @@ class Mishap:
     phase: Phase | None = None
     occurrence: int = 0  # of the phase
     jump_s: float = 0.0  # of its clock
-
-
-@dataclass(frozen=True, slots=True)
-class Mutation:
-    """A change of one field of one message between two members to a value that no member may send."""
-
-    message: str  # as in mutations.MESSAGES
-    occurrence: int  # of that message
-    draw: int  # seed of the choice of field and value
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +195,7 @@ def _separate(seed: int) -> Schedule:
     faults = tuple(_fault(dice, counts) for _ in range(dice.choice((0, 1, 1, 1, 2, 2, 3, 4))))
     operations = tuple(each for _ in range(dice.choice((0, 0, 1, 1, 2))) for each in _operation(dice, counts))
     read_faults = dice.random() < 0.2
-    mutations = _mutations(dice) if dice.random() < _MUTATED_SHARE else ()
+    mutations = draw_mutations(dice) if dice.random() < _MUTATED_SHARE else ()
     has_tiers = dice.random() < 0.5 or any(fault.kind is Kind.FULL for fault in faults)
     return Schedule(
         seed=seed,
@@ -392,11 +383,4 @@ def _mishap(dice: Random, kind: Kind, role: str, counts: Sequence[int]) -> Misha
         phase=phase,
         occurrence=dice.choice((0, 0, 1, 3)),
         jump_s=dice.choice(_JUMPS_S) if kind is Kind.CLOCK else 0.0,
-    )
-
-
-def _mutations(dice: Random) -> tuple[Mutation, ...]:
-    return tuple(
-        Mutation(dice.choice(MESSAGES), occurrence=dice.choice((0, 0, 1, 2, 5)), draw=dice.getrandbits(32))
-        for _ in range(dice.choice((1, 1, 2, 3, 4)))
     )

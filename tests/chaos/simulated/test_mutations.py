@@ -9,8 +9,8 @@ from cluster.errors import MalformedMessage
 from cluster.protocol.received import checked
 from tandem.internal.v1 import worker_pb2
 from tests.chaos.simulated.machine import simulated_machine
-from tests.chaos.simulated.mutations import Mutations
-from tests.chaos.simulated.schedule import Ask, Mutation, Schedule, plain_schedule
+from tests.chaos.simulated.mutations import Mutation, Mutations
+from tests.chaos.simulated.schedule import Ask, Schedule, plain_schedule
 from tests.chaos.simulated.world import run_schedule
 from tests.unit.member_messages import examples
 
