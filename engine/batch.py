@@ -1,4 +1,8 @@
-"""A step plan as tensors. Owns the packing of sequences into one row; independent of models and attention."""
+"""A step plan as tensors. Owns the packing of sequences into one row; independent of models and attention.
+
+Small tensors are copied between host and device without waiting: through pinned memory, in the order of the stream.
+torch keeps pinned memory in a cache, and reuses a piece only after the copies that read or wrote it are done.
+"""
 
 import dataclasses
 import itertools
@@ -10,7 +14,6 @@ import numpy as np
 import torch
 
 from engine.scheduling.step import Chunk
-from engine.staging import together_to_device
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,3 +127,28 @@ def _fresh_blocks(chunks: Sequence[Chunk], block_size: int) -> list[int]:
         if chunk.end > begun >= chunk.start:
             fresh.append(chunk.block_ids[begun // block_size])
     return fresh
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a host tensor to the device. On a GPU the call returns before the copy is done."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.contiguous().pin_memory().to(device, non_blocking=True)
+
+
+def together_to_device(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Copy host tensors of one dtype to the device in one copy; the results share its memory."""
+    flat = to_device(torch.cat([tensor.reshape(-1) for tensor in tensors]), device)
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy device tensors to the host: from a GPU into pinned memory, which is valid once the stream has reached this
+    point."""
+    return [
+        torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+        if tensor.device.type == "cuda"
+        else tensor
+        for tensor in tensors
+    ]

@@ -1,5 +1,9 @@
 """Builds the parts of an engine from its settings. Prints nothing: `Engine.report` holds the lines that a worker prints
-at its start."""
+at its start.
+
+The memory that a worker needs beside its pool on a GPU is measured: the largest step that the settings allow runs on a
+small scratch pool (`measure`).
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,7 +12,8 @@ from functools import partial
 
 import torch
 
-from cluster.messages import LayoutFingerprint
+from cluster.errors import ConfigError
+from cluster.messages import LayoutFingerprint, Sampling
 from cluster.settings.worker_settings import GPU_MEMORY_UTILIZATION, EngineSettings
 from engine.attention.registry import AttentionBackend
 from engine.cpu.compiled_draw import compiled_draw
@@ -18,17 +23,19 @@ from engine.cuda.graph_forward import CudaCapture, captured
 from engine.decoders.layer_parts import NotCompiled
 from engine.deterministic import make_deterministic
 from engine.kv import capacity
+from engine.kv.capacity import GpuMemory
+from engine.kv.layout import BlockLayout
 from engine.kv.pool import KvPool, allocate_pool
-from engine.model.gpu_share import measure
 from engine.model.load_check import check_equal
 from engine.model.loaded import LoadedModel, ModelInfo, WeightFiles, fingerprint
-from engine.model.loading import load_unchecked
+from engine.model.loading import load_unchecked, num_sharing
 from engine.model.packed_weights import pack_weights
-from engine.scheduling.step import Chunk, StepPlan
+from engine.scheduling.step import Chunk, Sample, StepPlan
 from engine.steps.forward import Forward, PlainForward
 from engine.steps.runner import LaunchingRunner, ModelRunner
 
 _ONE_TOKEN = StepPlan((Chunk(sequence_id=0, token_ids=(0,), start=0, block_ids=(0,)),))  # of an unused pool
+_LARGEST_SAMPLING = Sampling(temperature=1.0, top_p=0.9, num_logprobs=20)  # what needs the most memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -203,3 +210,50 @@ def _report(settings: EngineSettings, loaded: LoadedModel, num_blocks: int) -> t
     if loaded.device == "cpu" and settings.gpu_memory_utilization != GPU_MEMORY_UTILIZATION:
         lines.append(f"--gpu-memory-utilization {settings.gpu_memory_utilization:g} changes nothing on a CPU")
     return (*lines, f"attention: {loaded.attention.name} on {loaded.device}, {loaded.info.dtype}")
+
+
+def measure(loaded: LoadedModel, settings: EngineSettings) -> GpuMemory:
+    """Run the step on the model's GPU and return the memory it took. Raises ConfigError if even that step does not
+    fit."""
+    device = torch.device(loaded.device)
+    torch.cuda.empty_cache()
+    weights = torch.cuda.memory_allocated(device)
+    pool = KvPool(loaded.layout, settings.max_num_seqs, device)
+    reserved = torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)  # loading and checking took more for a while
+    try:
+        ModelRunner(loaded.forward(pool), pool).run(largest_step(settings, loaded.layout, loaded.info.max_model_len))
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"a step of --max-prefill-tokens {settings.max_prefill_tokens} and --max-num-seqs {settings.max_num_seqs} "
+            f"does not fit the GPU beside {weights} bytes of weights: give less of both, or a shorter --max-model-len"
+        ) from error
+    torch.cuda.synchronize(device)
+    step_bytes = torch.cuda.max_memory_reserved(device) - reserved  # with what the allocator loses to fragments
+    pool.close()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    sharing = num_sharing(settings.device, settings.local_rank, settings.local_world_size, torch.cuda.device_count())
+    return GpuMemory(total=total, weights=weights, largest_step=step_bytes, free=free, num_sharing=sharing)
+
+
+def largest_step(settings: EngineSettings, layout: BlockLayout, longest: int) -> StepPlan:
+    """Return the largest step: prompt chunks up to the step's budget and as many decodes as it allows, all ending at
+    the maximum length and drawing a token. Each uses one block of the pool, repeated in its table."""
+    lengths = [min(longest, settings.max_prefill_tokens)]
+    while len(lengths) < settings.max_num_seqs:
+        left = settings.max_prefill_tokens - sum(lengths)
+        lengths.append(min(longest, left) if left > 0 else 1)
+    num_blocks = layout.num_blocks_for(longest)
+    return StepPlan(
+        tuple(
+            Chunk(
+                sequence_id=number,
+                token_ids=(0,) * length,
+                start=longest - length,
+                block_ids=(number,) * num_blocks,
+                samples=(Sample(seed=number, position=longest, sampling=_LARGEST_SAMPLING),),
+            )
+            for number, length in enumerate(lengths)
+        )
+    )

@@ -11,9 +11,8 @@ from typing import Protocol
 import torch
 
 from cluster.errors import ConfigError
-from engine.attention.gather import GatherBackend
+from engine.attention.gather import GatherBackend, SdpaBackend
 from engine.attention.interface import AttentionOptions, LayerKv
-from engine.attention.sdpa import SdpaBackend
 from engine.batch import PackedBatch
 from engine.kv.layout import SCALED
 

@@ -27,9 +27,9 @@ import torch
 
 from cluster.errors import ConfigError
 from cluster.shared_memory import DriverRefused, allocate_sealed, driver_result, map_pages, unmap_pages
+from engine.batch import to_device
 from engine.kv.layout import BlockLayout, LayerPlace
 from engine.scheduling.step import BlockCopy
-from engine.staging import to_device
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _QUANTISED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}

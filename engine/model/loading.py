@@ -24,7 +24,6 @@ from engine.attention.interface import ATTENTION_NAME, KV_KEYWORD, AttentionOpti
 from engine.kv import capacity
 from engine.kv.layout import LayerShape, lay_out
 from engine.kv.pool import TORCH_DTYPES
-from engine.model.gpu_share import device_for
 from engine.model.load_check import check_equal
 from engine.model.loaded import LoadedModel, ModelInfo
 
@@ -293,3 +292,20 @@ class _Recorder:
         )
         self.calls.append((layer, trace))
         return query.new_zeros(*query.shape[:2], value.shape[2])
+
+
+def device_for(wanted: str, local_rank: int, local_world_size: int, num_gpus: int) -> str:
+    """Return the device of this worker. `wanted` is `cuda` or `cuda:N`; a worker alone uses torch's default device.
+
+    Workers that one command starts on a host are numbered, as `torchrun` numbers processes, and are assigned to its
+    GPUs in turn. A device that was named with its index is used by every such worker."""
+    if ":" in wanted or local_world_size == 1:
+        return wanted
+    return f"cuda:{local_rank % num_gpus}"
+
+
+def num_sharing(wanted: str, local_rank: int, local_world_size: int, num_gpus: int) -> int:
+    """Return the number of workers on this worker's GPU, itself included. Ranks at or above the world's size joined
+    later."""
+    world_size = max(local_world_size, local_rank + 1)
+    return world_size if ":" in wanted else len(range(local_rank % num_gpus, world_size, num_gpus))

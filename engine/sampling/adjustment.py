@@ -18,9 +18,9 @@ from itertools import repeat
 
 import torch
 
+from engine.batch import to_device
 from engine.sampling.logit_state import LogitState
 from engine.scheduling.step import Sample
-from engine.staging import to_device
 
 
 @dataclass(frozen=True, slots=True)

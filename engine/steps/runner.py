@@ -15,11 +15,10 @@ import torch
 
 from cluster.errors import GrammarRejected
 from cluster.messages import PromptLogprobs
-from engine.batch import PackedBatch, pack
+from engine.batch import PackedBatch, pack, to_device, to_host
 from engine.grammar.compiled_grammars import NO_MASKS, PendingMasks, StepMasks
 from engine.kv.pool import KvPool
 from engine.scheduling.step import Chunk, DrawnToken, ScoredTokens, StepPlan, StepResult
-from engine.staging import to_device, to_host
 from engine.steps.forward import Forward
 from engine.steps.sampler import RowDraw, StepDraws
 

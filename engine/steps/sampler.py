@@ -20,9 +20,9 @@ from typing import Protocol
 import torch
 
 from cluster.messages import Sampling, TokenLogprobs
+from engine.batch import to_device, to_host
 from engine.sampling.adjustment import AdjustedRows, MaskedRows, adjusted_rows, masked_rows
 from engine.scheduling.step import DrawnToken, Sample, StepPlan
-from engine.staging import to_device, to_host
 
 _MASK_64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from cluster.errors import ConfigError, ModelRefused
+from engine.attention.gather import alike
 from engine.attention.interface import AttentionOptions, LayerKv, attend
 from engine.attention.registry import ALL_DTYPES, CAPABILITIES, NATIVE_DTYPES, AttentionBackend, Needs, choose
-from engine.attention.sdpa import alike
 from engine.batch import PackedBatch, pack
 from engine.kv.layout import LayerShape, lay_out
 from engine.kv.pool import TORCH_DTYPES, KvPool, quantise, restore
@@ -163,7 +163,7 @@ def test_every_shape_and_dtype_on_cpu(name: str, shape: str, dtype: str) -> None
 def test_decodes_attend_alike_in_groups_of_any_size(
     monkeypatch: pytest.MonkeyPatch, options: str, kv_dtype: str | None
 ) -> None:
-    monkeypatch.setattr("engine.attention.sdpa._FEW_TOKENS", 8)
+    monkeypatch.setattr("engine.attention.gather._FEW_TOKENS", 8)
     case = make_case(SHAPES["grouped"], OPTIONS[options], "float32", "cpu", block_size=1, kv_dtype=kv_dtype)
     hold_equal(backend("sdpa"), case, "float32")
 

@@ -10,12 +10,11 @@ import torch
 
 from cluster.errors import ConfigError
 from cluster.settings.worker_settings import EngineSettings
-from engine.build import build_engine
+from engine.build import build_engine, largest_step
 from engine.kv import capacity
 from engine.kv.capacity import CONTEXT_BYTES, MARGIN_BYTES, GpuMemory
 from engine.kv.layout import LayerShape, lay_out
 from engine.kv.pool import allocate_pool, host_bytes
-from engine.model.gpu_share import largest_step
 from kvtransfer.wire.wire_format import WireDtype
 from tests.golden.families import FAMILIES
 

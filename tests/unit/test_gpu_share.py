@@ -4,7 +4,7 @@ import pytest
 
 from cli.local.layout import Layout, Pools, Slot
 from cluster.messages import Role
-from engine.model.gpu_share import device_for, num_sharing
+from engine.model.loading import device_for, num_sharing
 
 
 def placed(world_size: int, num_gpus: int, wanted: str = "cuda") -> list[tuple[str, int]]:

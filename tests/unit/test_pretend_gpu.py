@@ -18,7 +18,7 @@ from engine.attention import registry
 from engine.attention.gather import attend_dense
 from engine.attention.interface import AttentionOptions, LayerKv
 from engine.attention.registry import ALL_DTYPES, Capability
-from engine.batch import PackedBatch, pack
+from engine.batch import PackedBatch, pack, to_device
 from engine.build import Engine, build_engine
 from engine.cuda.fused_forward import TorchOps
 from engine.kv import pool
@@ -27,7 +27,6 @@ from engine.kv.pool import KvPool, restore
 from engine.model import loading
 from engine.sampling.logit_state import LogitState
 from engine.scheduling.step import BlockCopy, Chunk, Sample, StepPlan
-from engine.staging import to_device
 from engine.steps.runner import LaunchingRunner, ModelRunner
 from tests.golden.families import FAMILIES
 from tests.unit.interpreted_triton import IS_INTERPRETED, compute_as_a_gpu

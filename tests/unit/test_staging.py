@@ -2,9 +2,8 @@
 
 import torch
 
-from engine.batch import PackedBatch, _placed, pack
+from engine.batch import PackedBatch, _placed, pack, to_host, together_to_device
 from engine.scheduling.step import Chunk
-from engine.staging import to_host, together_to_device
 
 CHUNKS = (Chunk(1, (5, 6, 7), 4, (3, 1)), Chunk(2, (9,), 0, (2,)))
 
