@@ -55,18 +55,14 @@ class TextPart(StrictBody):
     prompt_cache_breakpoint: CacheBreakpoint | None = Field(None, description="accepted; changes nothing")
 
 
-_CONTENT_SCHEMA: dict[str, Any] = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": TextPart.model_json_schema(), "maxItems": MAX_MESSAGES},
-    ]
-}
 _Content = Annotated[
     list[TextPart],
     Field(max_length=MAX_MESSAGES),
     FailFast(),
-    BeforeValidator(lambda v: [TextPart(type="text", text=v)] if isinstance(v, str) else v),
-    WithJsonSchema(_CONTENT_SCHEMA),
+    BeforeValidator(
+        lambda v: [TextPart(type="text", text=v)] if isinstance(v, str) else v,
+        json_schema_input_type=str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)],
+    ),
 ]
 
 

@@ -45,8 +45,8 @@ def document(shared: Endpoint) -> dict[str, Any]:
 
 
 def test_every_reference_of_the_document_exists(document: dict[str, Any]) -> None:
-    named = {reference.rpartition("/")[2] for reference in _references(document)}
-    assert named <= set(document["components"]["schemas"])
+    schemas = {f"#/components/schemas/{name}" for name in document["components"]["schemas"]}
+    assert set(_references(document)) <= schemas
 
 
 @pytest.mark.parametrize(("path", "body"), [_COMPLETION, _CHAT])
