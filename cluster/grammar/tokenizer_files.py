@@ -28,7 +28,7 @@ def locate(model: str, revision: str = "") -> Path:
     if folder.is_dir():
         return folder
     if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
-        raise ConfigError(f"--model {model}: there is no such folder")
+        raise ConfigError(f"--model {model}: there is no such folder; name one that this process sees")
     from huggingface_hub import snapshot_download  # only here: a local folder needs no network code
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 

@@ -36,6 +36,7 @@ _MOVES = 2  # redirections that a call follows when a key has moved or a node ha
 _PORT = 6379
 _SENTINEL_PORT = 26379
 _SERVICE = "mymaster"  # the name in Redis's example configuration
+_NO_PASSWORD = ("HELLO AUTH", "Authentication required")  # answers to a client that gives none
 _HINT = "special characters in a password must be percent-encoded"
 
 _Kwargs: TypeAlias = dict[str, Any]
@@ -165,7 +166,9 @@ def open_redis(text: str, timeout_s: float) -> RedisClient:
 
 def problem(place: str, error: BaseException) -> str:
     """Return in one line why Redis does not serve, and what an operator can do."""
-    if isinstance(error, AuthenticationError) or "HELLO AUTH" in str(error):
+    if any(sign in str(error) for sign in _NO_PASSWORD):
+        return f"Redis at {place} needs a password; give it in --redis, as redis://USER:PASSWORD@HOST:PORT"
+    if isinstance(error, AuthenticationError):
         return f"Redis at {place} refuses the password; correct it in --redis"
     return f"cannot reach Redis at {place}: {words(error).rstrip('.')}; start it, or correct --redis"
 

@@ -16,6 +16,7 @@ from cluster.accounts.keys import Gate, KeySet
 from cluster.accounts.usage import TenantLimits, Usage, UsageMeter
 from cluster.auth.keys import ClusterKeys
 from cluster.clock import MonotonicClock
+from cluster.errors import RegistryUnavailable
 from cluster.messages import Role
 from cluster.registry.redis_server import RIGHTS, RedisServer
 from cluster.registry.registry import Registry
@@ -56,6 +57,11 @@ async def test_the_redis_of_a_cluster_serves_no_client_without_its_password(url:
         async with Redis.from_url(stranger_url) as stranger:
             with pytest.raises(AuthenticationError):
                 await stranger.get("{tandem}:members")
+        registry = Registry(url=stranger_url, cluster_name="tandem", ttl_s=1.0)
+        what = "refuses the password; correct it" if "wrong" in stranger_url else "needs a password; give it in --redis"
+        with pytest.raises(RegistryUnavailable, match=what):
+            await registry.ping()
+        await registry.close()
     async with Redis.from_url(url) as insider:
         for command in ("FLUSHALL", "CONFIG GET *", "ACL LIST", "KEYS *", "GET {other}:members", "SHUTDOWN"):
             with pytest.raises(NoPermissionError):

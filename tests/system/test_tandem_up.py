@@ -99,7 +99,7 @@ def test_a_full_disk_is_one_line_that_says_what_to_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--model", "/nowhere/model"), "there is no such folder"),
+        (("--model", "/nowhere/model"), "there is no such folder; name one"),
         (("--colocated", "0"), "--colocated must be at least 1"),
         (("--decode", "0"), "--decode must be at least 1"),
         (("--block-size", "0"), "--block-size"),
@@ -125,7 +125,7 @@ def test_an_impossible_cluster_is_refused_before_it_starts(
         (("up", "--prefill", "-1"), "--prefill must not be negative, not -1"),
         (("certs", "/proc/nowhere"), "cannot write to /proc/nowhere"),
         (("certs", "unused", "--days", "0"), "--days must be at least 1, not 0"),
-        (("estimate", "--model", "/nowhere/model"), "there is no such folder"),
+        (("estimate", "--model", "/nowhere/model"), "there is no such folder; name one"),
     ],
 )
 def test_a_wrong_value_is_one_line_that_names_it(

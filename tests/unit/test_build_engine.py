@@ -87,7 +87,7 @@ def test_a_length_beyond_the_models_positions_is_refused_with_both_numbers(folde
 
 @pytest.mark.parametrize("model", ["/nowhere/model", "./model", "examples/no_such_model"])
 def test_a_missing_folder_is_named(model: str) -> None:
-    with pytest.raises(ConfigError, match=f"--model {model}: there is no such folder"):
+    with pytest.raises(ConfigError, match=f"--model {model}: there is no such folder; name one that this process sees"):
         load(EngineSettings(model=model))
 
 

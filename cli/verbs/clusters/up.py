@@ -241,7 +241,7 @@ def _check_model(model: str) -> None:
     """Refuse a missing folder now, not after the workers have loaded torch. Raises ConfigError."""
     looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1
     if looks_local and not Path(model).expanduser().is_dir():
-        raise ConfigError(f"--model {model}: there is no such folder")
+        raise ConfigError(f"--model {model}: there is no such folder; name one that this process sees")
 
 
 def _check_ports_are_free(host: str, routers: Sequence[Ports]) -> None:

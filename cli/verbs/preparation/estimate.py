@@ -88,7 +88,7 @@ def read_config(model: str) -> dict[str, object]:
         if Path(model).exists():
             raise ConfigError(f"--model {model}: there is no config.json in it")
         if model.startswith((".", "/", "~")):
-            raise ConfigError(f"--model {model}: there is no such folder")
+            raise ConfigError(f"--model {model}: there is no such folder; name one that this process sees")
         path = _from_hub(model)
     content = json.loads(path.read_text())
     if not isinstance(content, dict):
