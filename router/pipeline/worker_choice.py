@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 from cluster.errors import NoGrammarWorker, NoWorkerLargeEnough, Overloaded
@@ -277,7 +278,7 @@ class WorkerChoice:
     def _refusal_by(self, options: Options, time_left_s: float) -> Overloaded | None:
         """Return why a new request would be served too late or not at all; None if it would be served in time."""
         prefills, decodes, facts = options.prefills, options.decodes, options.request
-        ways = self._policy.ways(prefills, decodes, facts)
+        ways = partial(self._policy.ways, prefills, decodes, facts)
         return early_refusal(prefills, decodes, ways, facts, time_left_s, self._policy.predict)
 
     def record_local_prefill(

@@ -6,12 +6,12 @@ and the requests after it are not refused because of sequences that will have en
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cluster.errors import Overloaded, QueueFull, SloUnattainable
 from cluster.service_times import ServiceRate, bounded_retry_s
-from router.policies.candidates import NO_TARGETS, Pair, RequestFacts, WorkerLoad
+from router.policies.candidates import NO_TARGETS, Pair, RequestFacts, WorkerLoad, promising, rough_first_token_s
 from router.policies.prediction import Predict, Prediction, predict_all
 
 
@@ -26,6 +26,7 @@ class TenantPlaces:
 
 _RESERVED_PART = 8  # one of so many places is kept for tenants below their share
 _NEWCOMER_WEIGHT = 1
+_SURE_PART = 8  # a first token that is roughly estimated within this part of the time left is in time
 
 
 class AdmissionControl:
@@ -70,30 +71,39 @@ class AdmissionControl:
 def early_refusal(
     prefills: Sequence[WorkerLoad],
     decodes: Sequence[WorkerLoad],
-    ways: Sequence[Pair],
+    ways: Callable[[], Sequence[Pair]],
     request: RequestFacts,
     time_left_s: float,
     predict: Predict = predict_all,
 ) -> Overloaded | None:
-    """Return why a new request should be refused before any worker is asked; None: it should not. `ways`: the pairs
-    from which placement will choose. Without one, or while the speed of a worker is not known, the request waits.
+    """Return why a new request should be refused before any worker is asked; None: it should not. `ways` returns the
+    pairs from which placement will choose. Without one, or while the speed of a worker is not known, the request waits.
     `predict`: predicts the request as it is sent now.
 
     Only the deadline and the targets in `request`, which its client asked for, refuse. Those of the whole cluster
     never do."""
-    fitting = (filter(request.fits_prefill, prefills), filter(request.fits_decode, decodes))
-    for pool, loads in zip(("prefill", "decode"), map(list, fitting), strict=True):
+    fitting = list(filter(request.fits_prefill, prefills)), list(filter(request.fits_decode, decodes))
+    for pool, loads in zip(("prefill", "decode"), fitting, strict=True):
         full_for_s = [load.full_for_s.get(request.tenant.label, 0.0) for load in loads]
         if loads and min(full_for_s) > 0:
             return QueueFull(
                 f"the queues of all {len(loads)} {pool} workers are full; try again",
                 retry_after_s=bounded_retry_s(min(full_for_s)),
             )
-    known = predict(ways, request)
+    if request.targets == NO_TARGETS and _is_surely_in_time(fitting[0] or fitting[1], request, time_left_s):
+        return None
+    few = promising(ways(), request)
+    known = predict(few, request)
     if not known:
         return None
     late = _late(min(prediction.ttft_s for prediction in known), time_left_s)
-    return late or _missed_targets(ways, request, known)
+    return late or _missed_targets(few, request, known)
+
+
+def _is_surely_in_time(computing: Sequence[WorkerLoad], request: RequestFacts, time_left_s: float) -> bool:
+    """Return whether one of these workers needs no forecast to be in time with the first token."""
+    known = (load for load in computing if load.work is not None)
+    return any(_SURE_PART * rough_first_token_s(load, request) <= time_left_s for load in known)
 
 
 def _predictions(ways: Sequence[Pair], request: RequestFacts, after_s: float) -> list[Prediction]:

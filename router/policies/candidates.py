@@ -195,7 +195,7 @@ def _handoffs(
     if may_avoid:
         prefills, decodes = _preferring_others(prefills, request.avoid), _preferring_others(decodes, request.avoid)
     if few and len(prefills) * len(decodes) > _MAX_PAIRS:
-        computing = _most_promising(prefills, lambda load: _first_token_s(load, request))
+        computing = _most_promising(prefills, lambda load: rough_first_token_s(load, request))
         exporters = {load.member for load in computing}
         decoding = _most_promising(
             decodes, lambda load: _decode_s(load, request) + _nearest_s(exporters, load, request)
@@ -211,13 +211,25 @@ def _matching(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], req
     return [(p, d) for p, d in fitting if (p.member, d.member) not in request.excluded_pairs]
 
 
+def promising(ways: Sequence[Pair], request: RequestFacts) -> Sequence[Pair]:
+    """Return these ways; of more than `_MAX_PAIRS`, those of the most promising workers."""
+    if len(ways) <= _MAX_PAIRS:
+        return ways
+    computing = {(prefill or decode).member: prefill or decode for prefill, decode in ways}
+    decoding = {decode.member: decode for _, decode in ways}
+    first = _most_promising([*computing.values()], lambda load: rough_first_token_s(load, request))
+    later = _most_promising([*decoding.values()], lambda load: _decode_s(load, request))
+    few = {load.member for load in first}, {load.member for load in later}
+    return [(p, d) for p, d in ways if (p or d).member in few[0] and d.member in few[1]] or ways
+
+
 def _promising_alone(loads: Sequence[WorkerLoad], request: RequestFacts) -> list[WorkerLoad]:
     """Return the most promising workers alone: half of them by their first token, and half by all tokens."""
-    first = _most_promising(loads, lambda load: _first_token_s(load, request), _NUM_PROMISING // 2)
+    first = _most_promising(loads, lambda load: rough_first_token_s(load, request), _NUM_PROMISING // 2)
     chosen = {load.member for load in first}
     others = [load for load in loads if load.member not in chosen]
     return first + _most_promising(
-        others, lambda load: _first_token_s(load, request) + _decode_s(load, request), _NUM_PROMISING // 2
+        others, lambda load: rough_first_token_s(load, request) + _decode_s(load, request), _NUM_PROMISING // 2
     )
 
 
@@ -233,8 +245,8 @@ def _most_promising(
     return [load for each in by_format.values() for load in heapq.nsmallest(number, each, key=seconds)]
 
 
-def _first_token_s(load: WorkerLoad, request: RequestFacts) -> float:
-    """Estimate when the worker will have computed the prompt, without a forecast of its steps."""
+def rough_first_token_s(load: WorkerLoad, request: RequestFacts) -> float:
+    """Estimate in how many seconds the worker will have computed the prompt, without a forecast of its steps."""
     work = load.work
     assert work is not None, "a worker of unknown speed was estimated"
     ahead = work.prompts.before(request.tenant, work.max_chunk)

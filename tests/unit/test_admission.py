@@ -2,8 +2,9 @@
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 
@@ -14,6 +15,7 @@ from cluster.outstanding_work import PromptWork
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
 from router.policies.admission import AdmissionControl, early_refusal
 from router.policies.candidates import Pair, RequestFacts, SloTargets, WorkerLoad, pairs
+from router.policies.prediction import Prediction, predict_all
 from router.policies.work_ahead import PromptQueue, SequenceBatch, WorkAhead
 
 
@@ -49,7 +51,7 @@ def _load(name: str, num_ahead: int = 0, *, full_for_s: float = 0.0, knows_speed
 def _refusal(
     prefills: list[WorkerLoad], decodes: list[WorkerLoad], time_left_s: float, request: RequestFacts = REQUEST
 ) -> Overloaded | None:
-    return early_refusal(prefills, decodes, pairs(prefills, decodes, request), request, time_left_s)
+    return early_refusal(prefills, decodes, lambda: pairs(prefills, decodes, request), request, time_left_s)
 
 
 IDLE, BUSY = _load("p0"), _load("p1", 1000)  # 1 s and 11 s until the first token
@@ -145,8 +147,24 @@ class _CountedWays(list[Pair]):
 @pytest.mark.parametrize("ttft_s", [0.5, 5.0], ids=["never", "later"])
 def test_a_refusal_costs_at_most_seven_predictions_of_each_way(ttft_s: float) -> None:
     ways = _CountedWays(pairs([BUSY], [DECODE], REQUEST))
-    assert early_refusal([BUSY], [DECODE], ways, _asking(ttft_s=ttft_s), 60.0) is not None
+    assert early_refusal([BUSY], [DECODE], lambda: ways, _asking(ttft_s=ttft_s), 60.0) is not None
     assert 1 < ways.num_predicted <= 7
+
+
+@pytest.mark.parametrize(("time_left_s", "num_most"), [(60.0, 0), (2.0, 36)])
+def test_only_a_request_whose_time_is_short_is_predicted_and_of_many_ways_few(
+    time_left_s: float, num_most: int
+) -> None:
+    prefills, decodes = [_load(f"p{n}", 50 * n) for n in range(20)], [_load(f"d{n}") for n in range(20)]
+    predicted = list[Pair]()
+
+    def predict(ways: Sequence[Pair], request: RequestFacts) -> list[Prediction] | None:
+        predicted.extend(ways)
+        return predict_all(ways, request)
+
+    ways = partial(pairs, prefills, decodes, REQUEST)
+    assert early_refusal(prefills, decodes, ways, REQUEST, time_left_s, predict) is None
+    assert len(predicted) == num_most
 
 
 def test_what_even_idle_workers_cannot_keep_is_refused_without_a_retry_time() -> None:
@@ -211,7 +229,7 @@ def test_admission_by_prediction_does_not_swing_with_the_decode_batch_of_the_mom
         return SWING_TIMES.step_s(decode.work.batch.num_running + 1, 0) <= ITL_TARGET_S
 
     def predicted(prefill: WorkerLoad, decode: WorkerLoad) -> bool:
-        return early_refusal([prefill], [decode], [(prefill, decode)], request, 600.0) is None
+        return early_refusal([prefill], [decode], lambda: [(prefill, decode)], request, 600.0) is None
 
     for seed in range(3):
         by_now, ahead = _admitted(seed, naive), _admitted(seed, predicted)
