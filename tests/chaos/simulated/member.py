@@ -11,6 +11,7 @@ from cluster.errors import DrainIncomplete, RegistryUnavailable
 from cluster.messages import Role
 from cluster.settings.config import RouterConfig, WorkerConfig
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
+from tests.chaos.simulated import redis
 from tests.chaos.simulated.calls import member_channel
 from tests.chaos.simulated.disk import SimulatedBlockFiles
 from tests.chaos.simulated.engine import layout_of
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 READ_TIMEOUT_S = 3.0
 _REQUEST_TIMEOUT_S = 90.0
-_READY_S = 30.0
+_READY_S, _LOOK_S = 30.0, 5.0
 
 
 class Member:
@@ -61,7 +62,10 @@ class Member:
     async def until_ready(self) -> bool:
         """Wait until the member is ready. Return False if Redis did not answer."""
         ready = asyncio.create_task(self._ready.wait())
-        await asyncio.wait([ready, self.main], timeout=_READY_S, return_when=asyncio.FIRST_COMPLETED)
+        left_s = _READY_S  # while Redis can be reached: without it the member waits
+        while left_s > 0 and not ready.done() and not self.main.done():
+            await asyncio.wait([ready, self.main], timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            left_s -= 0.0 if self._world.network.is_cut(redis.PLACE, self.place) else _LOOK_S
         ready.cancel()
         if self.main.done() and isinstance(self.main.exception(), RegistryUnavailable):
             self._world.say(self.process, "finds no Redis, and ends")
