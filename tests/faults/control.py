@@ -1,7 +1,7 @@
 """Faults on command: a test orders a fault, and a worker in another process reports when it has happened.
 
 One Unix socket. The worker sends `hello NAME`; the test sends `inject FAULT`, and the worker answers `ordered` and
-later `injected FAULT`. Everything that is held continues after the test sends `go`.
+later `injected FAULT`. It answers `ask` with `asked`. Everything that is held continues after the test sends `go`.
 """
 
 import asyncio
@@ -40,7 +40,10 @@ class OrderedFaults:
             word, _, fault = line.decode().strip().partition(" ")
             if word == "go":
                 self._go_on.set()
+            elif word == "ask":
+                self._say("asked")
             else:
+                self._go_on.clear()  # of an earlier hold that ended before it was let go
                 self._ordered = Fault(fault)
                 self._say("ordered")
 
@@ -65,6 +68,14 @@ class Worker:
         word, fault = await self._hear()
         assert word == "injected"
         return Fault(fault)
+
+    async def has_injected(self) -> bool:
+        """Return whether the order had been carried out when this question reached the worker."""
+        self._writer.write(b"ask\n")
+        heard = [await self._hear()]
+        while heard[-1] != ["asked"]:
+            heard.append(await self._hear())
+        return len(heard) > 1
 
     async def _hear(self) -> list[str]:
         line = await self._reader.readline()
