@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from collections.abc import Sequence
 
 import pytest
 
@@ -13,17 +14,27 @@ from tests.system.polling import until
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 _DEADLINE_S = 60.0
+_MOST_ATTEMPTS = 8
 _LONG = tuple(20 + i % 800 for i in range(960))  # fifteen chunks
 _STREAM = question(range(30, 70), max_tokens=300, ignore_eos=True)
 
 
-async def _busy(cluster: LocalCluster, role: str) -> str:
-    """Return the first worker of the pool that computes something."""
+async def _busiest(cluster: LocalCluster) -> str:
+    """Return the decode worker with the most sequences. It has none if the answer has just ended."""
+    loads = {name: (await cluster.inspect(name)).figures["running"] for name in cluster.workers("decode")}
+    return max(loads, key=lambda name: loads[name])
+
+
+async def _asked_of_a_busy_pool(
+    cluster: LocalCluster, requests: Sequence[inference_pb2.GenerateRequest]
+) -> list[asyncio.Task[Answer]]:
+    """Send the requests, again if all are answered before a decode worker is seen to run one of them."""
     async with asyncio.timeout(_DEADLINE_S):
         while True:
-            for name in cluster.workers(role):
-                if (await cluster.inspect(name)).figures["running"]:
-                    return name
+            answering = [asyncio.create_task(ask(cluster, request)) for request in requests]
+            while not all(task.done() for task in answering):
+                if (await cluster.figures("decode"))["running"]:
+                    return answering
 
 
 async def _kill(cluster: LocalCluster, *names: str) -> None:
@@ -50,29 +61,36 @@ async def test_a_prefill_worker_killed_during_prefill_delays_but_loses_no_reques
 
 async def test_a_decode_worker_killed_mid_stream_is_a_gap_only(cluster: LocalCluster) -> None:
     undisturbed = await ask(cluster, _STREAM)
-    async with asked(cluster, _STREAM) as answer:
-        await answer.until(40)
-        await _kill(cluster, await _busy(cluster, "decode"))
-        assert len(answer.token_ids) < 300
-        await answer.end()
-    assert answer.token_ids == undisturbed.token_ids
-    assert len({member for member in answer.ledger.members if member.startswith("decode")}) == 2
-    await cluster.until_free()
+    for _ in range(_MOST_ATTEMPTS):  # an answer may end before its worker is killed
+        async with asked(cluster, _STREAM) as answer:
+            await answer.until(40)
+            await _kill(cluster, await _busiest(cluster))
+            await answer.end()
+        assert answer.token_ids == undisturbed.token_ids
+        await cluster.mend()
+        await cluster.until_free()
+        if len({member for member in answer.ledger.members if member.startswith("decode")}) == 2:
+            return
+    pytest.fail("no answer lost its worker")
 
 
 async def test_messages_of_a_woken_decode_worker_are_dropped(cluster: LocalCluster) -> None:
     undisturbed = await ask(cluster, _STREAM)
-    async with asked(cluster, _STREAM) as answer:
-        await answer.until(40)
-        frozen = await _busy(cluster, "decode")
-        with cluster.members[frozen].stopped():
-            await answer.until(200)  # the other one continues
-        await answer.end()
-    assert answer.token_ids == undisturbed.token_ids
-    await cluster.until_free()
-    assert not (await cluster.inspect(frozen)).figures["running"]
-    await cluster.mend()  # it is taken back as it is
-    assert (await ask(cluster, _STREAM)).token_ids == undisturbed.token_ids
+    for _ in range(_MOST_ATTEMPTS):  # an answer may end before its worker is stopped
+        async with asked(cluster, _STREAM) as answer:
+            await answer.until(40)
+            frozen = await _busiest(cluster)
+            with cluster.members[frozen].stopped():
+                await answer.until(200)  # the other one continues
+            await answer.end()
+        assert answer.token_ids == undisturbed.token_ids
+        await cluster.until_free()
+        assert not (await cluster.inspect(frozen)).figures["running"]
+        await cluster.mend()  # it is taken back as it is
+        assert (await ask(cluster, _STREAM)).token_ids == undisturbed.token_ids
+        if answer.ledger.reasons:
+            return
+    pytest.fail("no answer went on at the other worker")
 
 
 async def test_without_a_prefill_worker_decode_prefills_and_the_ledger_names_it(cluster: LocalCluster) -> None:
@@ -106,8 +124,7 @@ async def _until_router_knows_no_prefill(cluster: LocalCluster) -> None:
 async def test_draining_workers_under_load_loses_nothing(cluster: LocalCluster) -> None:
     requests = [question(range(30, 60 + 40 * i), max_tokens=60, ignore_eos=True) for i in range(8)]
     undisturbed = [await ask(cluster, request) for request in requests]
-    answering = [asyncio.create_task(ask(cluster, request)) for request in requests]
-    await _busy(cluster, "decode")
+    answering = await _asked_of_a_busy_pool(cluster, requests)
     leaving = ("prefill0", "decode0")
     for name in leaving:
         cluster.members[name].send_signal(signal.SIGTERM)

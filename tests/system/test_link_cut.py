@@ -26,9 +26,10 @@ _QUESTION = question([20 + i % 700 for i in range(200)], max_tokens=6, ignore_eo
 _STREAM = question(range(30, 70), max_tokens=300, ignore_eos=True)
 _FLAGS = (
     *("--dtype", "float32", "--num-blocks", "128", "--kv-transports", "tcp", "--prefix-caching", "off"),
-    *("--lease-s", "2", "--max-lease-s", "4", "--read-timeout-s", "6", "--quarantine-s", "1"),
+    *("--lease-s", "10"),  # it ends after the cut, and not while a busy machine lets a read wait that is held
 )
 _DEADLINE_S = 90.0
+_MOST_STREAMS = 30  # until one runs on the other side while the link is cut
 
 
 @dataclass
@@ -92,19 +93,19 @@ async def test_a_link_cut_during_a_hand_off_loses_no_request(two_hosts: TwoHosts
 async def test_a_link_cut_during_a_stream_loses_no_token(two_hosts: TwoHosts) -> None:
     cluster = two_hosts.cluster
     undisturbed = await ask(cluster, _STREAM)
-    async with asyncio.timeout(_DEADLINE_S):
-        while True:
-            async with asked(cluster, _STREAM) as answer:
-                await answer.until(20)
-                if not (await cluster.inspect("decode-far")).figures["running"]:
-                    continue  # it runs on this side: another one
-                assert len(answer.token_ids) < 300
-                two_hosts.host.cut()
+    for _ in range(_MOST_STREAMS):
+        async with asked(cluster, _STREAM) as answer:
+            await answer.until(20)
+            if not (await cluster.inspect("decode-far")).figures["running"]:
+                continue  # it runs on this side, or has ended: another one
+            two_hosts.host.cut()
+            async with asyncio.timeout(_DEADLINE_S):
                 await answer.end()
-                break
-    assert answer.token_ids == undisturbed.token_ids
-    assert answer.ledger.reasons
-    await _heal(two_hosts)
+        assert answer.token_ids == undisturbed.token_ids
+        await _heal(two_hosts)
+        if answer.ledger.reasons:
+            return
+    pytest.fail("no stream was running on the other side when the link was cut")
 
 
 async def _heal(two_hosts: TwoHosts) -> None:
