@@ -3,7 +3,7 @@
 import asyncio
 import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -366,7 +366,8 @@ async def test_a_call_whose_client_reads_nothing_is_cut_and_frees_its_place() ->
         request = generate_request(max_tokens=1000, n=64, logprobs=20)  # more than flow control lets through unread
         call = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=60)
         async with asyncio.timeout(40):
-            await call.read()
+            with suppress(grpc.aio.AioRpcError):  # a machine that stops this process here ends the call before
+                await call.read()
             await router.pipeline.drain()
         assert router.telemetry.value("tandem_stalled_clients_total", surface="grpc") == 1
         assert len(router.live_requests) == 0
