@@ -48,6 +48,7 @@ class RunningArm:
     address: str
     flags: str
     pids: Callable[[], dict[str, int]]
+    admin_key: str = ""
     can_be_stopped: bool = False
 
     @property
@@ -136,7 +137,7 @@ async def _tandem(name: str, flags: tuple[str, ...], served: Served, folder: Pat
     cluster = LocalCluster(plan, say=_ignore, echo=_ignore)
     try:
         await cluster.start()
-        yield RunningArm(name, "tandem", cluster.grpc, " ".join(("tandem up", *flags)), cluster.pids)
+        yield RunningArm(name, "tandem", cluster.grpc, " ".join(("tandem up", *flags)), cluster.pids, plan.admin_key)
     finally:
         await cluster.close()
 

@@ -94,7 +94,8 @@ class Measuring:
         others = cpu_time(pids.values()).others_since(begin, generated.cpu_s)
         errors: dict[str, list[float]] = {}
         if arm.protocol == "tandem" and not arm.is_static:
-            errors = await prediction_errors(arm.address, [f"{prefix}{number}" for number in range(len(arrivals))])
+            names = [f"{prefix}{number}" for number in range(len(arrivals))]
+            errors = await prediction_errors(arm.address, arm.admin_key, names)
         planned_s = arrivals[-1].at_s
         return _Turn(generated.records, planned_s, generated.took_s, others, generated.cpu_s, generated.late_s, errors)
 

@@ -10,13 +10,15 @@ _TIMEOUT_S = 10.0
 _LEAST_TOKENS = 8  # fewer say little about the time between tokens
 
 
-async def prediction_errors(address: str, request_ids: Sequence[str]) -> dict[str, list[float]]:
+async def prediction_errors(address: str, admin_key: str, request_ids: Sequence[str]) -> dict[str, list[float]]:
     """Return the relative errors of the predicted TTFT and time between tokens, of those requests that ended well at
     their first workers."""
     async with grpc.aio.insecure_channel(address) as channel:
         admin = admin_pb2_grpc.AdminStub(channel)
+        shown = (("authorization", f"Bearer {admin_key}"),)
         answers = [
-            await admin.Explain(admin_pb2.ExplainRequest(request=name), timeout=_TIMEOUT_S) for name in request_ids
+            await admin.Explain(admin_pb2.ExplainRequest(request=name), metadata=shown, timeout=_TIMEOUT_S)
+            for name in request_ids
         ]
     return errors_of(explained for answer in answers for explained in answer.requests)
 
