@@ -170,13 +170,13 @@ class _Measuring:
 
     async def _mode(self, mode: str) -> None:
         kept = self._kept
-        async with self._serving(mode) as (cluster, client):
+        async with self._serving(mode) as (cluster, client, admin_key):
             kept.add(mode, "up", True)
             load = await Load.prepared(client, self._size)
             if not self._arrivals:
                 self._draw(await load.fitting_rate())
             kept.add(mode, "conversations", await bench(cluster.grpc, self._trace))
-            kept.add(mode, "status", await status_of(cluster.grpc))
+            kept.add(mode, "status", await status_of(cluster.grpc, admin_key))
             kept.add(mode, "alone", await load.evenness(with_storm=False))
             kept.add(mode, "in_storm", await load.evenness(with_storm=True))
             for role in ("prefill", "decode") if mode == "disaggregated" else ():
@@ -188,9 +188,9 @@ class _Measuring:
         self._kept.figures["load"] = described(self._arrivals)
 
     @asynccontextmanager
-    async def _serving(self, mode: str) -> AsyncIterator[tuple[LocalCluster, AsyncClient]]:
-        """Run `tandem up` with its own flags. Workers that do not become ready print their stacks before they are
-        ended."""
+    async def _serving(self, mode: str) -> AsyncIterator[tuple[LocalCluster, AsyncClient, str]]:
+        """Run `tandem up` with its own flags. Yields the cluster, its client and its admin key. Workers that do not
+        become ready print their stacks before they are ended."""
         parser = argparse.ArgumentParser()
         up.add_arguments(parser)
         flags = _TINY_FLAGS if self._is_tiny else self._gpu_flags(mode)
@@ -205,7 +205,7 @@ class _Measuring:
                 await asyncio.to_thread(ask_for_stacks, os.getpid())
                 raise
             async with AsyncClient(cluster.grpc) as client:
-                yield cluster, client
+                yield cluster, client, plan.admin_key
             await cluster.drain()
         finally:
             await cluster.close()

@@ -6,8 +6,9 @@ comparison gets the same file.
 
 import asyncio
 import json
+import os
 import sys
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -106,15 +107,16 @@ async def bench(address: str, trace: Path) -> dict[str, Any]:
     return await _tandem("bench", address, "--trace", str(trace), *goals, "--timeout-s", str(_TIMEOUT_S))
 
 
-async def status_of(address: str) -> dict[str, Any]:
-    return await _tandem("status", address)
+async def status_of(address: str, admin_key: str) -> dict[str, Any]:
+    return await _tandem("status", address, environment={"TANDEM_ADMIN_KEY": admin_key})
 
 
-async def _tandem(verb: str, address: str, *flags: str) -> dict[str, Any]:
+async def _tandem(verb: str, address: str, *flags: str, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Run the command as a process. Raises RuntimeError with its output if it fails."""
     command = (sys.executable, "-m", "cli", verb, "--address", address, "--json", *flags)
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+    more = os.environ | (environment or {})
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, env=more)
     try:
         answer, complaint = await process.communicate()
     finally:

@@ -4,7 +4,6 @@ import fcntl
 import os
 import pty
 import re
-import select
 import struct
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from collections.abc import Mapping
 from typing import Self
 
 from cluster.process import die_with_parent
+from tests.input import readable
 
 _DEADLINE_S = 60.0
 _CONTROLS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -51,8 +51,7 @@ class TerminalProgram:
         self._output, deadline_s = self._output[self._output.rfind(_HOME) :], time.monotonic() + _DEADLINE_S
         while part not in (screen := _CONTROLS.sub("", self._output[max(0, self._output.rfind(_HOME)) :])):
             left_s = deadline_s - time.monotonic()
-            ready, _, _ = select.select([self._terminal], [], [], max(0.0, left_s))
-            assert ready, f"no {part!r} within {_DEADLINE_S:g} s in:\n{screen}"
+            assert readable([self._terminal], max(0.0, left_s)), f"no {part!r} within {_DEADLINE_S:g} s in:\n{screen}"
             self._output += os.read(self._terminal, 1 << 16).decode(errors="replace")
         return screen
 

@@ -1,10 +1,11 @@
 """The cluster under test itself: nothing of it outlives its test."""
 
 import os
-import select
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.input import readable
 
 DEADLINE_S = 20.0
 ROOT = Path(__file__).parents[2]
@@ -31,6 +32,6 @@ def test_a_killed_test_leaves_no_member_running() -> None:
         member = os.pidfd_open(int(process.stdout.readline()))
         try:
             process.kill()
-            assert select.select([member], [], [], DEADLINE_S)[0], "it still runs"
+            assert readable([member], DEADLINE_S), "it still runs"
         finally:
             os.close(member)

@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import pytest
 
 from cli.__main__ import main
 from tandem import Client
+from tests.input import readable
 from tests.system.up_command import DEADLINE_S, ROOT, Up
 
 PROMPT = "def read(path):\n"
@@ -124,8 +124,7 @@ class Screen:
         self._text = self._text.partition(part)[2]
 
     def more(self) -> None:
-        ready, _, _ = select.select([self._terminal], [], [], DEADLINE_S)
-        assert ready, f"nothing after {self._text!r}"
+        assert readable([self._terminal], DEADLINE_S), f"nothing after {self._text!r}"
         self._text += os.read(self._terminal, 65536).decode()
 
 

@@ -5,7 +5,6 @@ The tests run the router's own HTTP server and edge over an application that str
 """
 
 import asyncio
-import select
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
@@ -21,6 +20,7 @@ from cluster.observe.telemetry import Telemetry
 from router.http.connection import HttpLimits
 from router.http.edge import Edge, while_connected
 from router.http.server import HttpServer
+from tests.input import readable
 
 pytestmark = pytest.mark.uvloop  # the event loop of a router
 _MAX_BYTES = 10_000
@@ -141,7 +141,7 @@ async def test_request_bodies_in_progress_are_bounded_together(monkeypatch: pyte
         with closing(connect()) as first, closing(connect()) as second:
             first.sendall(_HEAD + b"content-length: 9000\r\n\r\n" + bytes(8000))
             second.sendall(_HEAD + b"content-length: 9000\r\n\r\n" + bytes(8000))
-            (refused,), _, _ = await asyncio.to_thread(select.select, [first, second], [], [], 20)
+            (refused,) = await asyncio.to_thread(readable, [first, second], 20)
             answer = await asyncio.to_thread(refused.recv, 4096)
             assert answer.startswith(b"HTTP/1.1 429") and b"retry-after: 1\r\n" in answer
             assert Overloaded.reason.encode() in answer

@@ -3,7 +3,6 @@ together a bound. The tests use real sockets only, so the promise holds for any 
 """
 
 import asyncio
-import select
 import socket
 import ssl
 import tempfile
@@ -21,6 +20,7 @@ from cluster.serving.serving import _SERVER_OPTIONS
 from router.http.connection import HttpLimits
 from router.http.server import HttpServer
 from tests.certificates import Certificates, make_certificates
+from tests.input import readable
 
 pytestmark = pytest.mark.uvloop  # the event loop of a router
 _DEADLINE_S = 60.0
@@ -83,7 +83,7 @@ def _shaken(client: socket.socket) -> socket.socket:
 
 def _is_open(client: socket.socket) -> bool:
     """Read all bytes that the server has sent, and return whether the connection is still open."""
-    while select.select([client], [], [], 0)[0]:
+    while readable([client], 0):
         try:
             if not client.recv(1 << 16):
                 return False
