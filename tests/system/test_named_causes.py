@@ -1,4 +1,4 @@
-"""Five faults of a real cluster: the list of faults and an alert name the cause."""
+"""Five faults of a real cluster: the list of faults and an alert name the cause, one alert in a live Prometheus."""
 
 import asyncio
 import os
@@ -6,6 +6,7 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -17,6 +18,7 @@ from cluster.registry.redis_server import RedisServer
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
 from tests.system.alert_rules import Scrapes, fires, needs_promtool, scrapes_of
 from tests.system.asking import ask, question
+from tests.system.live_prometheus import prometheus_of
 from tests.system.local_cluster import LocalCluster
 from tests.system.polling import until
 
@@ -25,6 +27,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow, needs
 _FLAGS = ("--dtype", "float32", "--num-blocks", "96", "--prefix-caching", "off", "--kv-transports", "tcp")
 _ROUTER = ("--port", "0", "--grpc-port", "0", "--placement", "round-robin", "--breaker-failures", "2")
 _LONG_S = 180.0
+_LIVE_S = 600.0  # the alert needs a mean of five minutes, for two
 _SHORT = question([20 + i % 700 for i in range(200)], max_tokens=8, ignore_eos=True)
 
 
@@ -108,15 +111,16 @@ async def test_an_open_breaker_is_named(stage: Stage) -> None:
         await stage.names(lambda wrong: cause in wrong, "TandemPairBreakerOpen", instance="router0")
 
 
-async def test_a_worker_with_a_third_of_its_core_is_named(stage: Stage) -> None:
+@pytest.mark.timeout(1_200)
+async def test_a_worker_with_a_fifth_of_its_core_is_named(stage: Stage, tmp_path: Path) -> None:
     slow = stage.cluster.members["decode1"]
 
     async def slow_down() -> None:
-        """Let the process run for a third of the time, in slices of about a step."""
+        """Let the process run for a fifth of the time, in slices of about a step."""
         try:
             while True:
                 slow.send_signal(signal.SIGSTOP)
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.04)
                 slow.send_signal(signal.SIGCONT)
                 await asyncio.sleep(0.01)
         finally:
@@ -124,8 +128,18 @@ async def test_a_worker_with_a_third_of_its_core_is_named(stage: Stage) -> None:
 
     slowing = asyncio.create_task(slow_down())
     try:
-        async with stage.load(question([20 + i for i in range(40)], max_tokens=200, ignore_eos=True), 6):
+        async with (
+            prometheus_of(stage.cluster, tmp_path) as prometheus,
+            stage.load(question([20 + i for i in range(40)], max_tokens=200, ignore_eos=True), 6),
+        ):
             await stage.names(lambda wrong: "decode1 decodes" in wrong, "TandemSlowWorker", worker="decode1")
+            await until(
+                partial(prometheus.firing, "TandemSlowWorker", "worker"),
+                lambda named: named == {"decode1"},
+                what="a Prometheus that scrapes the cluster fires the alert for this worker alone",
+                deadline_s=_LIVE_S,
+                pause_s=1.0,
+            )
     finally:
         slowing.cancel()
         await asyncio.gather(slowing, return_exceptions=True)
