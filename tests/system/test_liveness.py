@@ -154,11 +154,13 @@ async def test_a_worker_of_either_role_sends_heartbeats_on_its_streams(cluster: 
     async with asyncio.timeout(_DEADLINE_S), cluster.channel(name) as channel:
         call = worker_pb2_grpc.DecodeWorkerStub(channel).Connect()
         await call.write(worker_pb2.RouterMessage(hello=hello))
-        messages = [await call.read() for _ in range(5)]
+        messages, kinds = [], list[str | None]()
+        while kinds.count("heartbeat") < 2 or "others" not in kinds:  # a router that is late gets the latest of each
+            messages.append(await call.read())
+            kinds.append(messages[-1].WhichOneof("message"))
         call.cancel()
-    kinds = [message.WhichOneof("message") for message in messages]
-    assert kinds[0] == "hello" and sorted(kinds[1:3]) == sorted(kinds[3:5]) == ["heartbeat", "others"]
-    first, second = (message.heartbeat for message in messages if message.HasField("heartbeat"))
+    assert kinds[0] == "hello" and {*kinds[1:]} == {"heartbeat", "others"}
+    first, second, *_ = (message.heartbeat for message in messages if message.HasField("heartbeat"))
     assert first.free_blocks > 0
     times = service_times_of(first)
     assert times is not None, "no step was timed before the first heartbeat"
