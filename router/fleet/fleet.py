@@ -21,8 +21,9 @@ from cluster.observe.telemetry import Telemetry
 from cluster.registry.scale_target import ScaleTarget
 from cluster.service_times import StepLimit
 from cluster.settings.worker_settings import PRIORITY_POLICY
+from router.fleet.membership import DeregisteredWorkers, advertised_routers
 from router.fleet.peer import Peer
-from router.fleet.supervision import DeregisteredWorkers, Supervisors, WorkerTimeouts, advertised_routers
+from router.fleet.supervision import Supervisors, WorkerTimeouts
 from router.fleet.worker_health import LEFT
 from router.fleet.worker_stream import RouterSide
 from router.policies.candidates import WorkerLoad

@@ -2,26 +2,23 @@
 
 A supervisor connects to its worker, serves it while it answers, and connects again after a pause. The task ends when
 the worker is no longer registered. An internal error lengthens the pause and never loses the worker.
-
-Also the workers that left recently, and the routers that clients receive: both follow from the registered members.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.member import Member, MemberState
-from cluster.messages import MemberId, Role
+from cluster.member import Member
+from cluster.messages import MemberId
 from cluster.observe.health import LIVENESS
+from router.fleet.membership import ABSENCE_S
 from tandem.channel import explained
 
-ABSENCE_S = 60.0  # a worker that is restarted, or cut off from the registry, is back by then
-_MOST_ADVERTISED = 32  # a client needs some, not all
 # Shares of heartbeat_timeout_s. With the default of 5 s and a heartbeat every second, a worker is asked when two
 # heartbeats are missing, and is suspect half a second later.
 _ASK_SHARE = 0.4
@@ -32,43 +29,6 @@ _LOG = logging.getLogger("tandem.router.supervision")
 _PAUSE_S = 0.2
 _MAX_PAUSE_S = 5.0
 Serve = Callable[[Member, grpc.aio.Channel], Awaitable[None]]
-
-
-class DeregisteredWorkers:
-    """Workers that were registered until recently. A worker that restarts is absent for a short time."""
-
-    def __init__(self, absence_s: float = ABSENCE_S) -> None:
-        self._absence_s = absence_s
-        self._present: dict[str, Member] = {}  # by member id: a restarted worker replaces its former incarnation
-        self._deregistered: dict[str, tuple[Member, float]] = {}
-
-    def note(self, present: Iterable[Member], now_s: float) -> None:
-        """Record the workers that are registered now."""
-        former, self._present = self._present, {member.id.id: member for member in present}
-        gone = {name: (member, now_s) for name, member in former.items()}
-        kept = (self._deregistered | gone).items()
-        self._deregistered = {
-            name: (member, since_s)
-            for name, (member, since_s) in kept
-            if name not in self._present and now_s - since_s < self._absence_s
-        }
-
-    def members(self, now_s: float) -> list[Member]:
-        """Return the workers that left less than `absence_s` ago."""
-        return [member for member, since_s in self._deregistered.values() if now_s - since_s < self._absence_s]
-
-
-def advertised_routers(itself: Member, members: Iterable[Member]) -> tuple[str, ...]:
-    """Return the addresses of routers that a client may use: this router's first, then those that accept requests.
-    Above `_MOST_ADVERTISED`, it returns those that follow this router in the circle of ids, so that every router
-    is advertised by some."""
-    others = [
-        member
-        for member in members
-        if member.role is Role.ROUTER and member.state is MemberState.READY and member.id.id != itself.id.id
-    ]
-    after = sorted(others, key=lambda member: (member.id < itself.id, member.id))
-    return (itself.address, *(member.address for member in after[:_MOST_ADVERTISED]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,6 +110,7 @@ PURE = [
     "router.request.live_table",
     "router.http.connection_places",
     "router.policies.work_ahead",
+    "router.fleet.membership",
     "router.policies.hedging",
     "router.request.validation",
     "router.policies.candidates",

@@ -2,7 +2,7 @@
 
 from cluster.member import Member
 from cluster.messages import MemberId, Role
-from router.fleet.supervision import ABSENCE_S, DeregisteredWorkers
+from router.fleet.membership import ABSENCE_S, DeregisteredWorkers
 
 
 def _member(name: str, incarnation: str = "1") -> Member:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from router.fleet.supervision import ABSENCE_S
+from router.fleet.membership import ABSENCE_S
 from tests.chaos.simulated.machine import simulated_machine
 from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, plain_schedule
 from tests.chaos.simulated.world import Result, run_schedule
