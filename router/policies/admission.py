@@ -90,7 +90,7 @@ def early_refusal(
                 f"the queues of all {len(loads)} {pool} workers are full; try again",
                 retry_after_s=bounded_retry_s(min(full_for_s)),
             )
-    if request.targets == NO_TARGETS and _is_surely_in_time(fitting[0] or fitting[1], request, time_left_s):
+    if request.targets == NO_TARGETS and _is_surely_in_time(*fitting, request, time_left_s):
         return None
     few = promising(ways(), request)
     known = predict(few, request)
@@ -100,10 +100,14 @@ def early_refusal(
     return late or _missed_targets(few, request, known)
 
 
-def _is_surely_in_time(computing: Sequence[WorkerLoad], request: RequestFacts, time_left_s: float) -> bool:
-    """Return whether one of these workers needs no forecast to be in time with the first token."""
-    known = (load for load in computing if load.work is not None)
-    return any(_SURE_PART * rough_first_token_s(load, request) <= time_left_s for load in known)
+def _is_surely_in_time(
+    prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts, time_left_s: float
+) -> bool:
+    """Return whether a worker that may compute the prompt needs no forecast to be in time with the first token."""
+    known = (load for load in prefills or decodes if load.work is not None)
+    return any(
+        _SURE_PART * rough_first_token_s(load, request, is_export=bool(prefills)) <= time_left_s for load in known
+    )
 
 
 def _predictions(ways: Sequence[Pair], request: RequestFacts, after_s: float) -> list[Prediction]:

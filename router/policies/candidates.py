@@ -195,7 +195,7 @@ def _handoffs(
     if may_avoid:
         prefills, decodes = _preferring_others(prefills, request.avoid), _preferring_others(decodes, request.avoid)
     if few and len(prefills) * len(decodes) > _MAX_PAIRS:
-        computing = _most_promising(prefills, lambda load: rough_first_token_s(load, request))
+        computing = _most_promising(prefills, lambda load: rough_first_token_s(load, request, is_export=True))
         exporters = {load.member for load in computing}
         decoding = _most_promising(
             decodes, lambda load: _decode_s(load, request) + _nearest_s(exporters, load, request)
@@ -215,22 +215,25 @@ def promising(ways: Sequence[Pair], request: RequestFacts) -> Sequence[Pair]:
     """Return these ways; of more than `_MAX_PAIRS`, those of the most promising workers."""
     if len(ways) <= _MAX_PAIRS:
         return ways
-    computing = {(prefill or decode).member: prefill or decode for prefill, decode in ways}
-    decoding = {decode.member: decode for _, decode in ways}
-    first = _most_promising([*computing.values()], lambda load: rough_first_token_s(load, request))
-    later = _most_promising([*decoding.values()], lambda load: _decode_s(load, request))
-    few = {load.member for load in first}, {load.member for load in later}
-    return [(p, d) for p, d in ways if (p or d).member in few[0] and d.member in few[1]] or ways
+    is_export = any(prefill is not None for prefill, _ in ways)
+    all_computing = [*{(prefill or decode).member: prefill or decode for prefill, decode in ways}.values()]
+    all_decoding = [*{decode.member: decode for _, decode in ways}.values()]
+    first = _most_promising(all_computing, lambda load: rough_first_token_s(load, request, is_export=is_export))
+    computing = {load.member for load in first}
+    decoding = {load.member for load in _most_promising(all_decoding, lambda load: _decode_s(load, request))}
+    return [(p, d) for p, d in ways if (p or d).member in computing and d.member in decoding] or ways
 
 
 def _promising_alone(loads: Sequence[WorkerLoad], request: RequestFacts) -> list[WorkerLoad]:
     """Return the most promising workers alone: half of them by their first token, and half by all tokens."""
-    first = _most_promising(loads, lambda load: rough_first_token_s(load, request), _NUM_PROMISING // 2)
+
+    def first_s(load: WorkerLoad) -> float:
+        return rough_first_token_s(load, request, is_export=False)
+
+    first = _most_promising(loads, first_s, _NUM_PROMISING // 2)
     chosen = {load.member for load in first}
     others = [load for load in loads if load.member not in chosen]
-    return first + _most_promising(
-        others, lambda load: rough_first_token_s(load, request) + _decode_s(load, request), _NUM_PROMISING // 2
-    )
+    return first + _most_promising(others, lambda load: first_s(load) + _decode_s(load, request), _NUM_PROMISING // 2)
 
 
 def _most_promising(
@@ -245,8 +248,9 @@ def _most_promising(
     return [load for each in by_format.values() for load in heapq.nsmallest(number, each, key=seconds)]
 
 
-def rough_first_token_s(load: WorkerLoad, request: RequestFacts) -> float:
-    """Estimate in how many seconds the worker will have computed the prompt, without a forecast of its steps."""
+def rough_first_token_s(load: WorkerLoad, request: RequestFacts, *, is_export: bool) -> float:
+    """Estimate in how many seconds the first token comes from this worker, without a forecast of its steps.
+    `is_export`: another worker decodes the request."""
     work = load.work
     assert work is not None, "a worker of unknown speed was estimated"
     ahead = work.prompts.before(request.tenant, work.max_chunk)
@@ -259,7 +263,7 @@ def rough_first_token_s(load: WorkerLoad, request: RequestFacts) -> float:
         quiet_s = work.times.step_s(number, round(number * _length(work)))
         limit_s = work.step_limit.seconds(quiet_s, 0.0, busy_s)
         left_s /= max(0.5, 1 - quiet_s / limit_s) if limit_s > 0 else 1.0  # prompts that wait get half of the time
-    return left_s
+    return left_s + (load.unmodelled.export_s if is_export else load.unmodelled.here_s)
 
 
 def _decode_s(load: WorkerLoad, request: RequestFacts) -> float:

@@ -15,6 +15,7 @@ from cluster.outstanding_work import PromptWork
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
 from router.policies.admission import AdmissionControl, early_refusal
 from router.policies.candidates import Pair, RequestFacts, SloTargets, WorkerLoad, pairs
+from router.policies.forecast import Unmodelled
 from router.policies.prediction import Prediction, predict_all
 from router.policies.work_ahead import PromptQueue, SequenceBatch, WorkAhead
 
@@ -165,6 +166,12 @@ def test_only_a_request_whose_time_is_short_is_predicted_and_of_many_ways_few(
     ways = partial(pairs, prefills, decodes, REQUEST)
     assert early_refusal(prefills, decodes, ways, REQUEST, time_left_s, predict) is None
     assert len(predicted) == num_most
+
+
+def test_delays_that_service_times_leave_out_count_before_a_forecast_is_spared() -> None:
+    late = replace(IDLE, unmodelled=Unmodelled(export_s=10.0))  # 11 s until the first token
+    assert _refusal([late], [DECODE], 10.5) is not None
+    assert _refusal([late], [DECODE], 11.5) is None
 
 
 def test_what_even_idle_workers_cannot_keep_is_refused_without_a_retry_time() -> None:
