@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -82,7 +83,7 @@ class ChaosCluster:
                 await before.reader
         role = name.rstrip("0123456789")
         self.set_clock(name, 0.0)
-        member = await self.cluster.start_member(name, ROLES[role], self._flags(name), wrapper=self._wrapper(name))
+        member = await self.cluster.start_member(name, ROLES[role], self._flags(name), launch=self._launch(name))
         if role == "router":
             grpc_address, http_address = member.ready["grpc"], member.ready["http"]
             self._ports[name] = (int(grpc_address.rpartition(":")[2]), int(http_address.rpartition(":")[2]))
@@ -151,15 +152,18 @@ class ChaosCluster:
             flags += ("--kv-transports", "tcp") if is_far else ()
         return flags
 
-    def _wrapper(self, name: str) -> tuple[str, ...]:
-        """Return the command that runs a member, so that no process outlives this one, each can have its own clock, and
-        one runs on the far host."""
+    def _launch(self, name: str) -> Launch | None:
+        """Return how to start a member that is not started as the others: as a program of its own, so that it can have
+        its own clock, or runs on the far host. No process outlives this one."""
         words: tuple[str, ...] = ()
         if self.far is not None and name == FAR_MEMBER:
             words += tuple(self.far.side.command())
         if self._shim is not None:
             words += ("env", f"LD_PRELOAD={self._shim}", f"CLOCK_SHIM={self._clock(name)}")
-        return ("setpriv", "--pdeathsig", "KILL", "--", *words) if words and shutil.which("setpriv") else words
+        if not words:
+            return None
+        survives_none = ("setpriv", "--pdeathsig", "KILL", "--") if shutil.which("setpriv") else ()
+        return partial(executed, wrapper=(*survives_none, *words))
 
     def _clock(self, name: str) -> Path:
         return self._directory / f"{name}.clock"

@@ -6,11 +6,12 @@ module as `__main__` with its own arguments, environment and output, and is stop
 one thread and uses nothing of what it imports; gRPC starts with a member's first server or channel.
 
 Forked members share the seed of `hash()` and all that is read before Python code runs, such as LD_PRELOAD and
-OMP_NUM_THREADS. `test_tandem_command.py`, `test_tandem_up.py`, `test_router_process.py`, the far members of
-`test_link_cut.py`, `make soak` and `make chaos` start members as programs of their own.
+OMP_NUM_THREADS. `test_tandem_command.py`, `test_tandem_up.py`, `test_router_process.py`, `make soak` and
+`make chaos` start members as programs of their own.
 """
 
 import asyncio
+import ctypes
 import gc
 import json
 import os
@@ -23,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import NoReturn
 
 from cli.local.fork_server import run_as_program
@@ -31,6 +33,7 @@ from cluster.process import die_with_parent
 
 _MESSAGE_BYTES = 1 << 16
 _PID_BYTES = 8
+_CLONE_NEWNET = 0x40000000  # of setns(2); os.setns comes with Python 3.12
 
 
 class ForkedProcess:
@@ -85,9 +88,13 @@ class ForkServer:
             )
         os.close(watched)
 
-    async def spawn(self, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> ForkedProcess:
-        """Start `python -m module arguments`. Its stdout and stderr are on the process's `stdout`."""
-        order = json.dumps({"module": module, "arguments": list(arguments), "environment": dict(environment)}).encode()
+    async def spawn(
+        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], *, network: str = ""
+    ) -> ForkedProcess:
+        """Start `python -m module arguments`, in the network namespace of this name if there is one. Its stdout and
+        stderr are on the process's `stdout`."""
+        words = {"module": module, "arguments": list(arguments), "environment": dict(environment), "network": network}
+        order = json.dumps(words).encode()
         assert len(order) < _MESSAGE_BYTES
         read_end, write_end = os.pipe()
         report, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -194,10 +201,20 @@ def _become(order: dict[str, object], output: int) -> NoReturn:
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     module, arguments, environment = order["module"], order["arguments"], order["environment"]
     assert isinstance(module, str) and isinstance(arguments, list) and isinstance(environment, dict)
+    if order["network"]:
+        _enter(Path("/run/netns") / str(order["network"]))
     os.environ.clear()
     os.environ.update(environment)
     sys.argv[1:] = arguments
     run_as_program(module)
+
+
+def _enter(network: Path) -> None:
+    """Enter a network namespace, as `ip netns exec` does."""
+    library = ctypes.CDLL(None, use_errno=True)
+    with network.open() as entrance:
+        if library.setns(entrance.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns {network}")
 
 
 def _serve(control: int, parent: int, modules: Sequence[str]) -> None:

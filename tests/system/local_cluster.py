@@ -49,6 +49,7 @@ class Member:
     module: str
     flags: tuple[str, ...]
     process: Process
+    launch: Launch
     output: list[str] = field(default_factory=list)
     ready: dict[str, str] = field(default_factory=dict)
     reader: asyncio.Task[None] | None = None
@@ -84,16 +85,19 @@ class Member:
         return await asyncio.wait_for(self.process.wait(), _STOP_TIMEOUT_S)
 
 
-async def forked(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Process:
-    """Start a member by forking a process that has imported its code."""
+async def forked(
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], *, network: str = ""
+) -> Process:
+    """Start a member by forking a process that has imported its code. `network`: a namespace of `ip netns`, if not that
+    of this process."""
     server = router_forks() if module.endswith("router") else worker_forks()
-    return await server.spawn(module, arguments, environment)
+    return await server.spawn(module, arguments, environment, network=network)
 
 
 async def executed(
     module: str, arguments: Sequence[str], environment: Mapping[str, str], *, wrapper: Sequence[str] = ()
 ) -> Process:
-    """Start a member as a new program, as a user does."""
+    """Start a member as a new program, as a user does. `wrapper`: a command that runs it."""
     return await asyncio.create_subprocess_exec(
         *(*wrapper, sys.executable, "-m", module, *arguments),
         stdout=asyncio.subprocess.PIPE,
@@ -143,26 +147,23 @@ class LocalCluster:
         return self
 
     async def start_member(
-        self, name: str, module: str, flags: Sequence[str] = (), *, wrapper: Sequence[str] = ()
+        self, name: str, module: str, flags: Sequence[str] = (), *, launch: Launch | None = None
     ) -> Member:
-        """Start a member and wait until it is ready. `wrapper`: a command that runs the process, for example on another
-        network."""
-        member = await self.spawn(name, module, flags, wrapper=wrapper)
+        """Start a member and wait until it is ready. `launch`: how, if not as the others."""
+        member = await self.spawn(name, module, flags, launch=launch)
         try:
             await asyncio.wait_for(self._until_ready(member), _START_TIMEOUT_S)
         except (TimeoutError, RuntimeError) as error:
             raise RuntimeError(f"{name} did not become ready ({error}); it said:\n" + "".join(member.output)) from None
         return member
 
-    async def spawn(self, name: str, module: str, flags: Sequence[str] = (), *, wrapper: Sequence[str] = ()) -> Member:
+    async def spawn(self, name: str, module: str, flags: Sequence[str] = (), *, launch: Launch | None = None) -> Member:
         """Start a member without waiting until it is ready."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TANDEM_")} | self._environment
         arguments = (*self._cluster_flags(), "--member-id", name, "--model", str(self._model), *flags)
-        if wrapper:
-            process = await executed(module, arguments, environment, wrapper=wrapper)
-        else:
-            process = await self._launch(module, arguments, environment)
-        member = self.members[name] = Member(name, module, tuple(flags), process)
+        launch = launch or self._launch
+        process = await launch(module, arguments, environment)
+        member = self.members[name] = Member(name, module, tuple(flags), process, launch)
         return member
 
     def joining_flags(self) -> tuple[str, ...]:
@@ -170,14 +171,14 @@ class LocalCluster:
         return (*self._cluster_flags(), *self._flags)
 
     async def mend(self) -> None:
-        """Restart the members that have ended, under their names. Returns when the router is connected to all
+        """Restart the members that have ended, as they were started. Returns when the router is connected to all
         workers."""
         dead = [member for member in self.members.values() if not member.is_running]
         for member in dead:
             await member.exit_code()
             if member.reader is not None:
                 await member.reader
-        await asyncio.gather(*(self.start_member(m.name, m.module, m.flags) for m in dead))
+        await asyncio.gather(*(self.start_member(m.name, m.module, m.flags, launch=m.launch) for m in dead))
         await self.until_connected()
 
     async def until_connected(self) -> None:

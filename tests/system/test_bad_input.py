@@ -222,7 +222,8 @@ async def test_wrong_settings_end_a_start_in_one_line(module: str, tmp_path: Pat
         "--max-model-len": ("--max-model-len", "-1", *model),
         "--model": (),
     }
-    launches = (executed, forked, forked, forked)  # one as operators start it; the others need no second import
+    # One as operators start it; the others need no second import.
+    launches: tuple[Launch, ...] = (executed, forked, forked, forked)
     ended = await asyncio.gather(
         *(_start(launch, module, *flags) for launch, flags in zip(launches, starts.values(), strict=True))
     )

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from urllib.parse import urlsplit
 
 import pytest
@@ -18,7 +19,7 @@ from tests.contract.namespaces import FarHost, far_host
 from tests.faults.control import FaultControl
 from tests.faults.faulty_transport import Fault
 from tests.system.asking import Answer, ask, asked, question
-from tests.system.local_cluster import LocalCluster
+from tests.system.local_cluster import LocalCluster, forked
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -57,10 +58,10 @@ async def two_hosts(host: FarHost, redis_url: str, tmp_path_factory: pytest.Temp
             cluster = LocalCluster(forwarded_url, directory, flags=_FLAGS)
             try:
                 far, near = ("--host", host.side.address), ("--host", host.near_address)
-                inside = host.side.command()
+                inside = partial(forked, network=host.side.namespace)
                 modules = (("prefill", "prefill_worker"), ("decode", "tests.faults.faulty_decode"))
                 await asyncio.gather(
-                    *(cluster.start_member(f"{role}-far", m, (*_FLAGS, *far), wrapper=inside) for role, m in modules),
+                    *(cluster.start_member(f"{role}-far", m, (*_FLAGS, *far), launch=inside) for role, m in modules),
                     *(cluster.start_member(f"{role}-near", m, (*_FLAGS, *near)) for role, m in modules),
                 )
                 ports = ("--port", "0", "--grpc-port", "0", "--max-attempts", "6", *near, "--insecure", "on")

@@ -12,12 +12,13 @@ ROOT = Path(__file__).parents[2]
 
 _PROGRAM = """
 import asyncio, sys
+from functools import partial
 from pathlib import Path
-from tests.system.local_cluster import LocalCluster
+from tests.system.local_cluster import LocalCluster, executed
 
 async def main():
     cluster = LocalCluster("redis://127.0.0.1:1", Path("."))
-    member = await cluster.spawn("p0", "nothing", wrapper=("sh", "-c", "exec sleep 600"))
+    member = await cluster.spawn("p0", "nothing", launch=partial(executed, wrapper=("sh", "-c", "exec sleep 600")))
     print(member.process.pid, flush=True)
     await asyncio.Event().wait()
 
