@@ -13,6 +13,7 @@ from cluster.registry.registry import Registry
 from cluster.registry.scale_registry import Following
 from cluster.registry.scale_target import ScaleTarget
 from cluster.serving.rpc_errors import REASON
+from router.fleet.membership import ABSENCE_S
 from tandem.v1 import inference_pb2
 from tests.system.asking import ask, asked, question
 from tests.system.local_cluster import LocalCluster
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 _FLAGS = ("--dtype", "float32", "--block-size", "16", "--max-prefill-tokens", "64")
 _BEFORE_DEATH = 20  # tokens that the client has received
-_ROUTER_AGE_S = 20.0  # well below the 60 s that a router waits for absent workers without a scale target
+_ROUTER = ("--port", "0", "--grpc-port", "0")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -36,7 +37,7 @@ async def unequal(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> A
             for name, number in sizes.items()
         )
         await asyncio.gather(*starting)
-        await cluster.start_member("router0", "router", ("--port", "0", "--grpc-port", "0"))
+        await cluster.start_member("router0", "router", _ROUTER)
         yield cluster
     finally:
         await cluster.stop()
@@ -47,17 +48,22 @@ def _long(max_tokens: int = 300) -> inference_pb2.GenerateRequest:
 
 
 async def test_a_complete_cluster_refuses_a_request_that_no_worker_can_hold_at_once(unequal: LocalCluster) -> None:
-    """The router has just started. The scale target shows that no worker is absent."""
+    """Without a scale target, a router that has just started waits `ABSENCE_S` for workers that may be absent."""
+    await unequal.mend()
+    began_s = asyncio.get_running_loop().time()
+    router = await unequal.start_member("router1", "router", _ROUTER)
     registry = Registry(url=unequal.redis_url, cluster_name=unequal.name, ttl_s=60.0)
     follower = Following(registry, "test", ScaleTarget(prefill=1, decode=2))
     try:
         assert await follower.report(reached=1) == ""
-        async with asyncio.timeout(_ROUTER_AGE_S):
+        async with asyncio.timeout_at(began_s + ABSENCE_S), unequal.channel(router.name) as channel:
             with pytest.raises(grpc.aio.AioRpcError, match="holds 512") as refused:
-                await ask(unequal, _long(max_tokens=600))
+                await _end(unequal.inference(channel).Generate(_long(max_tokens=600)))
     finally:
         await follower.unfollow()
         await registry.close()
+        router.send_signal(signal.SIGTERM)
+        assert await unequal.members.pop(router.name).exit_code() == 0
     _is_named(refused.value)
 
 

@@ -1,15 +1,13 @@
 """A thread for calls that may never return."""
 
-import subprocess
-import sys
+import asyncio
 import threading
-from pathlib import Path
 
 import pytest
 
 from kvtransfer.transports.nccl.link import LoneThread
+from tests.system.fork_server import worker_forks
 
-ROOT = Path(__file__).parents[2]
 DEADLINE_S = 20.0
 
 
@@ -48,7 +46,7 @@ def test_idle_callback_runs_without_calls() -> None:
     thread.end()
 
 
-def test_a_call_that_hangs_does_not_keep_the_process_alive() -> None:
+async def test_a_call_that_hangs_does_not_keep_the_process_alive() -> None:
     program = (
         "import threading\n"
         "from kvtransfer.transports.nccl.link import LoneThread\n"
@@ -57,5 +55,7 @@ def test_a_call_that_hangs_does_not_keep_the_process_alive() -> None:
         "thread.submit(lambda: (begun.set(), threading.Event().wait()))\n"
         "assert begun.wait(20)\n"
     )
-    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=DEADLINE_S, check=False)
-    assert ended.returncode == 0
+    process = await worker_forks().spawn("tests.system.forked_program", (program,), {})
+    async with asyncio.timeout(DEADLINE_S):
+        output = await process.stdout.read()
+        assert await process.wait() == 0, output.decode()
