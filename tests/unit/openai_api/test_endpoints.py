@@ -1,9 +1,13 @@
 """Endpoints beside generation, and options of requests in headers."""
 
+import json
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
+from router.http.openai_api import read_json
 from router.requests import TokenPrompt
 from router.text.tokenization import Tokenization
 from tests.unit.openai_api.endpoint import SCRIPT, USER, Endpoint, endpoint, refused
@@ -47,6 +51,8 @@ def test_a_whole_number_with_a_decimal_point_is_an_integer_as_json_schema_has_it
     request = shared.pipeline.seen[-1]
     assert isinstance(request.prompt, TokenPrompt) and request.prompt.token_ids == (5, 6)
     assert (request.stop.max_tokens, request.stop.stop_token_ids) == (3, (7,))
+    assert shared.post("/v1/completions", b'{"prompt": [[5.0, 6], [7]], "max_tokens": 3}').status_code == 200
+    assert [request.prompt for request in shared.pipeline.seen[-2:]] == [TokenPrompt((5, 6)), TokenPrompt((7,))]
     message = b'{"max_tokens": 2.0, "messages": [{"role": "user", "content": "x"}]}'
     assert shared.post("/v1/messages", message).status_code == 200
 
@@ -128,3 +134,47 @@ def test_pages_of_allowed_origins_may_use_the_api(demo: Tokenization, shared: En
     assert "access-control-allow-origin" not in other.headers
     assert (refusal.status_code, refusal.headers["access-control-allow-origin"]) == (401, "https://page.example")
     assert "access-control-allow-origin" not in shared.http.options("/v1/completions", headers=asks).headers
+
+
+_PIECES = (
+    *(
+        b"{",
+        b"}",
+        b"[",
+        b"]",
+        b",",
+        b":",
+        b'"a":',
+        b"[1,",
+        b"1]",
+        b" ",
+        b"\n",
+        b"\xff",
+        b"\xef\xbb\xbf",
+        b"\0",
+        b"true",
+    ),
+    *(b"null", b"NaN", b"-NaN", b"-Infinity", b"1e400", b"-0", b"-0.0", b"01", b"1.", b".5", b"1E5", b"1e-400"),
+    *(b"9" * 30, b"-" + b"9" * 5000, b"1" * 400 + b".0", b"0.12345678901234567891", b"2.2250738585072011e-308"),
+    *(b'"', b'"a"', b'"\n"', b'"\\x"', b'"\\u0000"', b'"\\ud83d\\ude00"', b'"\\ud800"', b'"\xed\xa0\x80"'),
+    b"[" * 300,
+)
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from("ab"), inner),
+)
+_BODIES = st.lists(st.sampled_from(_PIECES), max_size=8).map(b"".join) | st.builds(
+    lambda value, ascii: json.dumps(value, ensure_ascii=ascii).encode("utf-8", "surrogatepass"), _VALUES, st.booleans()
+)
+
+
+@given(_BODIES)
+@example(b'{"a": 1, "b": 2, "a": 3}')
+@example(b"[[1, -0, 0.0, 1e400, -1e400], NaN]")
+@settings(max_examples=300)
+def test_the_short_path_reads_nothing_else_from_a_body_than_the_framework(body: bytes) -> None:
+    try:
+        read = read_json(body)
+    except ValueError:
+        return
+    assert repr(read) == repr(json.loads(body))
