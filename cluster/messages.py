@@ -6,7 +6,7 @@ Wire messages (tandem/internal/v1) are converted to these values in cluster/prot
 import hashlib
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain
 from typing import Any
@@ -298,6 +298,7 @@ class PrefillJob:
     num_prompt_logprobs: int | None = None  # of the most likely tokens at each position; None: none of the prompt
     trace_parent: str = ""  # W3C trace context, which travels as metadata of the call; empty: none
     tenant: TenantShare = NO_TENANT
+    packed: bytes = field(default=b"", repr=False, compare=False)  # the first of `token_ids`, as messages have them
 
     @property
     def is_interrupted(self) -> bool:
@@ -339,6 +340,7 @@ class DecodeJob:
     grammar: Grammar | None = None
     trace_parent: str = ""
     tenant: TenantShare = NO_TENANT
+    packed: bytes = field(default=b"", repr=False, compare=False)  # as in PrefillJob, of `prompt_token_ids`
 
     @property
     def is_interrupted(self) -> bool:

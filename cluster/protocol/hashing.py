@@ -7,15 +7,26 @@ and KV that was quantised on the wire never counts as computed KV. Routers and w
 
 import hashlib
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 HASH_BYTES = 16
-_ID_BYTES = 4
+_LENGTH = bytes([HASH_BYTES])
+ID_BYTES = 4
 MAX_PREFIX_BLOCKS = 65_536  # whose hashes one message may name: 1 MiB
 NATIVE = "native"  # computed on this worker, or moved without quantisation
 _PROMPT = b"tandem.prompt"  # BLAKE2b's personalization (at most 16 bytes): a prompt's hash never equals a block's
 _BLOCK = b"tandem.block"
 _ROOT = b"tandem.root"
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Pack token, block or sequence ids as little-endian uint32, in which form messages and hashes have them. Raises
+    ValueError for an id that does not fit."""
+    try:
+        return struct.pack(f"<{len(ids)}I", *ids)
+    except struct.error:
+        unfit = next(value for value in ids if not 0 <= value < 1 << 32)
+        raise ValueError(f"id {unfit} does not fit 32 bits without sign") from None
 
 
 def hash_prompt(key: bytes, token_ids: Sequence[int]) -> bytes:
@@ -33,17 +44,11 @@ def hash_root(key: bytes, *, salt: str = "", adapter: str = "", content: str = N
     return state.digest()
 
 
-def hash_blocks(key: bytes, token_ids: Sequence[int], block_size: int, parent: bytes = b"") -> Iterator[bytes]:
-    """Yield the hash of each full block after `parent`, in order. A partly filled last block has none."""
+def hash_blocks(key: bytes, token_ids: Sequence[int], block_size: int, parent: bytes = b"") -> list[bytes]:
+    """Return the hash of each full block after `parent`, in order. A partly filled last block has none."""
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, not {block_size}")
-    packed, num_bytes = _packed(token_ids), _ID_BYTES * block_size
-    begun = hashlib.blake2b(digest_size=HASH_BYTES, key=key, person=_BLOCK)  # quicker to copy than to make
-    for start in range(0, len(packed) - num_bytes + 1, num_bytes):
-        state = begun.copy()
-        state.update(bytes([len(parent)]) + parent + packed[start : start + num_bytes])
-        parent = state.digest()
-        yield parent
+    return _hashes(key, pack_ids(token_ids), block_size, parent)
 
 
 def hash_block(key: bytes, parent: bytes, token_ids: Sequence[int]) -> bytes:
@@ -62,9 +67,11 @@ class BlockChain:
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Hash the full blocks that are not hashed yet. `token_ids`: all tokens of the sequence so far."""
-        first_new = len(self.hashes) * self._block_size
-        parent = self.parent_of(len(self.hashes))
-        self.hashes += hash_blocks(self._key, token_ids[first_new:], self._block_size, parent)
+        self._append(pack_ids(token_ids[len(self.hashes) * self._block_size :]))
+
+    def extend_packed(self, packed: bytes) -> None:
+        """As `extend`, with the ids as `pack_ids` packs them."""
+        self._append(packed[ID_BYTES * len(self.hashes) * self._block_size :])
 
     def parent_of(self, index: int) -> bytes:
         """The parent hash of the block with this index."""
@@ -76,6 +83,9 @@ class BlockChain:
         copied.hashes = list(self.hashes)
         return copied
 
+    def _append(self, packed: bytes) -> None:
+        self.hashes += _hashes(self._key, packed, self._block_size, self.parent_of(len(self.hashes)))
+
 
 class NamelessChain(BlockChain):
     """The chain of a worker without prefix caching: no block has a hash, so no block is found or cached."""
@@ -84,6 +94,9 @@ class NamelessChain(BlockChain):
         super().__init__(b"", 1, b"")
 
     def extend(self, token_ids: Sequence[int]) -> None:
+        pass
+
+    def extend_packed(self, packed: bytes) -> None:
         pass
 
     def parent_of(self, index: int) -> bytes:
@@ -109,15 +122,20 @@ def nameless_chains() -> NewChain:
     return lambda salt, content: NamelessChain()
 
 
+def _hashes(key: bytes, packed: bytes, block_size: int, parent: bytes) -> list[bytes]:
+    num_bytes, hashes = ID_BYTES * block_size, list[bytes]()
+    begun = hashlib.blake2b(digest_size=HASH_BYTES, key=key, person=_BLOCK)  # quicker to copy than to make
+    head = bytes([len(parent)]) + parent
+    for start in range(0, len(packed) - num_bytes + 1, num_bytes):
+        state = begun.copy()
+        state.update(head + packed[start : start + num_bytes])
+        hashes.append(digest := state.digest())
+        head = _LENGTH + digest
+    return hashes
+
+
 def _digest(key: bytes, person: bytes, parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The parent's length comes first, so that no two pairs of parent and ids are hashed as the same bytes."""
     state = hashlib.blake2b(bytes([len(parent)]) + parent, digest_size=HASH_BYTES, key=key, person=person)
-    state.update(_packed(token_ids))
+    state.update(pack_ids(token_ids))
     return state.digest()
-
-
-def _packed(token_ids: Sequence[int]) -> bytes:
-    try:
-        return struct.pack(f"<{len(token_ids)}I", *token_ids)
-    except struct.error as error:
-        raise ValueError(f"token ids must fit 32 bits without sign: {error}") from None

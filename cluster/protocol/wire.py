@@ -31,27 +31,19 @@ from cluster.messages import (
     TokenLogprobs,
     TokenStops,
 )
+from cluster.protocol import hashing
 from cluster.protocol.received import checked
 from tandem.enum_words import FINISH_REASONS, GRAMMAR_KINDS, EnumWords
 from tandem.internal.v1 import kv_pb2, worker_pb2
 from tandem.v1 import inference_pb2
 
 WIRE_DTYPES = EnumWords(kv_pb2.WireDtype)  # their words are the values of --kv-wire-dtype
-ID_BYTES = 4
+ID_BYTES, pack_ids = hashing.ID_BYTES, hashing.pack_ids
 # Fields that the jobs of both roles have, in messages as in values.
 _JOB_FIELDS = (
     *("request_id", "attempt", "timeout_s", "cache_salt", "priority", "is_batch", "age_s", "is_unproven"),
     "num_expected_cached",
 )
-
-
-def pack_ids(ids: Sequence[int]) -> bytes:
-    """Pack token, block or sequence ids as little-endian uint32. Raises ValueError for an id that does not fit."""
-    try:
-        return struct.pack(f"<{len(ids)}I", *ids)
-    except struct.error:
-        unfit = next(value for value in ids if not 0 <= value < 1 << 32)
-        raise ValueError(f"id {unfit} does not fit 32 unsigned bits") from None
 
 
 def unpack_ids(packed: bytes) -> tuple[int, ...]:
@@ -114,7 +106,7 @@ def grammar_from_wire(message: inference_pb2.Grammar) -> Grammar:
 
 def prefill_job_to_wire(job: PrefillJob) -> worker_pb2.PrefillRequest:
     return worker_pb2.PrefillRequest(
-        token_ids=pack_ids(job.token_ids),
+        token_ids=_packed(job.token_ids, job.packed),
         seeds=job.seeds,
         num_committed=job.num_committed,
         importer=str(job.importer) if job.importer is not None else "",
@@ -149,7 +141,7 @@ def prefill_job_from_wire(message: worker_pb2.PrefillRequest) -> PrefillJob:
 def decode_job_to_wire(job: DecodeJob) -> worker_pb2.StartRequest:
     return worker_pb2.StartRequest(
         router=str(job.router),
-        prompt_token_ids=pack_ids(job.prompt_token_ids),
+        prompt_token_ids=_packed(job.prompt_token_ids, job.packed),
         sequences=[_sequence_to_wire(sequence) for sequence in job.sequences],
         ticket=job.signed_ticket or b"",
         num_expected_output=job.num_expected_output,
@@ -333,6 +325,11 @@ def _rules_from_wire(message: worker_pb2.LogitRules) -> LogitRules:
         allowed_token_ids=unpack_ids(message.allowed_token_ids),
         bad_words=tuple(map(unpack_ids, message.bad_words)),
     )
+
+
+def _packed(token_ids: Sequence[int], packed: bytes) -> bytes:
+    """Pack token ids. `packed`: the first of them, where they are packed already."""
+    return packed + pack_ids(token_ids[len(packed) // ID_BYTES :])
 
 
 def _job_to_wire(job: PrefillJob | DecodeJob) -> dict[str, Any]:

@@ -7,7 +7,7 @@ costs a cache miss, never a wrong token: the worker computes what it does not fi
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import grpc
 
@@ -15,7 +15,7 @@ from cluster.errors import InvalidRequest, MalformedMessage
 from cluster.member import Member
 from cluster.messages import MemberId, PrefixSource
 from cluster.protocol import report_wire
-from cluster.protocol.hashing import NATIVE, BlockChain, NamelessChain, keyed_chains
+from cluster.protocol.hashing import ID_BYTES, NATIVE, BlockChain, NamelessChain, keyed_chains
 from router.fleet.fleet import Fleet
 from router.policies.prefix_index import PrefixIndex
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
@@ -77,22 +77,23 @@ class CacheEventFollower:
 
 class RequestChains:
     """The block hashes of one request. Those of its prompt, with which all its token lists begin, are made once for
-    each block size: they take 10 ms for 100,000 tokens, and every attempt asks for them several times."""
+    each block size: they take milliseconds for 100,000 tokens, and every attempt asks for them several times. Token ids
+    are packed as `pack_ids` packs them."""
 
-    def __init__(self, prompt_token_ids: Sequence[int], salt: str) -> None:
-        self._prompt_token_ids = prompt_token_ids
+    def __init__(self, packed_prompt: bytes, salt: str) -> None:
+        self._packed_prompt = packed_prompt
         self._salt = salt
         self._of_prompt: dict[int, BlockChain] = {}  # by block size
 
-    def chain(self, key: bytes, block_size: int, token_ids: Sequence[int]) -> BlockChain:
-        """Return the chain of `token_ids`: the prompt, or a part of it, or the prompt with committed tokens."""
+    def chain(self, key: bytes, block_size: int, packed: bytes) -> BlockChain:
+        """Return the chain of `packed`: the prompt, or a part of it, or the prompt with committed tokens."""
         if block_size not in self._of_prompt:
             self._of_prompt[block_size] = keyed_chains(key, block_size)(self._salt, NATIVE)
-            self._of_prompt[block_size].extend(self._prompt_token_ids)
+            self._of_prompt[block_size].extend_packed(self._packed_prompt)
         chain = self._of_prompt[block_size].copy()
-        del chain.hashes[len(token_ids) // block_size :]
-        if len(token_ids) > len(self._prompt_token_ids):
-            chain.extend(token_ids)
+        del chain.hashes[len(packed) // ID_BYTES // block_size :]
+        if len(packed) > len(self._packed_prompt):
+            chain.extend_packed(packed)
         return chain
 
 
@@ -103,21 +104,21 @@ class PrefixLocator:
         self._fleet = fleet
         self._index = index
 
-    def cached_tokens(self, token_ids: Sequence[int], chains: RequestChains) -> dict[MemberId, int]:
+    def cached_tokens(self, packed: bytes, chains: RequestChains) -> dict[MemberId, int]:
         """Return the number of leading tokens that each worker has cached; workers without any are missing. The last
         token never counts: it is always computed. Empty if there are fewer than two workers to choose from.
         """
         members = self._fleet.available()
         if len(members) < 2:
             return {}
-        chain, cached = self._chain(members[0], token_ids[:-1], chains), dict[MemberId, int]()
+        chain, cached = self._chain(members[0], packed[:-ID_BYTES], chains), dict[MemberId, int]()
         num_blocks = self._index.leading_blocks(chain.hashes)
         for member in members:
             if member.capacity is not None and member.id in num_blocks:
                 cached[member.id] = num_blocks[member.id] * member.capacity.block_size
         return cached
 
-    def chain(self, worker: MemberId, token_ids: Sequence[int], chains: RequestChains) -> BlockChain:
+    def chain(self, worker: MemberId, packed: bytes, chains: RequestChains) -> BlockChain:
         """Return the hashes of these tokens' blocks at this worker. If KV travels quantised, the chain has no hashes,
         because such blocks are never pulled.
         """
@@ -127,36 +128,42 @@ class PrefixLocator:
             return NamelessChain()
         if member.fingerprint.wire_dtype != NATIVE:
             return NamelessChain()
-        return self._chain(member, token_ids, chains)
+        return self._chain(member, packed, chains)
 
-    def num_cached(self, chain: BlockChain, worker: MemberId) -> int:
-        """Return how many leading tokens of this chain the worker is expected to have cached."""
+    def leading_blocks(self, chain: BlockChain) -> dict[MemberId, int]:
+        """Return how many leading blocks of this chain each worker is expected to have; without workers that have
+        none."""
+        return self._index.leading_blocks(chain.hashes)
+
+    def num_cached(self, num_blocks: Mapping[MemberId, int], worker: MemberId) -> int:
+        """Return how many leading tokens of a chain the worker is expected to have cached. `num_blocks`: the leading
+        blocks of the chain."""
         peer = self._fleet.peer(worker)
         if peer is None or peer.member.capacity is None:
             return 0
-        return self._index.leading_blocks(chain.hashes).get(worker, 0) * peer.member.capacity.block_size
+        return num_blocks.get(worker, 0) * peer.member.capacity.block_size
 
-    def note_routed(self, chain: BlockChain, worker: MemberId) -> None:
-        """Record that the worker computes, imports or has generated all blocks of this chain."""
-        self._index.note_routed(chain.hashes, worker)
+    def note_routed(self, chain: BlockChain, *workers: MemberId) -> None:
+        """Record that each of the workers computes, imports or has generated all blocks of this chain."""
+        self._index.note_routed(chain.hashes, *workers)
 
-    def sources(self, chain: BlockChain, *, puller: MemberId) -> tuple[PrefixSource, ...]:
-        """Return at most three workers from which `puller` can pull a prefix of this chain, the longest prefix
-        first."""
+    def sources(self, num_blocks: Mapping[MemberId, int], *, puller: MemberId) -> tuple[PrefixSource, ...]:
+        """Return at most three workers from which `puller` can pull a prefix of a chain, the longest prefix first.
+        `num_blocks`: the leading blocks of the chain."""
         pulling = self._fleet.peer(puller)
         if pulling is None:
             return ()
         sources = []
         available = {member.id for member in self._fleet.available()}
-        for worker, num_blocks in sorted(self._index.leading_blocks(chain.hashes).items(), key=lambda item: -item[1]):
+        for worker, number in sorted(num_blocks.items(), key=lambda item: -item[1]):
             peer = self._fleet.peer(worker)
             if peer is not None and worker in available and worker != puller and peer.kv_format == pulling.kv_format:
                 assert pulling.member.capacity is not None
-                num_tokens = num_blocks * pulling.member.capacity.block_size
+                num_tokens = number * pulling.member.capacity.block_size
                 sources.append(PrefixSource(worker, peer.member.address, num_tokens))
         return tuple(sources[:_MAX_SOURCES])
 
-    def _chain(self, member: Member, token_ids: Sequence[int], chains: RequestChains) -> BlockChain:
+    def _chain(self, member: Member, packed: bytes, chains: RequestChains) -> BlockChain:
         if member.capacity is None:
             return NamelessChain()
-        return chains.chain(self._key, member.capacity.block_size, token_ids)
+        return chains.chain(self._key, member.capacity.block_size, packed)

@@ -19,7 +19,7 @@ from cluster.messages import DecodeJob, MemberId
 from cluster.observe.telemetry import Telemetry
 from cluster.outstanding_work import PromptWork
 from cluster.protocol import tickets
-from cluster.protocol.hashing import BlockChain
+from cluster.protocol.hashing import BlockChain, pack_ids
 from router.fleet.decode_events import MoveRequest
 from router.fleet.fleet import Fleet
 from router.fleet.peer import FirstTokens, Peer, PrefillCall
@@ -245,20 +245,23 @@ class Attempt:
             self._admitted.dispatched(prefill=prefill_id, decode=decode_id)
             with leg(PREFILL, prefill_id):
                 chain = self._chain(prefill_id, self._choices[0].committed)
-                sources = self._prefixes.sources(chain, puller=prefill_id)
-                num_cached = self._prefixes.num_cached(chain, prefill_id)
+                num_blocks = self._prefixes.leading_blocks(chain)
+                sources = self._prefixes.sources(num_blocks, puller=prefill_id)
+                num_cached = self._prefixes.num_cached(num_blocks, prefill_id)
                 job = self._admitted.prefill_job(self._choices, self._number, decode_id, sources, num_cached)
                 prefill = self._fleet.connected_peer(prefill_id)
                 async with prefill.prefill(job) as call:
                     begin = partial(ticket_import.begin, attempt=self._number, prefill=prefill)
                     first = await self._from(PREFILL, prefill, _first_tokens(call, begin))
                     self._deliver_first(first, prefill_id)
-                    self._prefixes.note_routed(chain, prefill_id)
             if all(choice.ended for choice in self._choices):
+                self._prefixes.note_routed(chain, prefill_id)
                 return
+            self._prefixes.note_routed(chain, prefill_id, decode_id)
             ticket_import.first_tokens_delivered()
             decoding = await self._from(PREFILL, prefill, ticket_import.running_leg())
-            self._prefixes.note_routed(chain, decoding.worker)
+            if decoding.worker != decode_id:
+                self._prefixes.note_routed(chain, decoding.worker)
             await self._follow(decoding)
             self._note_outputs(decoding.worker)
 
@@ -280,7 +283,7 @@ class Attempt:
             committed = self._choices[0].committed
             chain = self._chain(decode_id, committed)
             num_tokens = len(self._admitted.request.prompt_token_ids) + len(committed)
-            num_cached = self._prefixes.num_cached(chain, decode_id)
+            num_cached = self._prefixes.num_cached(self._prefixes.leading_blocks(chain), decode_id)
             prompt = PromptWork.of(num_tokens, num_cached)
             with DecodeLeg(self._admitted, decode, self._choices, exporter=None, prompt=prompt) as decoding:
                 self._admitted.dispatched(decode=decode_id)
@@ -290,8 +293,8 @@ class Attempt:
                 self._note_outputs(decode_id)
 
     def _chain(self, worker: MemberId, committed: tuple[int, ...]) -> BlockChain:
-        token_ids = self._admitted.request.prompt_token_ids + committed
-        return self._prefixes.chain(worker, token_ids, self._admitted.chains)
+        packed = self._admitted.request.packed_prompt + pack_ids(committed)
+        return self._prefixes.chain(worker, packed, self._admitted.chains)
 
     def _note_outputs(self, decode_id: MemberId) -> None:
         """Record in the prefix locator that the worker has the KV of the outputs, with which the next turn of a

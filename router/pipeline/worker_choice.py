@@ -17,6 +17,7 @@ from types import MappingProxyType
 from cluster.errors import NoGrammarWorker, NoWorkerLargeEnough, Overloaded
 from cluster.messages import MemberId, Role
 from cluster.observe.telemetry import Telemetry
+from cluster.protocol.hashing import pack_ids
 from cluster.request_size import RequestSize, decode_shortage, prefill_shortage, too_large
 from router.fleet.fleet import Fleet, exporter_load
 from router.fleet.peer import Peer
@@ -176,11 +177,11 @@ class WorkerChoice:
 
     def _options(self, admitted: AdmittedRequest, choices: Sequence[Choice]) -> Options:
         """Return the options of an attempt now."""
-        prompt = admitted.request.prompt_token_ids + choices[0].committed
+        packed = admitted.request.packed_prompt + pack_ids(choices[0].committed)
         facts = facts_of(
             admitted,
             admitted.size(choices[0].num_committed, len(choices)),
-            cached_tokens=self._prefixes.cached_tokens(prompt, admitted.chains),
+            cached_tokens=self._prefixes.cached_tokens(packed, admitted.chains),
             excluded_pairs=self._pairs.excluded_pairs(),
         )
         return Options(facts, self._fleet.prefill_loads(), self._fleet.decode_loads())

@@ -37,9 +37,9 @@ class PrefixIndex:
         self._routed.remove(events.removed, worker)
         return self._reported.apply(worker, events, max_blocks=max_blocks)
 
-    def note_routed(self, block_hashes: Sequence[bytes], worker: MemberId) -> None:
-        """Record that this worker has all of these blocks, or will have them soon."""
-        self._routed.add(block_hashes, worker)
+    def note_routed(self, block_hashes: Sequence[bytes], *workers: MemberId) -> None:
+        """Record that each of these workers has all of these blocks, or will have them soon."""
+        self._routed.add(block_hashes, *workers)
 
     def forget(self, worker: MemberId) -> None:
         """Drop the blocks that this worker reported."""
@@ -145,15 +145,17 @@ class RoutedBlocks:
     def __len__(self) -> int:
         return len(self._workers)
 
-    def add(self, block_hashes: Sequence[bytes], worker: MemberId) -> None:
-        """Record cached blocks. A restarted worker replaces its previous incarnation."""
+    def add(self, block_hashes: Sequence[bytes], *workers: MemberId) -> None:
+        """Record cached blocks of workers, the last of which counts as the latest one. A restarted worker replaces its
+        previous incarnation."""
+        latest, names = workers[::-1], {worker.id for worker in workers}
         known: tuple[MemberId, ...] = ()  # of the block before: mostly the next one has the same workers
-        added: tuple[MemberId, ...] = (worker,)
+        added = latest
         for block_hash in reversed(block_hashes):  # the beginning is dropped last: without it nothing is found
-            workers = self._workers.get(block_hash, ())
-            if workers != known:
-                others = [other for other in workers if other.id != worker.id]
-                known, added = workers, (worker, *others[: _MAX_WORKERS - 1])
+            present = self._workers.get(block_hash, ())
+            if present != known:
+                others = [other for other in present if other.id not in names]
+                known, added = present, (*latest, *others)[:_MAX_WORKERS]
             self._workers[block_hash] = added
             self._workers.move_to_end(block_hash)
         while len(self._workers) > self._max_blocks:

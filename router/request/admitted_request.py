@@ -69,7 +69,7 @@ class AdmittedRequest:
         self.expected_output = expected_output
         self.failed_members: set[MemberId] = set()
         self.too_small: set[MemberId] = set()  # workers that refused this request for its size
-        self.chains = RequestChains(request.prompt_token_ids, request.cache_salt)
+        self.chains = RequestChains(request.packed_prompt, request.cache_salt)
         self.execution = Execution()
         for choice in self.choices:
             choice.execution = self.execution
@@ -187,6 +187,7 @@ class AdmittedRequest:
             num_prompt_logprobs=num_scored,
             trace_parent=self.account.trace_parent,
             tenant=self.tenant,
+            packed=self.request.packed_prompt,
         )
 
     @property
@@ -225,6 +226,7 @@ class AdmittedRequest:
             grammar=self.request.grammar,
             trace_parent=self.account.trace_parent,
             tenant=self.tenant,
+            packed=self.request.packed_prompt,
         )
 
     def dispatched(self, *, prefill: MemberId | None = None, decode: MemberId | None = None) -> None:

@@ -21,7 +21,7 @@ from cluster.errors import (
     RequestChanged,
 )
 from cluster.messages import LogitRules
-from cluster.protocol.wire import pack_ids
+from cluster.protocol.hashing import pack_ids
 from cluster.request_size import NO_LIMITS
 from router.request.validation import ResolvedRequest, resolve
 from router.requests import GenerateRequest
@@ -64,7 +64,7 @@ class Acceptance:
 
         The router's own limits on lengths do not apply: the request was admitted under those of another router.
         """
-        if not hmac.compare_digest(self.prompt_digest, _prompt_digest(prompt_token_ids)):
+        if not hmac.compare_digest(self.prompt_digest, _prompt_digest(pack_ids(prompt_token_ids))):
             raise PromptChanged(
                 "this router makes other tokens of the prompt than the router that accepted the request: send the same"
                 " prompt, or ask a router with the same tokenizer and chat template"
@@ -96,7 +96,7 @@ def accept(
         rendered_at_us=rendered_at_us,
         ends_at_us=int(min(rendered_at_us + timeout_s * 1e6, _LAST_US)),
         client_digest=_client_digest(request.client) if is_resumable else b"",
-        prompt_digest=_prompt_digest(resolved.prompt_token_ids) if is_resumable else b"",
+        prompt_digest=_prompt_digest(resolved.packed_prompt) if is_resumable else b"",
         parameters_digest=_parameters_digest(resolved, model) if is_resumable else b"",
     )
 
@@ -161,8 +161,8 @@ def _client_digest(client: bytes) -> bytes:
     return hashlib.sha256(b"tandem acceptance client\0" + client).digest()[:16]
 
 
-def _prompt_digest(token_ids: Sequence[int]) -> bytes:
-    return hashlib.sha256(pack_ids(token_ids)).digest()
+def _prompt_digest(packed: bytes) -> bytes:
+    return hashlib.sha256(packed).digest()
 
 
 def _parameters_digest(resolved: ResolvedRequest, model: ModelInfo) -> bytes:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from cluster.errors import InvalidRequest, NoTokenizer, PromptTooLong, RequestTooLarge, UnknownModel
 from cluster.messages import MAX_GRAMMAR_BYTES, MAX_PROMPT_LOGPROBS, Grammar, LogitRules, Sampling, TokenStops
 from cluster.protocol.field_rules import LONGEST_S
+from cluster.protocol.hashing import pack_ids
 from router.request.logit_rules import check_logit_rules, resolved_logit_rules
 from router.requests import Accepted, ChatPrompt, GenerateRequest, ResumedChoice, SamplingParams, StopConditions
 from router.text.model_files import ModelInfo
@@ -34,6 +35,7 @@ class ResolvedRequest:
     """A checked request without any open default, ready for the workers."""
 
     prompt_token_ids: tuple[int, ...]
+    packed_prompt: bytes  # the same, packed once for all messages and hashes
     sampling: Sampling
     stops: TokenStops
     stop_strings: tuple[str, ...]
@@ -164,7 +166,7 @@ def resolve(
     _require(bool(prompt_token_ids), prompt_field(request), "the prompt is empty: it must have at least one token")
     # First: a prompt may be too long to be looked through at all.
     max_tokens = _max_tokens(len(prompt_token_ids), request, model)
-    check_token_ids(prompt_token_ids, model, prompt_field(request))
+    packed_prompt = _packed(prompt_token_ids, model, prompt_field(request))
     _check_prompt_logprobs(request, len(prompt_token_ids))
     _require(
         request.stop.min_tokens <= max_tokens,
@@ -177,6 +179,7 @@ def resolve(
     rules = resolved_logit_rules(request.sampling, bad_words, stops, model)
     return ResolvedRequest(
         prompt_token_ids=prompt_token_ids,
+        packed_prompt=packed_prompt,
         sampling=_sampling(request.sampling, request.logprobs, rules, model.default_sampling),
         stops=stops,
         stop_strings=request.stop.stop,
@@ -191,6 +194,17 @@ def resolve(
         grammar=request.grammar,
         num_prompt_logprobs=request.prompt_logprobs,
     )
+
+
+def _packed(token_ids: tuple[int, ...], model: ModelInfo, param: str) -> bytes:
+    """Check that all token ids of the field are in the vocabulary, and pack them. Raises InvalidRequest."""
+    try:
+        packed = pack_ids(token_ids)  # only unsigned ids, so only the largest one can be outside
+    except ValueError:
+        packed = b""
+    if not packed or max(token_ids) >= model.vocab_size:
+        check_token_ids(token_ids, model, param)
+    return packed
 
 
 def _check_prompt_logprobs(request: GenerateRequest, num_prompt: int) -> None:

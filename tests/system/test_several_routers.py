@@ -16,6 +16,7 @@ from cluster.auth.member_channel import open_member_channel
 from cluster.member import Member
 from cluster.messages import MemberId, Role
 from cluster.observe.telemetry import Telemetry
+from cluster.protocol.hashing import pack_ids
 from cluster.registry.registry import Registry
 from router.fleet.fleet import Fleet
 from router.fleet.prefix_locator import CacheEventFollower, PrefixLocator, RequestChains
@@ -54,11 +55,9 @@ class View:
 
     def cached(self) -> dict[str, int]:
         """Return the number of cached tokens of the prompt by worker."""
-        tokens = (*PROMPT, 1)
-        return {
-            member.id: number
-            for member, number in self.locator.cached_tokens(tokens, RequestChains(tokens, "")).items()
-        }
+        packed = pack_ids((*PROMPT, 1))
+        cached = self.locator.cached_tokens(packed, RequestChains(packed, ""))
+        return {member.id: number for member, number in cached.items()}
 
     async def until(self, num_sequences: int) -> None:
         """Wait until this view has `num_sequences` sequences at the workers, and no prompt."""

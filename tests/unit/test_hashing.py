@@ -12,6 +12,7 @@ from cluster.protocol.hashing import (
     hash_root,
     keyed_chains,
     nameless_chains,
+    pack_ids,
 )
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
@@ -62,6 +63,16 @@ def test_a_hash_differs_by_key_tenant_and_use() -> None:
     assert len(hashes) == len(roots) * 2 + 3
 
 
+@given(IDS, st.integers(0, 40), st.integers(1, 5))
+def test_a_chain_of_packed_ids_has_the_hashes_of_a_chain_of_ids(ids: list[int], num: int, block_size: int) -> None:
+    new_chain = keyed_chains(KEY, block_size)
+    of_packed, expected = new_chain("tenant", "native"), new_chain("tenant", "native")
+    expected.extend(ids)
+    for begin in (ids[:num], ids):
+        of_packed.extend_packed(pack_ids(begin))
+    assert of_packed.hashes == expected.hashes
+
+
 @given(st.lists(st.integers(0, 9), max_size=30), st.lists(st.integers(0, 9), max_size=10), st.integers(1, 4))
 def test_a_chain_grown_in_steps_has_the_hashes_of_a_whole_chain(
     ids: list[int], more: list[int], block_size: int
@@ -82,6 +93,7 @@ def test_a_chain_grown_in_steps_has_the_hashes_of_a_whole_chain(
 def test_without_prefix_sharing_blocks_have_no_hash() -> None:
     chain = nameless_chains()("tenant", "native")
     chain.extend(range(100))
+    chain.extend_packed(pack_ids(range(100)))
     assert chain.hashes == chain.copy().hashes == []
 
 

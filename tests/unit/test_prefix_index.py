@@ -149,6 +149,21 @@ def test_a_restarted_worker_replaces_its_previous_incarnation() -> None:
     assert routed.leading_blocks(_LONG) == {MemberId("prefill", "2"): 1}
 
 
+def test_several_workers_of_a_chain_are_recorded_as_one_after_the_other() -> None:
+    together, apart = RoutedBlocks(), RoutedBlocks()
+    for routed in (together, apart):
+        for number in range(3):
+            routed.add(_LONG[: number + 1], MemberId(f"other{number}", "1"))
+        routed.add(_LONG[1:2], MemberId("prefill", "0"))
+    together.add(_LONG, _P, _D)
+    for worker in (_P, _D):
+        apart.add(_LONG, worker)
+
+    for start in range(len(_LONG)):
+        chain = _LONG[start:]
+        assert list(together.leading_blocks(chain).items()) == list(apart.leading_blocks(chain).items())
+
+
 def test_the_least_recently_used_routed_blocks_are_dropped_from_the_end_of_a_chain() -> None:
     routed = RoutedBlocks(max_blocks=5)
     routed.add(_LONG, _P)

@@ -6,7 +6,7 @@ import pytest
 
 from cluster.member import Capacity, Member
 from cluster.messages import CacheEvents, LayoutFingerprint, MemberId, PrefixSource, Role
-from cluster.protocol.hashing import NATIVE, NamelessChain, keyed_chains
+from cluster.protocol.hashing import ID_BYTES, NATIVE, BlockChain, NamelessChain, keyed_chains, pack_ids
 from router.fleet.prefix_locator import PrefixLocator, RequestChains
 from router.policies.candidates import WorkerLoad
 from router.policies.prefix_index import PrefixIndex
@@ -67,44 +67,60 @@ def _locator(index: PrefixIndex | None = None) -> tuple[_Fleet, PrefixLocator]:
     return fleet, locator
 
 
+def _chain(locator: PrefixLocator, worker: MemberId, tokens: tuple[int, ...] = _TOKENS, salt: str = "") -> BlockChain:
+    packed = pack_ids(tokens)
+    return locator.chain(worker, packed, RequestChains(packed, salt))
+
+
+def _sources(
+    locator: PrefixLocator, puller: MemberId, tokens: tuple[int, ...] = _TOKENS, salt: str = ""
+) -> tuple[PrefixSource, ...]:
+    return locator.sources(locator.leading_blocks(_chain(locator, puller, tokens, salt)), puller=puller)
+
+
+def _cached(locator: PrefixLocator, tokens: tuple[int, ...] = _TOKENS, salt: str = "") -> dict[MemberId, int]:
+    packed = pack_ids(tokens)
+    return locator.cached_tokens(packed, RequestChains(packed, salt))
+
+
 def test_sources_are_workers_of_both_pools_except_the_puller() -> None:
     _, locator = _locator()
-    locator.note_routed(locator.chain(_P0, _TOKENS[:20], RequestChains(_TOKENS[:20], "salt")), _P0)
-    locator.note_routed(locator.chain(_D0, _TOKENS, RequestChains(_TOKENS, "salt")), _D0)
-    chain = locator.chain(_P1, (*_TOKENS, 7, 7, 7), RequestChains((*_TOKENS, 7, 7, 7), "salt"))
+    locator.note_routed(_chain(locator, _P0, _TOKENS[:20], "salt"), _P0)
+    locator.note_routed(_chain(locator, _D0, salt="salt"), _D0)
+    longer = (*_TOKENS, 7, 7, 7)
 
-    assert locator.sources(chain, puller=_P1) == (PrefixSource(_D0, "d0:1", 48), PrefixSource(_P0, "p0:1", 16))
-    assert [source.member for source in locator.sources(chain, puller=_P0)] == [_D0]
+    both = PrefixSource(_D0, "d0:1", 48), PrefixSource(_P0, "p0:1", 16)
+    assert _sources(locator, _P1, longer, "salt") == both
+    assert [source.member for source in _sources(locator, _P0, longer, "salt")] == [_D0]
 
 
 def test_a_different_salt_or_beginning_has_no_source() -> None:
     _, locator = _locator()
-    locator.note_routed(locator.chain(_P0, _TOKENS, RequestChains(_TOKENS, "a")), _P0)
+    locator.note_routed(_chain(locator, _P0, salt="a"), _P0)
 
-    assert locator.sources(locator.chain(_P1, _TOKENS, RequestChains(_TOKENS, "b")), puller=_P1) == ()
-    assert locator.sources(locator.chain(_P1, (9, *_TOKENS), RequestChains((9, *_TOKENS), "a")), puller=_P1) == ()
+    assert _sources(locator, _P1, salt="b") == ()
+    assert _sources(locator, _P1, (9, *_TOKENS), "a") == ()
 
 
 def test_lost_draining_and_incompatible_workers_are_no_sources() -> None:
     fleet, locator = _locator()
-    for worker in (_P0, _D0):
-        locator.note_routed(locator.chain(worker, _TOKENS, RequestChains(_TOKENS, "")), worker)
-    chain = locator.chain(_P1, _TOKENS, RequestChains(_TOKENS, ""))
+    locator.note_routed(_chain(locator, _P0), _P0, _D0)
+    num_blocks = locator.leading_blocks(_chain(locator, _P1))
 
     fleet.drained.add(_P0)
-    assert [source.member for source in locator.sources(chain, puller=_P1)] == [_D0]
+    assert [source.member for source in locator.sources(num_blocks, puller=_P1)] == [_D0]
     fleet.add(_D0, Role.DECODE, replace(_LAYOUT, weights="others"))
-    assert locator.sources(chain, puller=_P1) == ()
+    assert locator.sources(num_blocks, puller=_P1) == ()
     del fleet.peers[_D0], fleet.peers[_P1]
-    assert locator.sources(chain, puller=_P1) == ()
+    assert locator.sources(num_blocks, puller=_P1) == ()
 
 
 def test_blocks_have_no_hashes_if_kv_is_transferred_quantised() -> None:
     fleet, locator = _locator()
     fleet.add(_P0, Role.PREFILL, replace(_LAYOUT, wire_dtype="int8"))
 
-    assert isinstance(locator.chain(_P0, _TOKENS, RequestChains(_TOKENS, "")), NamelessChain)
-    assert isinstance(locator.chain(MemberId("gone", "1"), _TOKENS, RequestChains(_TOKENS, "")), NamelessChain)
+    assert isinstance(_chain(locator, _P0), NamelessChain)
+    assert isinstance(_chain(locator, MemberId("gone", "1")), NamelessChain)
 
 
 def _report(index: PrefixIndex, worker: MemberId, num_tokens: int, *, salt: str = "") -> None:
@@ -117,36 +133,31 @@ def test_reported_and_routed_blocks_both_count_as_cached() -> None:
     index = PrefixIndex()
     _, locator = _locator(index)
     _report(index, _P0, 48)
-    locator.note_routed(locator.chain(_P1, _TOKENS[:16], RequestChains(_TOKENS[:16], "")), _P1)
+    locator.note_routed(_chain(locator, _P1, _TOKENS[:16]), _P1)
 
-    assert locator.cached_tokens(_TOKENS, RequestChains(_TOKENS, "")) == {_P0: 48, _P1: 16}
-    assert locator.cached_tokens(_TOKENS[:48], RequestChains(_TOKENS[:48], "")) == {
-        _P0: 32,
-        _P1: 16,
-    }  # the last token is computed
-    assert locator.cached_tokens(_TOKENS, RequestChains(_TOKENS, "another")) == {}
-    assert locator.sources(locator.chain(_P1, _TOKENS, RequestChains(_TOKENS, "")), puller=_P1) == (
-        PrefixSource(_P0, "p0:1", 48),
-    )
+    assert _cached(locator) == {_P0: 48, _P1: 16}
+    assert _cached(locator, _TOKENS[:48]) == {_P0: 32, _P1: 16}  # the last token is computed
+    assert _cached(locator, salt="another") == {}
+    assert _sources(locator, _P1) == (PrefixSource(_P0, "p0:1", 48),)
 
 
 def test_what_was_sent_to_a_decode_worker_counts_too_and_one_worker_alone_needs_no_look_up() -> None:
     index = PrefixIndex()
     fleet, locator = _locator(index)
-    locator.note_routed(locator.chain(_D0, _TOKENS[:32], RequestChains(_TOKENS[:32], "")), _D0)
+    locator.note_routed(_chain(locator, _D0, _TOKENS[:32]), _D0)
     _report(index, _P0, 48)
-    assert locator.cached_tokens(_TOKENS, RequestChains(_TOKENS, "")) == {_D0: 32, _P0: 48}
-    assert locator.num_cached(locator.chain(_D0, _TOKENS, RequestChains(_TOKENS, "")), _D0) == 32
-    assert locator.num_cached(locator.chain(_P1, _TOKENS, RequestChains(_TOKENS, "")), _P1) == 0
+    assert _cached(locator) == {_D0: 32, _P0: 48}
+    num_blocks = locator.leading_blocks(_chain(locator, _D0))
+    assert (locator.num_cached(num_blocks, _D0), locator.num_cached(num_blocks, _P1)) == (32, 0)
     fleet.drained |= {_P1, _D0}
-    assert locator.cached_tokens(_TOKENS, RequestChains(_TOKENS, "")) == {}
+    assert _cached(locator) == {}
 
 
 @pytest.mark.parametrize("num_tokens", range(41))
 def test_a_chain_of_a_request_is_that_of_its_tokens_however_many_it_has_by_now(num_tokens: int) -> None:
-    tokens = tuple(range(40))
-    chains = RequestChains(tokens[:18], "salt")
+    packed = pack_ids(range(40))
+    chains = RequestChains(packed[: 18 * ID_BYTES], "salt")
     expected = keyed_chains(b"key", 4)("salt", NATIVE)
-    expected.extend(tokens[:num_tokens])
+    expected.extend(range(num_tokens))
     for _ in range(2):
-        assert chains.chain(b"key", 4, tokens[:num_tokens]).hashes == expected.hashes
+        assert chains.chain(b"key", 4, packed[: num_tokens * ID_BYTES]).hashes == expected.hashes

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from cluster.errors import InvalidRequest
 from cluster.messages import FinishReason, SampledToken, Sampling, TokenStops
+from cluster.protocol.hashing import pack_ids
 from router.request.choice import Choice
 from router.request.validation import ResolvedRequest
 from router.requests import ChoiceDelta, ResumedChoice
@@ -37,6 +38,7 @@ def new_choice(
 ) -> Choice:
     request = ResolvedRequest(
         prompt_token_ids=(1,),
+        packed_prompt=pack_ids((1,)),
         sampling=Sampling(),
         stops=TokenStops(max_tokens, min_tokens, frozenset({EOS, NAMED})),
         stop_strings=stop,

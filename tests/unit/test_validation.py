@@ -148,7 +148,7 @@ def test_the_default_of_max_tokens_obeys_every_limit() -> None:
     assert resolve(REQUEST, (1,) * 40, replace(limited, default_max_tokens=7)).stops.max_tokens == 7
 
 
-@pytest.mark.parametrize("token_id", [-1, 50])
+@pytest.mark.parametrize("token_id", [-1, 50, -(10**30), 10**30])
 def test_token_ids_outside_the_vocabulary_are_named(token_id: int) -> None:
     with pytest.raises(InvalidRequest, match=rf"{token_id} is outside"):
         resolve(REQUEST, (1, token_id), MODEL)

@@ -1,6 +1,7 @@
 """Wire messages and the values inside Tandem are equal after conversion."""
 
 import struct
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -154,6 +155,16 @@ def test_ticket_epoch_and_fingerprint_survive_the_wire() -> None:
     assert wire.ticket_from_wire(wire.ticket_to_wire(ticket)) == ticket
     assert wire.epoch_from_wire(wire.epoch_to_wire(ticket.epoch)) == ticket.epoch
     assert wire.fingerprint_from_wire(wire.fingerprint_to_wire(fingerprint)) == fingerprint
+
+
+@given(PREFILL_JOBS, DECODE_JOBS, st.integers(0, 40))
+def test_messages_with_ids_that_were_packed_before_are_the_same(
+    prefill: PrefillJob, decode: DecodeJob, num_packed: int
+) -> None:
+    begun = replace(prefill, packed=wire.pack_ids(prefill.token_ids[:num_packed]))
+    assert wire.prefill_job_to_wire(begun) == wire.prefill_job_to_wire(prefill)
+    packed = replace(decode, packed=wire.pack_ids(decode.prompt_token_ids))
+    assert wire.decode_job_to_wire(packed) == wire.decode_job_to_wire(decode)
 
 
 def _valid_prefill() -> worker_pb2.PrefillRequest:
