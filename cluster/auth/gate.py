@@ -28,7 +28,8 @@ from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 
 PROOF = "tandem-proof-bin"  # metadata
 _CONNECTION = "a connection for frames"  # in the audit log
-_DROPPED_GRACE_S = 10.0  # for streams to end by themselves after their secret was dropped
+DROPPED_GRACE_S = 10.0  # for streams to end by themselves after their secret was dropped
+DROPPED = "the secret behind this stream was dropped; open the stream again"
 _LOOK_S = 1.0
 _OPEN = ("/grpc.health.v1.Health/", "/tandem.internal.v1.MemberAuth/")
 
@@ -156,7 +157,7 @@ class _OpenStreams:
 
     @asynccontextmanager
     async def ended_with(self, key_id: bytes) -> AsyncIterator[None]:
-        """Cancel the block, `_DROPPED_GRACE_S` after its secret was dropped, and raise Unavailable then."""
+        """Cancel the block, `DROPPED_GRACE_S` after its secret was dropped, and raise Unavailable then."""
         limit = asyncio.timeout(None)
         try:
             async with limit:
@@ -171,7 +172,7 @@ class _OpenStreams:
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise Unavailable("the secret behind this stream was dropped; open the stream again") from None
+            raise Unavailable(DROPPED) from None
 
     def _look(self) -> None:
         """Give the streams of dropped secrets their last time, and look again while there are streams."""
@@ -182,7 +183,7 @@ class _OpenStreams:
             elif self._keys.secret_of(key_id) is None:
                 for limit in streams:
                     if limit.when() is None:
-                        limit.reschedule(loop.time() + _DROPPED_GRACE_S)
+                        limit.reschedule(loop.time() + DROPPED_GRACE_S)
         self._timer = loop.call_later(_LOOK_S, self._look) if self._limits else None
 
 

@@ -3,6 +3,9 @@
 A callee without the session (it has restarted, or a secret was replaced) refuses the call before it reads it. The
 channel then opens another session and makes the call once more, so the caller does not notice. Calls travel as frames
 (cluster/serving/frame_channel.py) where the callee takes them, and over gRPC otherwise.
+
+The channel itself uses no session whose secret was dropped, and ends streams under it after a grace: a callee that has
+stolen the secret would go on with both.
 """
 
 import asyncio
@@ -13,7 +16,7 @@ from typing import Any, Self
 
 import grpc
 
-from cluster.auth.gate import PROOF
+from cluster.auth.gate import DROPPED, DROPPED_GRACE_S, PROOF
 from cluster.auth.keys import ClusterKeys
 from cluster.auth.sessions import OpeningSession, Session
 from cluster.errors import MalformedMessage, MemberRefused
@@ -182,7 +185,8 @@ class SignedStream:
         return self._call is not None and not isinstance(self._call, FrameCall) and self._sessions.have_frames
 
     async def read(self) -> Any:
-        """Return the next message, or grpc.aio.EOF at the end. Raises AioRpcError."""
+        """Return the next message, or grpc.aio.EOF at the end. Raises AioRpcError; UNAVAILABLE `DROPPED_GRACE_S` after
+        the secret behind the stream was dropped."""
         while True:
             call = self._call if self._call is not None else await self._started()
             try:
@@ -193,6 +197,9 @@ class SignedStream:
                 self._open_soon()
                 continue
             self._written = None
+            if self._session is not None and self._sessions.is_over(self._session):
+                self.cancel()
+                raise _failure(grpc.StatusCode.UNAVAILABLE, DROPPED)
             return message
 
     async def __aiter__(self) -> AsyncIterator[Any]:
@@ -258,11 +265,26 @@ class _Sessions:
     """The session of one channel. Calls that begin without one wait for the same handshake."""
 
     def __init__(self, channel: grpc.aio.Channel, keys: ClusterKeys, caller: str, frames: FrameChannel | None) -> None:
-        self.ready: Session | None = None
+        self._ready: Session | None = None
+        self._dropped_s: dict[bytes, float] = {}  # id of a dropped secret -> when a stream noticed it
         self._frames = frames
         self._stub = worker_pb2_grpc.MemberAuthStub(channel)
         self._keys, self._caller = keys, caller
         self._opening: asyncio.Task[Session] | None = None
+
+    @property
+    def ready(self) -> Session | None:
+        """Return the open session; None: there is none under a valid secret."""
+        if self._ready is not None and self._keys.secret_of(self._ready.key_id) is None:
+            self._ready = None
+        return self._ready
+
+    def is_over(self, session: Session) -> bool:
+        """Return whether the secret of a session was dropped `DROPPED_GRACE_S` ago, counted from the first call."""
+        if self._keys.secret_of(session.key_id) is not None:
+            return False
+        now_s = asyncio.get_running_loop().time()
+        return now_s >= self._dropped_s.setdefault(session.key_id, now_s) + DROPPED_GRACE_S
 
     @property
     def have_frames(self) -> bool:
@@ -270,8 +292,8 @@ class _Sessions:
 
     async def get(self) -> Session:
         """Return the session; open it if there is none. Raises AioRpcError."""
-        if self.ready is not None:
-            return self.ready
+        if (ready := self.ready) is not None:
+            return ready
         if self._opening is None or self._opening.done():
             self._opening = asyncio.create_task(self._open(), name="open a session")
             self._opening.add_done_callback(_retrieve)
@@ -283,8 +305,8 @@ class _Sessions:
         gRPC reports INTERNAL if the refusal arrives while it writes a message of the stream."""
         is_refused = (REASON, MemberRefused.reason) in tuple(error.trailing_metadata() or ())
         is_refused |= error.code() is grpc.StatusCode.INTERNAL and error.details() == _WRITE_FAILED
-        if is_refused and self.ready is session:
-            self.ready = None
+        if is_refused and self._ready is session:
+            self._ready = None
         return is_refused and session is not None
 
     def close(self) -> None:
@@ -298,15 +320,10 @@ class _Sessions:
         try:
             session = handshake.opened(checked(answer))
         except (MemberRefused, MalformedMessage) as error:
-            raise grpc.aio.AioRpcError(
-                grpc.StatusCode.UNAUTHENTICATED,
-                grpc.aio.Metadata(),
-                grpc.aio.Metadata((REASON, error.reason)),
-                details=error.message,
-            ) from error
+            raise _failure(grpc.StatusCode.UNAUTHENTICATED, error.message, (REASON, error.reason)) from error
         if self._frames is not None:
             await self._frames.offer(answer.frame_port, answer.callee)
-        self.ready = session
+        self._ready = session
         return session
 
 
@@ -333,12 +350,7 @@ async def _within(opening: Coroutine[Any, Any, Session], ends_s: float | None) -
         async with asyncio.timeout_at(ends_s):
             return await opening
     except TimeoutError:
-        raise grpc.aio.AioRpcError(
-            grpc.StatusCode.DEADLINE_EXCEEDED,
-            grpc.aio.Metadata(),
-            grpc.aio.Metadata(),
-            details="no session was opened in time",
-        ) from None
+        raise _failure(grpc.StatusCode.DEADLINE_EXCEEDED, "no session was opened in time") from None
 
 
 def _begun(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -351,8 +363,11 @@ def _begun(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
 def _closed() -> grpc.aio.AioRpcError:
     """Return the error of a call on a closed channel, for which gRPC raises UsageError."""
-    no_metadata = grpc.aio.Metadata()
-    return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, no_metadata, no_metadata, details="the channel is closed")
+    return _failure(grpc.StatusCode.UNAVAILABLE, "the channel is closed")
+
+
+def _failure(code: grpc.StatusCode, details: str, *trailing: tuple[str, str]) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), details=details)
 
 
 def _proved(session: Session | None, method: str, body: bytes, metadata: tuple[Any, ...]) -> tuple[Any, ...]:

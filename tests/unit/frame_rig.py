@@ -29,6 +29,7 @@ class Callee(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.PrefillWorkerServic
         self.contexts: list[object] = []
         self.num_cancelled = self.num_released = 0  # calls of Inspect
         self.num_sent = self.num_ended = 0  # events of SubscribeCacheEvents, and its calls
+        self.num_handoffs = 0  # in progress
         self.event = worker_pb2.CacheEvents(member="m" * 10_000)
         self.answer = worker_pb2.InspectResponse(member="a@1")
         self.is_open = asyncio.Event()
@@ -61,12 +62,19 @@ class Callee(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.PrefillWorkerServic
             self.num_ended += 1
 
     async def HandOff(self, request_iterator: Any, context: Any) -> AsyncIterator[kv_pb2.ExporterMessage]:
-        async for message in request_iterator:
-            yield kv_pb2.ExporterMessage(refused=kv_pb2.Refused(reason=message.settle.reason))
+        self.num_handoffs += 1
+        try:
+            async for message in request_iterator:
+                yield kv_pb2.ExporterMessage(refused=kv_pb2.Refused(reason=message.settle.reason))
+        finally:
+            self.num_handoffs -= 1
 
 
 @asynccontextmanager
-async def served(port: int = 0, keys: ClusterKeys = KEYS) -> AsyncIterator[tuple[Callee, GrpcServer, MemberChannel]]:
+async def served(
+    port: int = 0, keys: ClusterKeys = KEYS, callers: ClusterKeys | None = None
+) -> AsyncIterator[tuple[Callee, GrpcServer, MemberChannel]]:
+    """`callers`: the keys of the channel, if they are not the callee's."""
     callee = Callee()
     gate = MemberGate(keys, CALLEE, callee.telemetry, Audit())
     server = GrpcServer(service_names=[], telemetry=callee.telemetry, gate=gate)
@@ -79,7 +87,7 @@ async def served(port: int = 0, keys: ClusterKeys = KEYS) -> AsyncIterator[tuple
     try:
         async with (
             asyncio.timeout(TIMEOUT_S),
-            open_member_channel(f"127.0.0.1:{port}", keys=keys, caller="router-0@1") as channel,
+            open_member_channel(f"127.0.0.1:{port}", keys=callers or keys, caller="router-0@1") as channel,
         ):
             yield callee, server, channel
     finally:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import grpc
 import pytest
 
-from cluster.auth import gate
+from cluster.auth import gate, member_channel
 from cluster.auth.connections import AcceptingConnection, OpeningConnection
 from cluster.auth.gate import PROOF
 from cluster.auth.keys import ClusterKeys, Secrets
@@ -201,7 +201,7 @@ async def test_a_stream_under_a_dropped_secret_ends_and_its_caller_opens_another
     has_frames: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gate, "_LOOK_S", 0.01)
-    monkeypatch.setattr(gate, "_DROPPED_GRACE_S", 0.0)
+    monkeypatch.setattr(gate, "DROPPED_GRACE_S", 0.0)
     rotated = _Rotated()
     async with served(keys=rotated.keys) as (_, _, channel):
         caller = channel if has_frames else MemberChannel(channel._channel, rotated.keys, "router-0@1")
@@ -217,7 +217,7 @@ async def test_a_stream_under_a_dropped_secret_ends_and_its_caller_opens_another
 
 async def test_a_stream_under_a_dropped_secret_goes_on_in_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "_LOOK_S", 0.01)
-    monkeypatch.setattr(gate, "_DROPPED_GRACE_S", 1_000.0)
+    monkeypatch.setattr(gate, "DROPPED_GRACE_S", 1_000.0)
     rotated = _Rotated()
     async with served(keys=rotated.keys) as (_, _, channel):
         call = kv_pb2_grpc.KvTransferStub(channel).HandOff()
@@ -231,7 +231,7 @@ async def test_a_stream_under_a_dropped_secret_ends_although_its_caller_reads_no
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gate, "_LOOK_S", 0.01)
-    monkeypatch.setattr(gate, "_DROPPED_GRACE_S", 0.0)
+    monkeypatch.setattr(gate, "DROPPED_GRACE_S", 0.0)
     rotated = _Rotated()
     async with served(keys=rotated.keys) as (callee, server, channel):
         callees, callers = await _frames_of(server, channel, callee)
@@ -242,6 +242,39 @@ async def test_a_stream_under_a_dropped_secret_ends_although_its_caller_reads_no
         rotated.drop()
         await until_true(lambda: callee.num_ended == 1, what="the release")
         call.cancel()
+
+
+@pytest.mark.parametrize("has_frames", [True, False])
+async def test_a_caller_ends_its_stream_to_a_callee_that_keeps_a_dropped_secret_and_makes_no_other_call_to_it(
+    has_frames: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(member_channel, "DROPPED_GRACE_S", 0.0)
+    rotated = _Rotated()
+    stolen = ClusterKeys(rotated.secrets)
+    async with served(keys=stolen, callers=rotated.keys) as (callee, _, channel):
+        caller = channel if has_frames else MemberChannel(channel._channel, rotated.keys, "router-0@1")
+        stub = kv_pb2_grpc.KvTransferStub(caller)
+        stream = stub.HandOff()
+        await _answered(stream)
+        rotated.drop()
+        with pytest.raises(grpc.aio.AioRpcError, match="was dropped; open the stream again"):
+            await _answered(stream)
+        await until_true(lambda: callee.num_handoffs == 0, what="the end of the stream at the callee")
+        for again in (stub.HandOff().read(), worker_pb2_grpc.WorkerStub(caller).Inspect(worker_pb2.InspectRequest())):
+            with pytest.raises(grpc.aio.AioRpcError, match=Refusal.UNKNOWN_KEY):
+                await again
+        assert not callee.contexts
+
+
+async def test_a_caller_reads_its_stream_under_a_dropped_secret_in_the_grace() -> None:
+    rotated = _Rotated()
+    stolen = ClusterKeys(rotated.secrets)
+    async with served(keys=stolen, callers=rotated.keys) as (_, _, channel):
+        stream = kv_pb2_grpc.KvTransferStub(channel).HandOff()
+        await _answered(stream)
+        rotated.drop()
+        await _answered(stream)
+        stream.cancel()
 
 
 async def _answered(call: SignedStream) -> None:
