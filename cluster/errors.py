@@ -2,7 +2,7 @@
 
     TandemError
     ├── InvalidRequest            the client must change something
-    │   ├── PromptTooLong
+    │   ├── ContextLengthExceeded
     │   ├── RequestTooLarge       it would not fit one message when it is resumed
     │   ├── UnknownModel
     │   ├── UnsupportedField
@@ -75,8 +75,25 @@ class InvalidRequest(TandemError):
         self.param = param
 
 
-class PromptTooLong(InvalidRequest):
-    reason = "prompt_too_long"
+class ContextLengthExceeded(InvalidRequest):
+    """OpenAI's code: many clients shorten the conversation when they receive it."""
+
+    reason = "context_length_exceeded"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        num_prompt: int | None = None,
+        most: int | None = None,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        """`num_prompt`: the tokens of the prompt. `most`: the tokens that a prompt of this request may have. None: the
+        error came from another member."""
+        super().__init__(message, param=param, retry_after_s=retry_after_s)
+        self.num_prompt = num_prompt
+        self.most = most
 
 
 class RequestTooLarge(InvalidRequest):

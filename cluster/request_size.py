@@ -10,7 +10,7 @@ request need not fit the pool all at once: a decode worker preempts some of them
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cluster.errors import InvalidRequest, NoWorkerLargeEnough, PromptTooLong
+from cluster.errors import ContextLengthExceeded, InvalidRequest, NoWorkerLargeEnough
 from cluster.member import Capacity
 
 
@@ -28,8 +28,10 @@ class LengthLimits:
     def refusal(self, num_input: int, max_tokens: int) -> InvalidRequest | None:
         """Return the error for a request that exceeds a limit, or None if it is within the limits."""
         if 0 < self.max_input_length < num_input:
-            return PromptTooLong(
-                f"the prompt has {num_input} tokens; --max-input-length allows at most {self.max_input_length}"
+            return ContextLengthExceeded(
+                f"the prompt has {num_input} tokens; --max-input-length allows at most {self.max_input_length}",
+                num_prompt=num_input,
+                most=self.max_input_length,
             )
         if 0 < self.max_output_length < max_tokens:
             return InvalidRequest(

@@ -16,6 +16,7 @@ from typing import Any
 from starlette.responses import Response
 
 from cluster.errors import (
+    ContextLengthExceeded,
     Draining,
     InternalError,
     InvalidRequest,
@@ -60,7 +61,7 @@ def error_response(error: TandemError, path: str = "") -> Response:
         headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
     if isinstance(error, Unauthenticated):
         headers["www-authenticate"] = "Bearer"
-    body = anthropic_error(http_status(error), error.message) if is_anthropic(path) else error_body(error)
+    body = anthropic_refusal(error) if is_anthropic(path) else error_body(error)
     return Response(json_bytes(body), http_status(error), headers, media_type="application/json")
 
 
@@ -69,7 +70,7 @@ def status_response(status: int, message: str, headers: Mapping[str, str] | None
     code = HTTPStatus(status).phrase.lower().replace(" ", "_")
     body: dict[str, Any] = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
     if is_anthropic(path):
-        body = anthropic_error(status, message)
+        body = _anthropic_error(status, message)
     return Response(json_bytes(body), status, headers, media_type="application/json")
 
 
@@ -146,6 +147,15 @@ def is_anthropic(path: str) -> bool:
     return path == PREFIX or path.startswith(PREFIX + "/")
 
 
-def anthropic_error(status: int, message: str) -> dict[str, Any]:
+def anthropic_refusal(error: TandemError) -> dict[str, Any]:
+    """Return an error as Anthropic's clients expect it. Claude Code compacts a conversation by the text and the two
+    numbers with which Anthropic refuses a prompt that is too long."""
+    message = error.message
+    if isinstance(error, ContextLengthExceeded) and error.num_prompt is not None:
+        message = f"prompt is too long: {error.num_prompt} tokens > {error.most} maximum"
+    return _anthropic_error(http_status(error), message)
+
+
+def _anthropic_error(status: int, message: str) -> dict[str, Any]:
     kind = "invalid_request_error" if 400 <= status < 500 else "api_error"
     return {"type": "error", "error": {"type": _TYPES.get(HTTPStatus(status), kind), "message": message}}

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cluster.errors import InvalidRequest, NoTokenizer, PromptTooLong, RequestTooLarge, UnknownModel
+from cluster.errors import ContextLengthExceeded, InvalidRequest, NoTokenizer, RequestTooLarge, UnknownModel
 from cluster.messages import MAX_GRAMMAR_BYTES, MAX_PROMPT_LOGPROBS, Grammar, LogitRules, Sampling, TokenStops
 from cluster.protocol.field_rules import LONGEST_S
 from cluster.protocol.hashing import pack_ids
@@ -162,7 +162,7 @@ def resolve(
     bad_words: Sequence[tuple[int, ...]] = (),
 ) -> ResolvedRequest:
     """Resolve all defaults of a request that has passed `check`. `bad_words`: the request's, in tokens. Raises
-    InvalidRequest, PromptTooLong."""
+    InvalidRequest, ContextLengthExceeded."""
     _require(bool(prompt_token_ids), prompt_field(request), "the prompt is empty: it must have at least one token")
     # First: a prompt may be too long to be looked through at all.
     max_tokens = _max_tokens(len(prompt_token_ids), request, model)
@@ -308,9 +308,11 @@ def _max_tokens(num_prompt_tokens: int, request: GenerateRequest, model: ModelIn
     stop = request.stop
     room = model.max_model_len - num_prompt_tokens
     if room < 1:
-        raise PromptTooLong(
-            f"the prompt has {num_prompt_tokens} tokens; at most {model.max_model_len - 1} leave room for one more in a"
-            f" context of {model.max_model_len}",
+        raise ContextLengthExceeded(
+            f"the prompt has {num_prompt_tokens} tokens; this model's maximum context length is {model.max_model_len}"
+            f" tokens: at most {model.max_model_len - 1} leave room for one more",
+            num_prompt=num_prompt_tokens,
+            most=model.max_model_len - 1,
             param=prompt_field(request),
         )
     wanted, most = stop.max_tokens, model.lengths.most_output(room)
@@ -320,9 +322,11 @@ def _max_tokens(num_prompt_tokens: int, request: GenerateRequest, model: ModelIn
     if wanted is None:
         return min(most, stop.default_max_tokens or model.default_max_tokens or most)
     if wanted > room:
-        raise PromptTooLong(
-            f"the prompt has {num_prompt_tokens} tokens and max_tokens is {wanted}: together more than the context of"
-            f" {model.max_model_len}; ask for at most {room}",
+        raise ContextLengthExceeded(
+            f"the prompt has {num_prompt_tokens} tokens and max_tokens is {wanted}; this model's maximum context length"
+            f" is {model.max_model_len} tokens: ask for at most {room}",
+            num_prompt=num_prompt_tokens,
+            most=model.max_model_len - wanted,
             param="max_tokens",
         )
     return wanted

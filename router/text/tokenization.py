@@ -14,7 +14,14 @@ from typing import TypeVar
 
 from tokenizers import Tokenizer
 
-from cluster.errors import ConfigError, InvalidRequest, NoChatTemplate, NoTokenizer, Overloaded, PromptTooLong
+from cluster.errors import (
+    ConfigError,
+    ContextLengthExceeded,
+    InvalidRequest,
+    NoChatTemplate,
+    NoTokenizer,
+    Overloaded,
+)
 from cluster.grammar.tokenizer_files import locate, read_json, read_tokenizer, tokenizer_digest
 from cluster.request_size import NO_LIMITS, LengthLimits
 from router.requests import NO_CHAT_OPTIONS, ChatMessage, ChatOptions, ChatPrompt
@@ -80,8 +87,8 @@ class Tokenization:
         return self._encode(text, add_special_tokens=add_special_tokens)
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:
-        """Encode as `encode` does. Of a text that is far too long, only the beginning is encoded. Raises PromptTooLong
-        too."""
+        """Encode as `encode` does. Of a text that is far too long, only the beginning is encoded. Raises
+        ContextLengthExceeded too."""
         self._check_head(text)
         return self.encode(text)
 
@@ -97,7 +104,7 @@ class Tokenization:
         tokens. `rendered_at_us`: the present for the template, in microseconds since 1970. `is_whole`: a text that is
         far too long is encoded too.
 
-        Raises NoTokenizer, NoChatTemplate, InvalidRequest, PromptTooLong.
+        Raises NoTokenizer, NoChatTemplate, InvalidRequest, ContextLengthExceeded.
         """
         self._need_tokenizer()
         template = self._template(options)
@@ -181,16 +188,19 @@ class Tokenization:
         return tuple(encoding.ids)
 
     def _check_head(self, text: str) -> None:
-        """Refuse a text whose beginning alone far exceeds the model's context. Raises PromptTooLong."""
+        """Refuse a text whose beginning alone far exceeds the model's context. Raises
+        ContextLengthExceeded, with an estimate of the tokens."""
         max_model_len = self.model_info.max_model_len
         num_characters = _HEAD_CHARACTERS * max_model_len
         if len(text) <= num_characters:
             return
         num_tokens = len(self._encode(text[:num_characters], add_special_tokens=False))
         if num_tokens > _HEAD_MARGIN * max_model_len:
-            raise PromptTooLong(
+            raise ContextLengthExceeded(
                 f"the first {num_characters} of the prompt's {len(text)} characters are {num_tokens} tokens;"
-                f" the context is {max_model_len}"
+                f" this model's maximum context length is {max_model_len} tokens",
+                num_prompt=num_tokens * len(text) // num_characters,
+                most=max_model_len - 1,
             )
 
     def _need_tokenizer(self) -> Tokenizer:

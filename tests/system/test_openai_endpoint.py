@@ -118,7 +118,7 @@ async def test_refusals_carry_the_same_reason_on_both_surfaces(client: openai.As
         await client.completions.create(model="", prompt=too_long)
     with pytest.raises(InvalidRequest, match="2000") as over_grpc:
         await tandem.generate(token_ids=too_long).result()
-    assert over_http.value.code == over_grpc.value.reason == "prompt_too_long"
+    assert over_http.value.code == over_grpc.value.reason == "context_length_exceeded"
 
 
 async def test_names_at_the_limit_are_served_by_every_worker(client: openai.AsyncOpenAI, tandem: AsyncClient) -> None:

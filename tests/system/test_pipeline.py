@@ -9,11 +9,11 @@ from functools import partial
 import pytest
 
 from cluster.errors import (
+    ContextLengthExceeded,
     DeadlineExceeded,
     DuplicateRequest,
     InvalidRequest,
     Overloaded,
-    PromptTooLong,
     SlowClient,
     UnknownModel,
 )
@@ -329,8 +329,8 @@ async def test_a_refused_request_gets_a_retry_time_before_any_work() -> None:
     ("request_", "error", "message"),
     [
         (ask(prompt=()), InvalidRequest, "empty"),
-        (ask(prompt=tuple(range(1, 1021)), max_tokens=50), PromptTooLong, "1020.*50.*1024"),
-        (ask(prompt=(1,) * 1024, max_tokens=1), PromptTooLong, "1024.*1023"),
+        (ask(prompt=tuple(range(1, 1021)), max_tokens=50), ContextLengthExceeded, "1020.*50.*1024"),
+        (ask(prompt=(1,) * 1024, max_tokens=1), ContextLengthExceeded, "1024.*1023"),
         (ask(prompt=(1024,)), InvalidRequest, "1024 is outside the vocabulary: 0 to 1023"),
         (ask(n=0), InvalidRequest, "n must be"),
         (GenerateRequest(TokenPrompt((1,)), model="gpt-5"), UnknownModel, "gpt-5.*demo_model"),

@@ -191,7 +191,7 @@ def test_the_address_of_a_caller_is_that_of_its_host(peer: str, address: str) ->
     [
         ({"model": "gpt-5"}, grpc.StatusCode.NOT_FOUND, "unknown_model", "demo_model"),
         ({"n": 500}, grpc.StatusCode.INVALID_ARGUMENT, "invalid_request", "n must be"),
-        ({"max_tokens": 5000}, grpc.StatusCode.INVALID_ARGUMENT, "prompt_too_long", "5000"),
+        ({"max_tokens": 5000}, grpc.StatusCode.INVALID_ARGUMENT, "context_length_exceeded", "5000"),
     ],
 )
 async def test_a_refusal_has_its_status_reason_and_what_to_change(

@@ -350,6 +350,6 @@ async def test_the_models_own_length_stays_the_clients_fault() -> None:
     async with router_under_test() as router:
         await router.add_decode("d0", capacity=SMALL)
         await router.connected()
-        with pytest.raises(TandemError, match="together more than the context") as refused:
+        with pytest.raises(TandemError, match="maximum context length is 1024") as refused:
             await answer_to(router, ask(max_tokens=5000))
-        assert refused.value.reason == "prompt_too_long"
+        assert refused.value.reason == "context_length_exceeded"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.errors import Overloaded, PromptTooLong
+from cluster.errors import ContextLengthExceeded, Overloaded
 from router.requests import ChatMessage
 from router.text.tokenization import Tokenization, TokenizerThreads
 
@@ -92,7 +92,7 @@ async def test_a_waiting_text_beyond_the_bound_is_refused_with_a_retry_time() ->
 def test_a_prompt_that_is_far_too_long_is_refused_by_tokenizing_only_its_beginning(demo: Tokenization) -> None:
     text = _LINE * 170_000  # eight seconds, if it were looked through
     for encode in (demo.encode_prompt, lambda text: demo.encode_chat([ChatMessage("user", text)], 0)):
-        with pytest.raises(PromptTooLong, match="the first 16384 of the prompt's"):
+        with pytest.raises(ContextLengthExceeded, match="the first 16384 of the prompt's"):
             encode(text)
 
 

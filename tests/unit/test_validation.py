@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.errors import InvalidRequest, NoTokenizer, PromptTooLong
+from cluster.errors import ContextLengthExceeded, InvalidRequest, NoTokenizer
 from cluster.messages import LogitRules, Sampling
 from cluster.request_size import LengthLimits
 from router.request.validation import check, resolve
@@ -125,15 +125,15 @@ def test_the_default_of_max_tokens_is_the_rest_of_the_context() -> None:
 
 
 def test_a_prompt_that_is_too_long_is_refused_with_both_numbers() -> None:
-    with pytest.raises(PromptTooLong, match=r"100 tokens.*99"):
+    with pytest.raises(ContextLengthExceeded, match=r"100 tokens.*99"):
         resolve(REQUEST, (1,) * 100, MODEL)
-    with pytest.raises(PromptTooLong, match=r"60 tokens.*41.*100.*at most 40"):
+    with pytest.raises(ContextLengthExceeded, match=r"60 tokens.*41.*100.*at most 40"):
         resolve(replace(REQUEST, stop=StopConditions(max_tokens=41)), (1,) * 60, MODEL)
 
 
 def test_requests_past_the_operators_lengths_are_refused_with_the_numbers() -> None:
     limited = replace(MODEL, lengths=LengthLimits(max_input_length=20, max_output_length=30))
-    with pytest.raises(PromptTooLong, match=r"21 tokens; --max-input-length allows at most 20"):
+    with pytest.raises(ContextLengthExceeded, match=r"21 tokens; --max-input-length allows at most 20"):
         resolve(REQUEST, (1,) * 21, limited)
     with pytest.raises(InvalidRequest, match=r"max_tokens is 31; --max-output-length allows at most 30"):
         resolve(replace(REQUEST, stop=StopConditions(max_tokens=31)), (1,) * 20, limited)

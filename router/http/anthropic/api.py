@@ -10,7 +10,7 @@ from typing import Annotated
 from fastapi import FastAPI, Header, Request
 from starlette.responses import Response
 
-from cluster.errors import TandemError, http_status
+from cluster.errors import TandemError
 from cluster.messages import FinishReason
 from router.http.anthropic.bodies import (
     AnthropicError,
@@ -23,7 +23,7 @@ from router.http.anthropic.bodies import (
 from router.http.bodies.openapi import answers, generation_responses, refusals
 from router.http.bodies.request_headers import RequestHeaders
 from router.http.endpoints import json_response
-from router.http.errors import anthropic_error, internal_error, json_bytes
+from router.http.errors import anthropic_refusal, internal_error, json_bytes
 from router.http.openai_responses import Envelope, Json
 from router.http.openai_stream import DeltaEvents, EventStream, Generates, LastEvents, WholeResponse
 from router.request.divided_answers import ChatSettings, Division
@@ -119,7 +119,7 @@ class MessageStream(EventStream):
 
     def failure(self, error: Exception) -> bytes:
         reported = error if isinstance(error, TandemError) else internal_error(error, self._requests[0].label)
-        return _event(anthropic_error(http_status(reported), reported.message))
+        return _event(anthropic_refusal(reported))
 
     def _new_events(self) -> DeltaEvents:
         assert isinstance(self._shape, MessageShape)

@@ -97,6 +97,9 @@ REACHED_BY = {
     "buffers_full": "tests/system/test_full_buffers.py::test_whole_answers_that_do_not_fit_are_refused_by_name",
     "canary": ("tests/unit/test_canary.py::test_a_late_canary_makes_the_worker_unhealthy_and_leaves_no_block"),
     "config": "tests/system/test_bad_input.py::test_wrong_settings_end_a_start_in_one_line",
+    "context_length_exceeded": (
+        "tests/unit/test_validation.py::test_a_prompt_that_is_too_long_is_refused_with_both_numbers"
+    ),
     "count_mismatch": (
         "tests/contract/test_handoff_refusals.py::test_a_request_with_another_prompt_than_the_tickets_is_refused"
     ),
@@ -128,7 +131,6 @@ REACHED_BY = {
     "prompt_mismatch": (
         "tests/contract/test_handoff_refusals.py::test_a_request_with_another_prompt_than_the_tickets_is_refused"
     ),
-    "prompt_too_long": "tests/unit/test_validation.py::test_a_prompt_that_is_too_long_is_refused_with_both_numbers",
     "queue_full": "tests/system/test_failover.py::test_a_full_or_leaving_prefill_worker_is_excluded",
     "replayed_ticket": "tests/unit/test_leases.py::test_an_attempt_can_attach_only_once",
     "resume_superseded": "tests/unit/test_live_requests.py::test_only_a_call_of_a_higher_number_takes_a_stream_over",

@@ -99,6 +99,19 @@ def as_claude_code() -> None:
 as_claude_code()
 count = client.messages.count_tokens(model="demo_model", messages=QUESTION, system="Be brief.")
 assert count.input_tokens == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
+LONG = {"model": "demo_model", "messages": [{"role": "user", "content": "import os\n" * 1_100}]}
+num_tokens = client.messages.count_tokens(**LONG).input_tokens
+with pytest.raises(anthropic.BadRequestError) as too_long:
+    client.messages.create(**LONG, max_tokens=8)
+with (
+    pytest.raises(anthropic.BadRequestError, match=too_long.value.message),
+    client.messages.stream(**LONG, max_tokens=8),
+):
+    pass
+assert too_long.value.body["error"] == {
+    "type": "invalid_request_error",
+    "message": f"prompt is too long: {num_tokens} tokens > 1023 maximum",
+}
 with pytest.raises(anthropic.BadRequestError, match="temperature"):
     client.messages.create(**GREEDY | {"extra_body": {"temperature": 5}})
 with pytest.raises(anthropic.NotFoundError):

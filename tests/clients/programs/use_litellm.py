@@ -4,6 +4,7 @@ import asyncio
 import sys
 
 import litellm
+import pytest
 
 MODEL = {"api_base": sys.argv[1] + "/v1", "api_key": "-"}
 CHAT = [{"role": "user", "content": "Write a function that reads a file."}]
@@ -25,3 +26,5 @@ chunks = list(litellm.completion("hosted_vllm/demo_model", stream=True, stream_o
 assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
 text = litellm.text_completion(model="text-completion-openai/demo_model", prompt="def f(x):", max_tokens=12, **MODEL)
 assert text.usage.completion_tokens > 0
+with pytest.raises(litellm.ContextWindowExceededError):
+    litellm.completion("openai/demo_model", messages=[{"role": "user", "content": "import os\n" * 1_100}], **MODEL)

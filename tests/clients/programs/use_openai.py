@@ -120,3 +120,9 @@ async def asynchronous() -> str:
 
 
 assert synchronous() == asyncio.run(asynchronous())
+for too_long in {"max_completion_tokens": 2_000}, {"messages": [{"role": "user", "content": "import os\n" * 1_100}]}:
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 1024 tokens") as refused:
+        openai.OpenAI(base_url=URL, api_key="-").chat.completions.create(
+            **{"model": "demo_model", "messages": CHAT} | too_long
+        )
+    assert refused.value.code == "context_length_exceeded"

@@ -1,6 +1,7 @@
 """Anthropic's Messages API over a real server; only the workers' tokens are scripted."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -247,6 +248,26 @@ def test_refusals_have_anthropics_shape(
     answer = shared.post("/v1/messages", _BODY | sent)
     assert (answer.status_code, answer.json()["type"], answer.json()["error"]["type"]) == (status, "error", kind)
     assert words in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_is_too_long_is_refused_as_agents_that_shorten_their_conversation_expect(
+    shared: Endpoint, stream: bool
+) -> None:
+    asked = {"model": _BODY["model"], "messages": [{"role": "user", "content": "import os\n" * 1_100}]}
+    num_tokens = shared.post("/v1/messages/count_tokens", asked).json()["input_tokens"]
+    answer = shared.post("/v1/messages", _BODY | asked | {"stream": stream})
+    message = f"prompt is too long: {num_tokens} tokens > 1023 maximum"
+    assert answer.status_code == 400
+    assert answer.json() == {"type": "error", "error": {"type": "invalid_request_error", "message": message}}
+
+
+def test_the_tokens_of_a_prompt_that_is_far_too_long_are_estimated(shared: Endpoint) -> None:
+    asked = {"model": _BODY["model"], "messages": [{"role": "user", "content": "import os\n" * 20_000}]}
+    num_tokens = shared.post("/v1/messages/count_tokens", asked).json()["input_tokens"]
+    message = shared.post("/v1/messages", _BODY | asked).json()["error"]["message"]
+    found = re.fullmatch(r"prompt is too long: (\d+) tokens > 1023 maximum", message)
+    assert found is not None and int(found[1]) == pytest.approx(num_tokens, rel=0.01)
 
 
 def test_failures_have_anthropics_shape(demo: Tokenization) -> None:

@@ -180,7 +180,7 @@ def test_wrong_values_are_refused_with_the_necessary_change(
 
 def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(shared: Endpoint) -> None:
     answer = shared.post("/v1/completions", {"prompt": [5] * 2000, "max_tokens": 1})
-    refused(answer, 400, "prompt_too_long", "prompt", "2000", "1024")
+    refused(answer, 400, "context_length_exceeded", "prompt", "2000", "1024")
 
 
 @pytest.mark.parametrize(
