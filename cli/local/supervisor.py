@@ -232,7 +232,8 @@ class Supervisor:
             return None
         kept.num_failures += 1
         if end.status == ExitStatus.CONFIG:
-            return ConfigError(_end_report(kept.spec.name, end, "its settings were refused"))
+            reason = f": {end.last_lines[-1]}" if end.last_lines else ""  # which is one line, and says what to change
+            return ConfigError(f"{kept.spec.name} {_how(end)}; its settings were refused{reason}")
         if kept.num_failures >= self._limits.first_starts:
             return Unavailable(
                 _end_report(kept.spec.name, end, f"it did not become ready in {kept.num_failures} starts")

@@ -36,7 +36,9 @@ def locate(model: str, revision: str = "") -> Path:
         return Path(snapshot_download(model, revision=revision or None, allow_patterns=_HUB_FILES))
     except (HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError) as error:
         first_line = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"--model {model}: no such folder here, and the hub gave none ({first_line})") from error
+        raise ConfigError(
+            f"--model {model}: no such folder here, and the hub gave none ({first_line}); correct the name"
+        ) from error
 
 
 def read_json(path: Path) -> dict[str, object]:

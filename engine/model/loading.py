@@ -117,16 +117,18 @@ def _read_config(settings: EngineSettings) -> PreTrainedConfig:
     if names_a_path and not folder.is_dir():
         raise ConfigError(f"--model {model}: there is no such folder; name one that this process sees")
     if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ModelRefused(f"--model {model}: the folder holds no config.json")
+        raise ModelRefused(f"--model {model}: the folder holds no config.json; name one that holds a model")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(model, **_source(settings))
     except (OSError, ValueError, KeyError) as error:
-        place = "its configuration" if folder.is_dir() else "there is no such folder, and the hub's configuration"
+        place, advice = "its configuration", ""
+        if not folder.is_dir():
+            place, advice = "there is no such folder, and the hub's configuration", "; correct the name"
         if "trust_remote_code" in str(error):
             raise ModelRefused(
                 f"--model {model} brings Python code of its own; give --trust-remote-code to run it, where you trust it"
             ) from error
-        raise ModelRefused(f"--model {model}: {place} cannot be read: {_first_line(error)}") from error
+        raise ModelRefused(f"--model {model}: {place} cannot be read: {_first_line(error)}{advice}") from error
     return config
 
 

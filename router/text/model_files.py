@@ -58,7 +58,7 @@ def model_info(
     ConfigError."""
     whole = read_json(folder / "config.json")
     if not whole:
-        raise ConfigError(f"--model {model}: {folder} has no config.json")
+        raise ConfigError(f"--model {model}: the folder holds no config.json; name one that holds a model")
     inner = whole.get("text_config")
     config = {**whole, **inner} if isinstance(inner, dict) else whole
     generation = read_json(folder / "generation_config.json")

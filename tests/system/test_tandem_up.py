@@ -100,6 +100,7 @@ def test_a_full_disk_is_one_line_that_says_what_to_do(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (("--model", "/nowhere/model"), "there is no such folder; name one"),
+        (("--model", str(Path(__file__).parent)), "the folder holds no config.json; name one that holds a model"),
         (("--colocated", "0"), "--colocated must be at least 1"),
         (("--decode", "0"), "--decode must be at least 1"),
         (("--block-size", "0"), "--block-size"),

@@ -99,8 +99,9 @@ async def test_a_killed_child_is_restarted_as_a_new_process(watched: Watched) ->
 async def test_refused_settings_end_the_supervisor_with_the_childs_message(watched: Watched) -> None:
     program = "import sys\nsys.exit(print('one: config: no such model', file=sys.stderr) or 2)"
     watched.supervisor.start([child("one", program), child("two", STAY)])
-    with pytest.raises(ConfigError, match="no such model"):
+    with pytest.raises(ConfigError) as refused:
         await watched.ready("one")
+    assert str(refused.value) == "one ended with status 2; its settings were refused: one: config: no such model"
     with pytest.raises(ConfigError, match="no such model"):
         await watched.supervisor.failed()
     assert watched.said.empty()  # a restart would not help

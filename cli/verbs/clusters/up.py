@@ -107,7 +107,7 @@ def plan_from(arguments: argparse.Namespace) -> tuple[Plan, UpConfig]:
     config = load_config(UpConfig, given)
     admin_key = configured_key(config.admin_key, config.admin_key_file, "--admin-key") or new_secret()
     pools = pools_from(arguments.prefill, arguments.decode, arguments.colocated)
-    _check_model(config.model)
+    _check_model(config.model, config.revision)
     num_cores = len(os.sched_getaffinity(0))
     plan = Plan(
         pools=pools,
@@ -237,11 +237,15 @@ def _names() -> frozenset[str]:
     return frozenset(item.name for item in dataclasses.fields(UpConfig))
 
 
-def _check_model(model: str) -> None:
-    """Refuse a missing folder now, not after the workers have loaded torch. Raises ConfigError."""
-    looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1
-    if looks_local and not Path(model).expanduser().is_dir():
-        raise ConfigError(f"--model {model}: there is no such folder; name one that this process sees")
+def _check_model(model: str, revision: str) -> None:
+    """Refuse a missing model now, not after the workers have loaded torch. Raises ConfigError."""
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        from cluster.grammar.tokenizer_files import locate  # only here: it loads the library of tokenizers
+
+        folder = locate(model, revision)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"--model {model}: the folder holds no config.json; name one that holds a model")
 
 
 def _check_ports_are_free(host: str, routers: Sequence[Ports]) -> None:

@@ -86,7 +86,7 @@ def read_config(model: str) -> dict[str, object]:
     path = Path(model) / "config.json"
     if not path.is_file():
         if Path(model).exists():
-            raise ConfigError(f"--model {model}: there is no config.json in it")
+            raise ConfigError(f"--model {model}: the folder holds no config.json; name one that holds a model")
         if model.startswith((".", "/", "~")):
             raise ConfigError(f"--model {model}: there is no such folder; name one that this process sees")
         path = _from_hub(model)
@@ -103,4 +103,6 @@ def _from_hub(model: str) -> Path:
     try:
         return Path(hf_hub_download(model, "config.json"))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ConfigError(f"--model {model}: no such folder, and the hub has no config.json for it") from error
+        raise ConfigError(
+            f"--model {model}: no such folder, and the hub has no config.json for it; correct the name"
+        ) from error
