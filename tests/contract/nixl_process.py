@@ -1,19 +1,10 @@
-"""The process of one side of a NIXL read, to be stopped, killed and cut off; test_nixl.py starts it.
-
-Forked from a server that has imported everything but the library, so that a start costs no imports.
-"""
+"""The two sides of a NIXL read, each in a process of its own that test_nixl.py starts."""
 
 import asyncio
-import ctypes
-import multiprocessing
 import os
 import signal
-import subprocess
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 
@@ -21,17 +12,13 @@ from cluster.messages import Epoch, MemberId
 from kvtransfer.transports.base import Channel, TransportError
 from kvtransfer.transports.nixl.exporting import NixlExporter
 from kvtransfer.transports.nixl.transport import NixlChannel, NixlImporter
+from tests.contract.forked_process import DEADLINE_S
 from tests.contract.proofs import PROOFS
 
 NUM_BLOCKS = 2048
 BLOCK_BYTES = 65536
 EPOCH = Epoch(MemberId("p0", "a1"), b"t" * 16, 1)
-DEADLINE_S = 60.0
 CAUGHT_S = 3.0  # the deadline of a read that does not end; all else takes what a busy machine needs
-
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload([__name__])
-_CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000
 
 
 class BytePool:
@@ -77,49 +64,6 @@ def limit_reads(channel: Channel, timeout_s: float) -> None:
     channel._link._timeout_s = timeout_s
 
 
-class Process:
-    """The test's end of the process. One question is in progress at a time."""
-
-    def __init__(self, connection: "Connection[object, object]", process_id: int) -> None:
-        self._connection, self.process_id = connection, process_id
-
-    def signal(self, number: int) -> None:
-        os.kill(self.process_id, number)
-
-    async def answer(self) -> object:
-        return await asyncio.to_thread(self._receive)
-
-    async def ask(self, *words: object) -> object:
-        self._connection.send(words)
-        return await self.answer()
-
-    def _receive(self) -> object:
-        assert self._connection.poll(DEADLINE_S), "no answer"
-        return self._connection.recv()
-
-
-@asynccontextmanager
-async def process(
-    role: "Callable[[Connection[object, object], float], None]",
-    argument: float,
-    *,
-    environment: Mapping[str, str] | None = None,
-    namespace: str = "",
-) -> AsyncIterator[Process]:
-    """Run the process, and kill it at the end."""
-    mine, theirs = _FORKS.Pipe()
-    started = _FORKS.Process(target=_begin, args=(role, theirs, argument, environment or {}, namespace), daemon=True)
-    await asyncio.to_thread(started.start)
-    theirs.close()
-    assert started.pid is not None
-    try:
-        yield Process(mine, started.pid)
-    finally:
-        started.kill()
-        await asyncio.to_thread(started.join)
-        mine.close()
-
-
 def exporting(connection: "Connection[object, object]", byte: float) -> None:
     """Announce the endpoint and serve."""
     asyncio.run(_export(connection, BytePool(int(byte))))
@@ -135,33 +79,6 @@ def importing(connection: "Connection[object, object]", _: float) -> None:
     answer whether the pool `holds` only this byte.
     """
     asyncio.run(_import(connection))
-
-
-def _begin(
-    role: "Callable[[Connection[object, object], float], None]",
-    connection: "Connection[object, object]",
-    argument: float,
-    environment: Mapping[str, str],
-    namespace: str,
-) -> None:
-    for name in [name for name in os.environ if name.startswith("UCX_")]:  # of the test that started the server
-        del os.environ[name]
-    os.environ.update(environment)
-    torch.set_num_threads(1)
-    if namespace:
-        _enter(namespace)
-    role(connection, argument)
-
-
-def _enter(namespace: str) -> None:
-    """Enter the network namespace as `ip netns exec` does: with its own view of /sys, where UCX looks for
-    interfaces."""
-    library = ctypes.CDLL(None)
-    with Path("/run/netns", namespace).open() as entrance:
-        assert library.setns(entrance.fileno(), _CLONE_NEWNET) == 0
-    assert library.unshare(_CLONE_NEWNS) == 0
-    for mount in (["--make-rslave", "/"], ["-t", "sysfs", namespace, "/sys"]):
-        subprocess.run(["mount", *mount], check=True)
 
 
 async def _export(connection: "Connection[object, object]", pool: BytePool) -> None:

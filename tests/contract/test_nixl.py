@@ -22,20 +22,18 @@ from kvtransfer.transports.nixl.agent import Pace, why_not_loadable
 from kvtransfer.transports.nixl.exporting import NixlEndpoint, NixlExporter
 from kvtransfer.transports.nixl.transport import NixlImporter
 from kvtransfer.transports.proven_connections import ConnectionProofs
+from tests.contract.forked_process import DEADLINE_S, Process, process
 from tests.contract.kv_pools import random_pool
 from tests.contract.namespaces import INTERFACE, joined_namespaces
 from tests.contract.nixl_process import (
     CAUGHT_S,
-    DEADLINE_S,
     EPOCH,
     NUM_BLOCKS,
     BytePool,
-    Process,
     exporting,
     exporting_gpu_memory,
     importing,
     limit_reads,
-    process,
 )
 from tests.contract.proofs import KEY, PROOFS, TELEMETRY
 

@@ -2,7 +2,6 @@
 stops."""
 
 import asyncio
-import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -18,46 +17,16 @@ from kvtransfer.transports.tcp import transport as tcp
 from kvtransfer.transports.tcp.exporting import ANNOUNCEMENT, ANSWER, pack_endpoint, parse_endpoint
 from kvtransfer.transports.tcp.transport import TcpExporter, TcpImporter
 from tests.certificates import Certificates, make_certificates
+from tests.contract.forked_process import Process, process
 from tests.contract.kv_pools import random_pool
 from tests.contract.namespaces import FarHost, far_host
 from tests.contract.proofs import PROOFS
-from tests.contract.short_exporter_process import EPOCH, NUM_BLOCKS
+from tests.contract.short_exporter_process import EPOCH, NUM_BLOCKS, exporting
 
-ROOT = Path(__file__).parents[2]
-_START_S = 60.0
 _SOON_S = 30.0
 _STALL_S = 1.5
 _LAYERS = 600
 _BLOCK_BYTES = _LAYERS * 256
-
-
-class ExporterProcess:
-    def __init__(self, process: asyncio.subprocess.Process, endpoint: bytes) -> None:
-        self._process, self.endpoint = process, endpoint
-
-    async def become(self, word: str) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(f"{word}\n".encode())
-        async with asyncio.timeout(_SOON_S):
-            assert (await self._process.stdout.readline()).decode().strip() == word
-
-
-@asynccontextmanager
-async def exporter_process(*wrapper: str, host: str = "127.0.0.1") -> AsyncIterator[ExporterProcess]:
-    process = await asyncio.create_subprocess_exec(
-        *(*wrapper, sys.executable, "-m", "tests.contract.short_exporter_process", host),
-        cwd=ROOT,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    try:
-        assert process.stdout is not None
-        async with asyncio.timeout(_START_S):
-            endpoint = bytes.fromhex((await process.stdout.readline()).decode())
-        yield ExporterProcess(process, endpoint)
-    finally:
-        process.kill()
-        await process.wait()
 
 
 class Relay:
@@ -132,18 +101,18 @@ def _certificates() -> Certificates:
     return make_certificates(Path(tempfile.mkdtemp(prefix="tandem-tls-")))
 
 
-@pytest.mark.parametrize("reader", ["loop", "thread", "tls"])
+@pytest.mark.parametrize("readers", [("loop", "tls"), ("thread",)], ids="-".join)
 async def test_a_read_fails_soon_wherever_its_exporter_falls_silent(
-    reader: str, monkeypatch: pytest.MonkeyPatch
+    readers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if reader == "thread":
+    if "thread" in readers:
         monkeypatch.setattr(tcp, "SHORT_BYTES", 0)
     cuts = [
         *(("up", num_bytes) for num_bytes in (0, ANNOUNCEMENT.size // 2)),
         *(("down", num_bytes) for num_bytes in (0, ANSWER.size // 2, ANSWER.size, ANSWER.size + 1, 100_000)),
         ("down", ANSWER.size + 2 * _BLOCK_BYTES - 1),
     ]
-    await asyncio.gather(*(_silent_from(reader, way, num_bytes) for way, num_bytes in cuts))
+    await asyncio.gather(*(_silent_from(reader, *cut) for reader in readers for cut in cuts))
 
 
 async def _silent_from(reader: str, way: str, num_bytes: int) -> None:
@@ -168,11 +137,12 @@ async def test_a_read_ends_soon_when_the_link_is_cut_under_it() -> None:
     importer = TcpImporter(memory=target, proofs=PROOFS, stall_timeout_s=1.0)
     source = random_pool(NUM_BLOCKS, seed=1)
     with far_host() as far:
-        async with exporter_process(*far.side.command(), host=far.side.address) as exporter:
+        async with process(exporting, far.side.address, namespace=far.side.namespace) as exporter:
+            endpoint = await _endpoint(exporter)
             for outage_s in (0.1, 0.5, None):
-                await _read_through_an_outage(importer, exporter.endpoint, far, outage_s)
+                await _read_through_an_outage(importer, endpoint, far, outage_s)
                 async with asyncio.timeout(_SOON_S):
-                    channel = await _opened(importer, exporter.endpoint)
+                    channel = await _opened(importer, endpoint)
                     await channel.read([0, 3], [5, 2])
                     await channel.finish()
                 assert torch.equal(target.raw[[5, 2]], source.raw[[0, 3]])
@@ -183,16 +153,24 @@ async def test_an_exporter_that_could_not_start_a_thread_accepts_again_when_it_c
     target, source = random_pool(NUM_BLOCKS, seed=2), random_pool(NUM_BLOCKS, seed=1)
     importer = TcpImporter(memory=target, proofs=PROOFS)
     try:
-        async with exporter_process() as exporter, asyncio.timeout(_SOON_S):
-            await exporter.become("short")
-            with pytest.raises(TransportError):
-                await importer.open_channel(EPOCH, exporter.endpoint)
-            await exporter.become("whole")
-            channel = await importer.open_channel(EPOCH, exporter.endpoint)
-            await channel.read([0, 3], [5, 2])
-            assert torch.equal(target.raw[[5, 2]], source.raw[[0, 3]])
+        async with process(exporting, "127.0.0.1") as exporter:
+            endpoint = await _endpoint(exporter)
+            async with asyncio.timeout(_SOON_S):
+                assert await exporter.ask("short") == ("short",)
+                with pytest.raises(TransportError):
+                    await importer.open_channel(EPOCH, endpoint)
+                assert await exporter.ask("whole") == ("whole",)
+                channel = await importer.open_channel(EPOCH, endpoint)
+                await channel.read([0, 3], [5, 2])
+                assert torch.equal(target.raw[[5, 2]], source.raw[[0, 3]])
     finally:
         await importer.close()
+
+
+async def _endpoint(exporter: Process) -> bytes:
+    endpoint = await exporter.answer()
+    assert isinstance(endpoint, bytes)
+    return endpoint
 
 
 async def _read_through_an_outage(importer: TcpImporter, endpoint: bytes, far: FarHost, outage_s: float | None) -> None:
