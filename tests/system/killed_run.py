@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from cluster.registry.redis_server import RedisServer
+from tests.system.fork_server import ForkServer
 from tests.system.local_cluster import LocalCluster, executed
 
 _CHILD = "import subprocess, sys; print(subprocess.Popen(('sleep', '600')).pid, flush=True); sys.stdin.read()"
@@ -13,9 +14,10 @@ _CHILD = "import subprocess, sys; print(subprocess.Popen(('sleep', '600')).pid, 
 
 async def test_that_waits_forever(tmp_path: Path) -> None:
     redis = await RedisServer.start()
-    cluster, forked = LocalCluster(redis.url, tmp_path, launch=executed), LocalCluster(redis.url, tmp_path)
-    members = [await cluster.spawn(name, f"{name}_worker") for name in ("prefill", "decode")]
-    members.append(await forked.spawn("router", "router"))
+    cluster = LocalCluster(redis.url, tmp_path, launch=executed)
+    members = [(await cluster.spawn(name, f"{name}_worker")).process.pid for name in ("prefill", "decode")]
+    pause = "import signal; signal.pause()"
+    members.append((await ForkServer(("signal",)).spawn("tests.system.forked_program", (pause,), os.environ)).pid)
     # It asks the kernel for nothing at its parent's end, and neither does its own child.
     plain = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", _CHILD),
@@ -25,6 +27,6 @@ async def test_that_waits_forever(tmp_path: Path) -> None:
     )
     assert plain.stdout is not None
     grandchild = int(await plain.stdout.readline())
-    started = [os.getpid(), redis.pid, *(member.process.pid for member in members), plain.pid, grandchild]
+    started = [os.getpid(), redis.pid, *members, plain.pid, grandchild]
     Path(os.environ["STARTED_PIPE"]).write_text(" ".join(map(str, started)))
     await asyncio.Event().wait()

@@ -245,14 +245,14 @@ async def test_missing_model_taken_port_and_unreachable_redis_end_a_start_in_one
         common = ("--cluster-key-file", str(tmp_path / "key"))
         free = ("--port", "0", *(("--grpc-port", "0") if module == "router" else ()))
         model = ("--model", str(DEMO_MODEL))
-        other = ("--grpc-port", "0") if module == "router" else ()
-        ended = await asyncio.gather(
-            _start(forked, module, *common, *free, "--redis", redis_url, "--model", str(tmp_path / "nowhere")),
-            _start(forked, module, *common, *other, "--redis", redis_url, *model, "--port", port),
-            _start(forked, module, *common, *free, "--redis", "redis://127.0.0.1:1/0", *model),
-        )
-    expected = [(ExitStatus.CONFIG, "nowhere"), (ExitStatus.CONFIG, port), (ExitStatus.REGISTRY, "127.0.0.1:1")]
-    for end, (status, said) in zip(ended, expected, strict=True):
+        starts = [
+            (ExitStatus.CONFIG, "nowhere", (*free, "--redis", redis_url, "--model", str(tmp_path / "nowhere"))),
+            (ExitStatus.REGISTRY, "127.0.0.1:1", (*free, "--redis", "redis://127.0.0.1:1/0", *model)),
+            # Of a flag that is given twice, the last one counts.
+            *((ExitStatus.CONFIG, port, (*free, "--redis", redis_url, *model, flag, port)) for flag in free[::2]),
+        ]
+        ended = await asyncio.gather(*(_start(forked, module, *common, *flags) for _, _, flags in starts))
+    for end, (status, said, _) in zip(ended, starts, strict=True):
         assert end.status == status, end
         assert len(end.output.splitlines()) == 1, end.output
         _assert_told(end.output, said)

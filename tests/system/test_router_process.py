@@ -1,8 +1,7 @@
-"""The router as a process: settings that it refuses at its start, and its exit."""
+"""The router as a program of its own: its settings and its exit. What it refuses at its start: test_bad_input.py."""
 
 import asyncio
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -111,35 +110,6 @@ async def _refusal(stub: inference_pb2_grpc.InferenceStub) -> str | None:
         return error.details()
     call.cancel()
     return None
-
-
-@pytest.mark.parametrize(
-    ("flags", "status", "words"),
-    [
-        (("--model", "/no/such/folder"), ExitStatus.CONFIG, "no such folder"),
-        (("--redis", "redis://127.0.0.1:1/0"), ExitStatus.REGISTRY, "127.0.0.1:1"),
-        (("--max-attempts", "0"), ExitStatus.CONFIG, "--max-attempts"),
-        (("--no-such-flag", "1"), ExitStatus.CONFIG, "--no-such-flag"),
-    ],
-)
-async def test_impossible_settings_are_refused_in_one_line(
-    redis_url: str, flags: tuple[str, str], status: ExitStatus, words: str
-) -> None:
-    process = await _spawn(*_FLAGS, "--redis", redis_url, *flags)
-    _, stderr = await asyncio.wait_for(process.communicate(), 30)
-    assert process.returncode == status
-    assert words in stderr.decode().strip().splitlines()[-1]
-    assert "Traceback" not in stderr.decode()
-
-
-@pytest.mark.parametrize("flag", ["--port", "--grpc-port"])
-async def test_a_port_in_use_is_named(redis_url: str, flag: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        process = await _spawn(*_FLAGS, "--redis", redis_url, flag, str(port))
-        _, stderr = await asyncio.wait_for(process.communicate(), 30)
-        assert process.returncode == ExitStatus.CONFIG
-        assert str(port) in stderr.decode().strip().splitlines()[-1]
 
 
 async def test_an_insecure_router_starts_and_reports_it_in_its_log_and_a_metric(
