@@ -20,8 +20,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from deploy.observability.__main__ import ROWS
 from deploy.observability.alerts import ALERTS
-from deploy.observability.panels import ROWS
 from tests.package.compose_run import Load, Stack, Transcript, build_images, transcript_page
 from tests.package.engine import Engine, NoEngine, engine
 from tests.package.installed import ROOT
