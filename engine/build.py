@@ -27,9 +27,8 @@ from engine.kv.capacity import GpuMemory
 from engine.kv.layout import BlockLayout
 from engine.kv.pool import KvPool, allocate_pool
 from engine.model.load_check import check_equal
-from engine.model.loaded import LoadedModel, ModelInfo, WeightFiles, fingerprint
+from engine.model.loaded import LoadedModel, ModelInfo, WeightFiles, fingerprint, pack_weights
 from engine.model.loading import load_unchecked, num_sharing
-from engine.model.packed_weights import pack_weights
 from engine.scheduling.step import Chunk, Sample, StepPlan
 from engine.steps.forward import Forward, PlainForward
 from engine.steps.runner import LaunchingRunner, ModelRunner

@@ -32,8 +32,7 @@ from engine.attention.fixed_tiles import FixedTilesBackend
 from engine.batch import PackedBatch
 from engine.cpu.compiled_forward import CompiledForward
 from engine.kv.pool import KvPool
-from engine.model.loaded import LoadedModel
-from engine.model.packed_weights import PackedLinear
+from engine.model.loaded import LoadedModel, PackedLinear
 from engine.scheduling.step import Chunk, Sample, StepPlan
 from engine.steps.forward import PlainForward
 from engine.steps.runner import ModelRunner

@@ -7,10 +7,8 @@ from torch import nn
 from cluster.settings.worker_settings import EngineSettings
 from engine.build import build_engine
 from engine.kv.pool import KvPool
-from engine.model import packed_weights
-from engine.model.loaded import LoadedModel
+from engine.model.loaded import LoadedModel, PackedLinear, pack_weights
 from engine.model.loading import load
-from engine.model.packed_weights import PackedLinear, pack_weights
 from engine.steps.runner import ModelRunner
 from tests.golden.families import BLOCK_SIZE, FAMILIES
 from tests.golden.forced import make_sequences, num_blocks, run_step, staggered
@@ -25,7 +23,7 @@ needs_bfloat16 = pytest.mark.skipif(
 def test_every_family_computes_the_same_logits_with_packed_weights(
     name: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_weights, "_MIN_FEATURES", 1)  # these models are small
+    monkeypatch.setattr("engine.model.loaded._MIN_FEATURES", 1)  # these models are small
     folder = tmp_path_factory.mktemp(name)
     FAMILIES[name].save(folder)
     settings = EngineSettings(model=str(folder), dtype="bfloat16", device="cpu", block_size=BLOCK_SIZE)
