@@ -62,11 +62,6 @@ def parse_trace_parent(text: str) -> TraceParent | None:
     return TraceParent(trace_id, span_id, bool(flags & _SAMPLED)) if trace_id and span_id else None
 
 
-def trace_metadata(trace_parent: str) -> tuple[tuple[str, str], ...]:
-    """Return the metadata with which a gRPC call carries a context; empty: there is none."""
-    return ((TRACE_PARENT_KEY, trace_parent),) if trace_parent else ()
-
-
 def trace_parent_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
     """Return the context that a gRPC call carries; empty: it has none."""
     return next((str(value) for key, value in metadata or () if key == TRACE_PARENT_KEY), "")

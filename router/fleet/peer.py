@@ -18,7 +18,7 @@ import grpc
 from cluster.errors import DeadlineExceeded
 from cluster.member import Member
 from cluster.messages import DecodeJob, MemberId, PrefillJob, PromptLogprobs, SampledToken, TenantShare
-from cluster.observe.trace_context import trace_metadata
+from cluster.observe.trace_context import TRACE_PARENT_KEY
 from cluster.outstanding_work import OthersWork, PromptWork
 from cluster.protocol import wire
 from cluster.protocol.received import checked, malformed
@@ -102,7 +102,7 @@ class Peer(WorkerHealth):
         work = PromptWork.of(len(job.token_ids), job.num_expected_cached)
         with self._queued(work, job.tenant) as computed:
             call = self._prefills.Prefill(
-                wire.prefill_job_to_wire(job), timeout=job.timeout_s, metadata=trace_metadata(job.trace_parent)
+                wire.prefill_job_to_wire(job), timeout=job.timeout_s, metadata=_trace_metadata(job.trace_parent)
             )
             self._num_exported += len(job.seeds)
             try:
@@ -161,7 +161,7 @@ class Peer(WorkerHealth):
         limit_s = self._timeouts.call_timeout_s
         calls = self._decode_calls
         try:
-            request, metadata = wire.decode_job_to_wire(job), trace_metadata(job.trace_parent)
+            request, metadata = wire.decode_job_to_wire(job), _trace_metadata(job.trace_parent)
             starting = calls.Start(request, timeout=min(job.timeout_s, limit_s), metadata=metadata)
             await self._unless_lost(starting, job.tenant)
         except DeadlineExceeded as error:
@@ -297,3 +297,8 @@ class PrefillCall:
         if event is None or event.WhichOneof("event") != expected:
             raise self._peer.loss(f"ended a call without {expected}")
         return event
+
+
+def _trace_metadata(trace_parent: str) -> tuple[tuple[str, str], ...]:
+    """Return the metadata with which a call carries a trace context; empty: there is none."""
+    return ((TRACE_PARENT_KEY, trace_parent),) if trace_parent else ()

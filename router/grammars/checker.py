@@ -48,13 +48,11 @@ class GrammarCheck(Protocol):
         ...
 
 
-async def check_grammar_of(request: GenerateRequest, grammars: GrammarCheck) -> None:
-    """Check the grammar of a new request, if it has one; that of a resumed one was checked before it was accepted.
-    Raises InvalidGrammar with the client's field, and the other errors of GrammarCheck."""
-    if request.grammar is None:
-        return
+async def check_grammar_of(request: GenerateRequest, grammar: Grammar, grammars: GrammarCheck) -> None:
+    """Check the grammar of a new request; that of a resumed one was checked before it was accepted. Raises
+    InvalidGrammar with the client's field, and the other errors of GrammarCheck."""
     try:
-        await grammars.check(request.grammar, source_of(request.caller, request.address))
+        await grammars.check(grammar, source_of(request.caller, request.address))
     except InvalidGrammar as error:
         field = request.grammar_field
         raise InvalidGrammar(f"{field}: {error.message}", param=field) from error

@@ -192,7 +192,8 @@ class Pipeline:
         live.account.enter(PhaseName.ADMIT, self._clock.now_s())
         if shown is not None:
             return shown.resolved(request, prompt_token_ids, self._model, bad_words), shown
-        await check_grammar_of(request, self._grammars)
+        if request.grammar is not None:
+            await check_grammar_of(request, request.grammar, self._grammars)
         resolved = await self._resolved(request, prompt_token_ids, bad_words)
         stream_id = secrets.token_bytes(STREAM_ID_BYTES)
         return resolved, accept(
