@@ -32,8 +32,6 @@ from cluster.serving.tls import load_tls
 from cluster.settings.config import RouterConfig, echo
 from cluster.settings.reload import SettingsReload, SettingsSource
 from router.accounts import Accounts
-from router.drain.evacuation import Evacuation
-from router.drain.operator_commands import MemberCommands, ScaleTargetView
 from router.fleet.fleet import Fleet
 from router.fleet.prefix_locator import CacheEventFollower, PrefixLocator
 from router.fleet.supervision import WorkerTimeouts
@@ -41,8 +39,9 @@ from router.grammars.checker import grammar_checker
 from router.grpc_api.service import AdminService, InferenceService, WriteTimeout
 from router.http.openai_api import build_app
 from router.http.page_endpoint import add_page
+from router.operator_commands import MemberCommands, ScaleTargetView
 from router.overview.overview import Overview, Watched, publish_effect
-from router.pipeline.migration import Migrations
+from router.pipeline.migration import Evacuation, Migrations
 from router.pipeline.pipeline import Pipeline, PipelineSettings
 from router.policies.breakers import BreakerPolicy
 from router.policies.candidates import SloTargets

@@ -21,7 +21,6 @@ from cluster.observe.telemetry import Telemetry
 from cluster.observe.trace_context import TRACE_PARENT_KEY, RequestTrace
 from cluster.protocol.field_rules import LONGEST_S
 from cluster.registry.scale_target import POOLS
-from router.drain.operator_commands import MemberCommands, OperatorCall, ScaleTargetView, target_to_wire
 from router.fleet.fleet import Fleet
 from router.grpc_api.admin_wire import (
     caller_from_wire,
@@ -38,6 +37,7 @@ from router.grpc_api.inference_wire import (
     output_to_wire,
     prompt_to_wire,
 )
+from router.operator_commands import MemberCommands, OperatorCall, ScaleTargetView, target_to_wire
 from router.overview.overview import Overview
 from router.overview.overview_wire import member_to_wire
 from router.pipeline.migration import Migrations

@@ -20,9 +20,9 @@ from cluster.messages import Role
 from cluster.observe.metrics import METRICS
 from cluster.observe.telemetry import Telemetry
 from cluster.serving.rpc_errors import error_from_rpc
-from router.drain.operator_commands import ScaleTargetView, target_to_wire
 from router.fleet.fleet import Fleet
 from router.grpc_api.admin_wire import explanation_to_wire
+from router.operator_commands import ScaleTargetView, target_to_wire
 from router.overview.history import SAMPLE_PERIOD_S, ClusterView, EventLog, History, SeenMember, Totals
 from router.overview.overview_wire import (
     RECENT_S,

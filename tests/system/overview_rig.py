@@ -3,7 +3,7 @@
 from cluster.clock import Clock, MonotonicClock
 from cluster.registry.registry import Registry
 from cluster.serving.serving import open_channel
-from router.drain.operator_commands import ScaleTargetView
+from router.operator_commands import ScaleTargetView
 from router.overview.overview import Overview, Watched
 from tests.system.router_harness import RouterUnderTest
 

@@ -13,12 +13,11 @@ from cluster.member import Capacity, Member
 from cluster.messages import LayoutFingerprint, MemberId, Role
 from cluster.observe.telemetry import Telemetry
 from cluster.serving.serving import MAX_MESSAGE_BYTES
-from router.drain.evacuation import Evacuation
 from router.fleet.fleet import Fleet
 from router.fleet.prefix_locator import CacheEventFollower, PrefixLocator
 from router.fleet.supervision import WorkerTimeouts
 from router.grammars.checker import GrammarChecker
-from router.pipeline.migration import Migrations
+from router.pipeline.migration import Evacuation, Migrations
 from router.pipeline.pipeline import Pipeline, PipelineSettings
 from router.policies.breakers import BreakerPolicy
 from router.policies.candidates import NO_TARGETS, SloTargets

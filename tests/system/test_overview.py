@@ -12,7 +12,7 @@ from cluster.clock import Clock, ManualClock
 from cluster.registry.registry import Registry
 from cluster.registry.scale_registry import ScaleTargets
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes, StepWork, TimedStep
-from router.drain.operator_commands import ScaleTargetView
+from router.operator_commands import ScaleTargetView
 from router.overview.overview import Overview
 from router.running import running
 from tandem.enum_words import REQUEST_PHASES, plain_object

@@ -12,9 +12,9 @@ from cluster.accounts.audit import Audit
 from cluster.accounts.keys import Gate
 from cluster.registry.registry import Registry
 from cluster.registry.scale_registry import ScaleTargets
-from router.drain.operator_commands import ScaleTargetView
 from router.http.openai_api import build_app
 from router.http.page_endpoint import FOLDER, add_page
+from router.operator_commands import ScaleTargetView
 from tests.system.overview_rig import overview_of
 from tests.system.router_harness import RouterUnderTest, answer_to, ask, router_under_test
 

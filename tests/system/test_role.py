@@ -11,8 +11,8 @@ import pytest
 
 from cluster.errors import InvalidRequest
 from cluster.messages import Role
-from router.drain import operator_commands
-from router.drain.operator_commands import MemberCommands
+from router import operator_commands
+from router.operator_commands import MemberCommands
 from tandem.enum_words import MEMBER_ROLES
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
 from tests.system.alert_rules import scrapes_of

@@ -18,9 +18,9 @@ from cluster.registry.scale_registry import ScaleTargets
 from cluster.serving.rpc_errors import REASON, RETRY_AFTER_S
 from cluster.serving.serving import GrpcServer, open_channel
 from router.accounts import KeyInterceptor
-from router.drain.operator_commands import MemberCommands, ScaleTargetView
 from router.grammars import compile_turns
 from router.grpc_api.service import AdminService, InferenceService, WriteTimeout, address_of
+from router.operator_commands import MemberCommands, ScaleTargetView
 from tandem.enum_words import MEMBER_ROLES
 from tandem.keepalive import KEEPALIVE_KEY
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc

@@ -3,8 +3,8 @@
 import asyncio
 from types import SimpleNamespace
 
-from router.drain.evacuation import _WorkerEvacuation
 from router.fleet.decode_events import MoveOutcome
+from router.pipeline.migration import _WorkerEvacuation
 from router.policies.work_ahead import SequenceProgress
 
 _HANDLE = 1
