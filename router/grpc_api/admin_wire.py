@@ -1,18 +1,32 @@
-"""Converts values of the router and API keys to and from the messages of the Admin service."""
+"""Converts values of the router, its overview included, and API keys to and from the messages of the Admin service."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
 from cluster.accounts.keys import Access, Caller, KeyRecord, Limits
 from cluster.accounts.usage import KeyUsage
 from cluster.errors import InvalidRequest
+from cluster.member import Member
+from router.grpc_api.inference_wire import ledger_to_wire
+from router.overview.history import Event, Sample, quantile_s
+from router.policies.breakers import BreakerState, Pair
 from router.policies.effect import Comparison, Effect
 from router.policies.placement import Candidate, Placement
 from router.policies.prediction import Prediction
 from router.request.explanations import Explanation, PlacedAttempt
 from router.request.live_requests import LiveRequest
-from tandem.enum_words import DISAGGREGATION_VERDICTS, EFFECT_BASES, KEY_ACCESSES, REQUEST_PHASES
+from tandem.enum_words import (
+    DISAGGREGATION_VERDICTS,
+    EFFECT_BASES,
+    EVENT_KINDS,
+    KEY_ACCESSES,
+    MEMBER_ROLES,
+    MEMBER_STATES,
+    REQUEST_PHASES,
+)
 from tandem.v1 import admin_pb2
+
+_MAX_BREAKERS = 100
 
 
 def live_requests_to_wire(requests: Iterable[LiveRequest], now_s: float) -> list[admin_pb2.LiveRequest]:
@@ -149,3 +163,95 @@ def caller_from_wire(record: admin_pb2.KeyRecord) -> Caller:
 
 def usage_to_wire(found: KeyUsage) -> admin_pb2.KeyUsage:
     return admin_pb2.KeyUsage(tenant=found.tenant, key_id=found.key_id, **asdict(found.usage))
+
+
+def member_to_wire(member: Member) -> admin_pb2.MemberStatus:
+    """Describe a member as the registry has it."""
+    return admin_pb2.MemberStatus(
+        member_id=member.id.id,
+        incarnation=member.id.incarnation,
+        role=MEMBER_ROLES.number(member.role),
+        state=MEMBER_STATES.number(member.state),
+        address=member.address,
+        model=member.model,
+        kv_transports=member.transports,
+        metrics_address=member.metrics_address,
+        http_address=member.http_address,
+    )
+
+
+def timelines_to_wire(requests: Iterable[Explanation], origin_s: float) -> list[admin_pb2.RequestTimeline]:
+    """`origin_s`: the Unix time at which the router's monotonic clock was 0."""
+    return [_timeline_to_wire(request, origin_s) for request in requests]
+
+
+def _timeline_to_wire(request: Explanation, origin_s: float) -> admin_pb2.RequestTimeline:
+    first_s = request.first_token_s
+    last = request.attempts[-1].placement if request.attempts else None
+    return admin_pb2.RequestTimeline(
+        request_id=request.request_id,
+        label=request.label,
+        outcome=request.outcome,
+        arrived_s=origin_s + request.began_s,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_tokens=request.num_tokens,
+        ttft_s=None if first_s is None else first_s - request.began_s,
+        itl_s=request.itl_s,
+        spans=[
+            admin_pb2.PhaseSpan(
+                phase=REQUEST_PHASES.number(span.phase), start_s=span.start_s, duration_s=span.duration_s
+            )
+            for span in request.spans
+        ],
+        ledger=ledger_to_wire(request.ledger) if request.ledger is not None else None,
+        num_placements=len(request.attempts),
+        placement_reason=last.reason if last is not None else "",
+        prefill_member=str(last.prefill or "") if last is not None else "",
+        decode_member=str(last.decode) if last is not None else "",
+    )
+
+
+def event_to_wire(event: Event) -> admin_pb2.ClusterEvent:
+    return admin_pb2.ClusterEvent(
+        at_s=event.at_s, kind=EVENT_KINDS.number(event.kind), member=event.member, text=event.text
+    )
+
+
+def sample_to_wire(sample: Sample) -> admin_pb2.RateSample:
+    return admin_pb2.RateSample(
+        at_s=sample.at_s,
+        period_s=sample.period_s,
+        num_ended=sample.num_ended,
+        num_failed=sample.num_failed,
+        num_prompt_tokens=sample.num_prompt_tokens,
+        num_tokens=sample.num_tokens,
+        num_live=sample.num_live,
+        ttft_p50_s=sample.ttft_s[0] if sample.ttft_s else None,
+        ttft_p99_s=sample.ttft_s[1] if sample.ttft_s else None,
+        itl_p50_s=sample.itl_s[0] if sample.itl_s else None,
+        itl_p99_s=sample.itl_s[1] if sample.itl_s else None,
+    )
+
+
+def latencies_to_wire(
+    bounds_s: Sequence[float], latencies: Mapping[str, Sequence[int]]
+) -> list[admin_pb2.LatencyHistogram]:
+    return [
+        admin_pb2.LatencyHistogram(
+            name=name,
+            bounds_s=bounds_s,
+            counts=counts,
+            p50_s=quantile_s(bounds_s, counts, 0.5),
+            p90_s=quantile_s(bounds_s, counts, 0.9),
+            p99_s=quantile_s(bounds_s, counts, 0.99),
+        )
+        for name, counts in latencies.items()
+    ]
+
+
+def breakers_to_wire(failing: Mapping[Pair, BreakerState]) -> list[admin_pb2.PairBreaker]:
+    pairs = sorted(failing.items())[:_MAX_BREAKERS]
+    return [
+        admin_pb2.PairBreaker(exporter=str(exporter), importer=str(importer), state=state)
+        for (exporter, importer), state in pairs
+    ]

@@ -26,6 +26,7 @@ from router.grpc_api.admin_wire import (
     caller_from_wire,
     comparison_to_wire,
     live_requests_to_wire,
+    member_to_wire,
     record_to_wire,
     usage_to_wire,
 )
@@ -39,7 +40,6 @@ from router.grpc_api.inference_wire import (
 )
 from router.operator_commands import MemberCommands, OperatorCall, ScaleTargetView, target_to_wire
 from router.overview.overview import Overview
-from router.overview.overview_wire import member_to_wire
 from router.pipeline.migration import Migrations
 from router.pipeline.pipeline import Pipeline
 from router.request.divided_answers import ChatSettings

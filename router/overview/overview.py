@@ -14,25 +14,25 @@ from typing import TypeAlias
 import grpc
 
 from cluster.clock import Clock
-from cluster.errors import NotFound
+from cluster.errors import NotFound, TandemError
 from cluster.member import Member, MemberState
 from cluster.messages import Role
 from cluster.observe.metrics import METRICS
 from cluster.observe.telemetry import Telemetry
+from cluster.protocol.report_wire import link_speeds_to_wire
 from cluster.serving.rpc_errors import error_from_rpc
 from router.fleet.fleet import Fleet
-from router.grpc_api.admin_wire import explanation_to_wire
-from router.operator_commands import ScaleTargetView, target_to_wire
-from router.overview.history import SAMPLE_PERIOD_S, ClusterView, EventLog, History, SeenMember, Totals
-from router.overview.overview_wire import (
-    RECENT_S,
-    MemberStatuses,
+from router.grpc_api.admin_wire import (
     breakers_to_wire,
     event_to_wire,
+    explanation_to_wire,
     latencies_to_wire,
+    member_to_wire,
     sample_to_wire,
     timelines_to_wire,
 )
+from router.operator_commands import ScaleTargetView, target_to_wire
+from router.overview.history import SAMPLE_PERIOD_S, ClusterView, EventLog, History, SeenMember, Totals
 from router.overview.slowness import Slowdown, full_pools, slow_links, slowdowns
 from router.pipeline.worker_choice import PairHealth
 from router.policies.effect import NO_EFFECT, Comparison
@@ -41,11 +41,13 @@ from router.request.live_requests import LiveRequests
 from tandem.enum_words import MEMBER_ROLES
 from tandem.v1 import admin_pb2, admin_pb2_grpc
 
+_RECENT_S = 0.9  # callers share what is not older
 MAX_LIVE_SHOWN = 30
 MAX_ENDED_SHOWN = 200  # to a caller that has seen none
 _MAX_NEW_SHOWN = 30  # at each poll: each request shown costs the router 0.14 ms (benchmarks/results/observed.md)
 _MAX_OTHERS = 16  # routers
 _OTHER_S = 2.0  # for the answer of another router
+_WORKER_TIMEOUT_S = 1.0  # an overview does not wait longer for a worker that does not answer
 _VIEW_PERIOD_S = 1.0
 _LATENCY_METRICS = {"ttft": "tandem_ttft_seconds", "itl": "tandem_inter_token_seconds", "e2e": "tandem_request_seconds"}
 _NO_FAILURE = ("ok", "cancelled")
@@ -72,7 +74,7 @@ class Watched:
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """The router as callers that poll see it for `RECENT_S`, and the answers that were made from it. They get the same
+    """The router as callers that poll see it for `_RECENT_S`, and the answers that were made from it. They get the same
     positions from it, so that they soon ask the same and share an answer."""
 
     at_s: float  # by the clock of the live requests
@@ -117,7 +119,7 @@ class Overview:
     async def of_cluster(self, request: admin_pb2.OverviewRequest, metadata: Metadata) -> admin_pb2.OverviewResponse:
         """Return the overview of all routers, this one's first. `metadata` has the caller's API key, for the others.
         A router that does not answer is listed with the reason. A first look shows the routers as they are now, so that
-        a request that has just ended is in it. What a caller that polls gets is at most `RECENT_S` old, and shared by
+        a request that has just ended is in it. What a caller that polls gets is at most `_RECENT_S` old, and shared by
         callers with the same request and key: it must not be changed."""
         snapshot = self._recent() if request.seen else self._now()
         question = request.SerializeToString(deterministic=True), tuple(metadata)
@@ -153,8 +155,8 @@ class Overview:
             raise error
 
     def _recent(self) -> _Snapshot:
-        """Return a snapshot that is at most `RECENT_S` old."""
-        if self._snapshot is not None and self._clock.now_s() - self._snapshot.at_s < RECENT_S:
+        """Return a snapshot that is at most `_RECENT_S` old."""
+        if self._snapshot is not None and self._clock.now_s() - self._snapshot.at_s < _RECENT_S:
             return self._snapshot
         return self._now()
 
@@ -313,3 +315,43 @@ def publish_effect(comparison: Comparison, telemetry: Telemetry) -> None:
         for bound, value in (("mean", effect.mean_s), ("low", effect.low_s), ("high", effect.high_s)):
             telemetry.gauge("tandem_disaggregation_ttft_effect_seconds", value, basis=effect.basis, bound=bound)
         telemetry.gauge("tandem_disaggregation_trials", effect.num_requests, basis=effect.basis)
+
+
+class MemberStatuses:
+    """The statuses of all members."""
+
+    def __init__(self, fleet: Fleet, now_s: Callable[[], float]) -> None:
+        """`now_s`: a monotonic clock."""
+        self._fleet, self._now_s = fleet, now_s
+        self._asked: asyncio.Task[list[admin_pb2.MemberStatus]] | None = None
+        self._asked_s = 0.0
+
+    async def fresh(self, timeout_s: float | None = None) -> list[admin_pb2.MemberStatus]:
+        """Ask every worker now, for `timeout_s` at most. One that does not answer is listed without figures, with the
+        time since it last answered."""
+        return await asyncio.gather(*(self._status(member, timeout_s) for member in self._fleet.members()))
+
+    async def recent(self) -> list[admin_pb2.MemberStatus]:
+        """Return statuses that are at most a second old. All callers of that time share one question to each worker."""
+        now_s = self._now_s()
+        if self._asked is None or (self._asked.done() and now_s - self._asked_s >= _RECENT_S):
+            self._asked, self._asked_s = asyncio.create_task(self.fresh(_WORKER_TIMEOUT_S)), now_s
+        return await asyncio.shield(self._asked)
+
+    async def _status(self, member: Member, timeout_s: float | None) -> admin_pb2.MemberStatus:
+        figures: dict[str, float] = {}
+        last_seen_s = 0.0
+        peer = self._fleet.peer(member.id)
+        if peer is not None:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    inspected = await peer.inspect()
+                figures = dict(inspected.figures) | {f"blocks_{k}": float(v) for k, v in inspected.blocks.items()}
+            except (TandemError, TimeoutError):
+                last_seen_s = peer.silent_s
+                figures = {"step_s": peer.stream.heartbeat.step_s}
+        status = member_to_wire(member)
+        status.last_seen_s = last_seen_s
+        status.figures.update(figures)
+        status.links.extend(link_speeds_to_wire(self._fleet.links(member.id)))
+        return status
