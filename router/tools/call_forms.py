@@ -1,6 +1,6 @@
 """The form in which each family of models writes calls, as parts of a grammar. formats.py reads the same forms.
 
-Some formats write arguments one by one between tags. The types in the schema decide how `arguments.py` converts such a
+Some formats write arguments one by one between tags. The types in the schema decide how `tagged.py` converts such a
 value: if they include text, every text that the schema admits is written as it is; otherwise the value is JSON.
 
 Sources: the templates that tagged.py and marked.py name.
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.errors import InvalidGrammar
-from router.tools.arguments import schema_types
 from router.tools.lark import Lark
+from router.tools.tagged import schema_types
 
 _DEFINITIONS = ("$defs", "definitions")
 _ANNOTATIONS = {

@@ -26,8 +26,18 @@ from router.tools.marked import (
     mistral,
 )
 from router.tools.source import NoSuchForm, Piece, Source, TextEnded, Waiting
-from router.tools.tagged import Tools, coder_beginnings, glm45, glm_beginnings, hermes, qwen3_coder
-from router.tools.thinking import BRACKET_THINK, THINK, Tags, thinking
+from router.tools.tagged import (
+    BRACKET_THINK,
+    THINK,
+    Tags,
+    Tools,
+    coder_beginnings,
+    glm45,
+    glm_beginnings,
+    hermes,
+    qwen3_coder,
+    thinking,
+)
 
 _TAG_MARKERS = ("<tool_call>", "</tool_call>")
 _GLM_MARKERS = (*_TAG_MARKERS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
