@@ -123,7 +123,7 @@ def _sequence(number: int, sampling: Sampling) -> Sequence:
 
 def _without_features(step: Callable[[], float]) -> float:
     """Compute a step without the code of logit rules, grammars and scored prompts."""
-    without_rows = mock.patch.multiple(sampler, adjusted_rows=_none, masked_rows=_none)
+    without_rows = mock.patch.object(sampler, "_changed_rows", _no_rows)
     plain_start = mock.patch.object(ModelRunner, "start", _plain_start)
     with mock.patch.object(chunks, "_samples", _plain_samples), without_rows, plain_start:
         return step()
@@ -142,8 +142,8 @@ def _plain_samples(sequence: Sequence, draft_tokens: tuple[int, ...]) -> tuple[S
     return tuple(Sample(choice.seed, known, job.sampling, banned) for _, choice in sequence.choices)
 
 
-def _none(*_: object) -> None:
-    return None
+def _no_rows(*_: object) -> tuple[None, None]:
+    return None, None
 
 
 def _pairs(

@@ -108,7 +108,8 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self, request: worker_pb2.StartRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> worker_pb2.StartResponse:
         job = wire.decode_job_from_wire(request)
-        await self._grammars.prepare(job.grammar)
+        if job.grammar is not None:
+            await self._grammars.prepare(job.grammar)
         job = self._checked(job)
         if self._spans is not None:
             job = replace(job, trace_parent=trace_parent_of(context.invocation_metadata()))

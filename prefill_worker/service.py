@@ -153,7 +153,8 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         self, request: worker_pb2.PrefillRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> AsyncIterator[worker_pb2.PrefillEvent]:
         job = wire.prefill_job_from_wire(request)
-        await self._grammars.prepare(job.grammar)
+        if job.grammar is not None:
+            await self._grammars.prepare(job.grammar)
         job = self._checked(job)
         ticket_id = secrets.token_bytes(16)
         call = self._open(ticket_id, job)
@@ -162,7 +163,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
             reads_caches = job.num_prompt_logprobs is None
             if self._tiers is not None and chain is not None and reads_caches:
                 await _unless_ended(call, self._tiers.fetch(job, chain))
-            pulls = self._pulls if reads_caches else None
+            pulls = self._pulls if reads_caches and job.prefix_sources else None
             num_pulled = 0 if pulls is None else await _unless_ended(call, pulls.pull(job))
             self._steps.post(commands.AdmitExport(ticket_id, job))
             # Shielded: cancelling this wait must not cancel the future, which would look like the attempt's end.

@@ -139,8 +139,9 @@ def panels_for(kernels: ctypes.CDLL, decoder: Decoder) -> torch.Tensor:
 
 @contextlib.contextmanager
 def populated(panels: torch.Tensor) -> Iterator[None]:
-    """Have another thread allocate the pages meanwhile, the first ones first: the system has to find and zero them, and
-    on a virtual machine the host as well, which takes longer than packing."""
+    """Let another thread allocate the pages of `panels`, in ascending order, while the caller packs weights into them.
+    The kernel has to find and zero each page, and on a virtual machine the host as well, which takes longer than
+    packing."""
     is_over = threading.Event()
     thread = threading.Thread(target=_populate, args=(panels, is_over), name="populate-panels", daemon=True)
     thread.start()

@@ -48,10 +48,10 @@ class CompiledGrammars:
             self._engine = GrammarEngine.load(self._folder)
         return self._engine
 
-    async def prepare(self, grammar: Grammar | None) -> None:
+    async def prepare(self, grammar: Grammar) -> None:
         """Compile the grammar of a job that will be admitted, on another thread. Raises ConfigError, InvalidGrammar,
         NoGrammarWorker."""
-        if grammar is not None and grammar.digest not in self._compiled:
+        if grammar.digest not in self._compiled:
             await asyncio.to_thread(self.matcher, grammar)
 
     def matcher(self, grammar: Grammar) -> Matcher:
@@ -90,20 +90,15 @@ class _Work:
 
 @dataclass(frozen=True, slots=True)
 class PendingMasks:
-    """The masks of one step while they are computed; nothing if no row of it has a grammar."""
+    """The masks of one step while they are computed."""
 
-    work: tuple[_Work, ...] = ()
-    computing: "Future[None] | None" = None
+    work: tuple[_Work, ...]
+    computing: "Future[None]"
 
     def wait(self) -> Mapping[int, GrammarRejected]:
         """Wait for the masks, which the states then hold. Return the refused chunks, by their place in the plan."""
-        if self.computing is None:
-            return {}
         self.computing.result()
         return {work.place: work.state.refusal for work in self.work if work.state.refusal is not None}
-
-
-NO_MASKS = PendingMasks()
 
 
 @dataclass(slots=True, eq=False)
@@ -114,12 +109,13 @@ class StepMasks:
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "grammar masks"))
 
     def begin(self, plan: StepPlan) -> PendingMasks:
+        """Begin with the masks of a step in which a sequence has a grammar."""
         work = tuple(
             _Work(place, state, chunk.samples[-1].draft_tokens)
             for place, chunk in enumerate(plan.chunks)
             if chunk.samples and (state := chunk.samples[0].grammar_state) is not None
         )
-        return PendingMasks(work, self._thread.submit(self._compute, work)) if work else NO_MASKS
+        return PendingMasks(work, self._thread.submit(self._compute, work))
 
     @torch.inference_mode()
     def _compute(self, work: tuple[_Work, ...]) -> None:

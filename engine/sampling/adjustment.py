@@ -36,12 +36,10 @@ class AdjustedRows:
         return logits.to(self.logits.dtype).index_copy(0, index, self.logits)
 
 
-def adjusted_rows(logits: torch.Tensor, samples: Sequence[Sample]) -> AdjustedRows | None:
-    """Return the rows of `logits`, `[rows, vocab]`, that their samples change; None if no sample changes any. The given
-    logits stay as they are."""
+def adjusted_rows(logits: torch.Tensor, samples: Sequence[Sample]) -> AdjustedRows:
+    """Return the rows of `logits`, `[rows, vocab]`, that their samples change, at least one. The given logits stay as
+    they are."""
     rows = [row for row, sample in enumerate(samples) if sample.logit_state is not None]
-    if not rows:
-        return None
     index = to_device(torch.tensor(rows), logits.device)
     ours = logits.index_select(0, index)
     ours = ours if ours.dtype == torch.float64 else ours.float()

@@ -111,6 +111,11 @@ class StepPlan:
     announces: bool = False  # it seals blocks that importers may read before the step's tokens are computed
     scored: tuple[ScoredTokens, ...] = ()
 
+    @property
+    def has_grammar(self) -> bool:
+        """Return whether the token of a sequence must follow a grammar."""
+        return any(chunk.samples and chunk.samples[0].grammar_state is not None for chunk in self.chunks)
+
 
 @dataclass(frozen=True, slots=True)
 class DrawnToken:

@@ -16,7 +16,7 @@ import torch
 from cluster.errors import GrammarRejected
 from cluster.messages import PromptLogprobs
 from engine.batch import PackedBatch, pack, to_device, to_host
-from engine.grammar.compiled_grammars import NO_MASKS, PendingMasks, StepMasks
+from engine.grammar.compiled_grammars import PendingMasks, StepMasks
 from engine.kv.pool import KvPool
 from engine.scheduling.step import Chunk, DrawnToken, ScoredTokens, StepPlan, StepResult
 from engine.steps.forward import Forward
@@ -138,7 +138,7 @@ class ModelRunner:
         """Launch the step: on a CPU compute it, on a GPU enqueue it without waiting."""
         masks = self._begin_masks(plan)
         logits, scores = self._scored_logits(plan) if plan.scored else (self.logits(plan), NO_SCORES)
-        refused = masks.wait()
+        refused = masks.wait() if masks is not None else {}
         draws = StepDraws(logits, plan, self.compiled_draw)
         can_feed = self.feeds and draws.is_whole
         self._newest = StartedStep(self, plan, draws, scores, self._mark(), refused, can_feed=can_feed)
@@ -158,8 +158,9 @@ class ModelRunner:
         draft_tokens = self.drafts.draft(plan, tokens) if self.drafts is not None else ()
         return StepResult(tokens, draft_tokens, redrawn, refused=started.refused, scored=started.scores.read())
 
-    def _begin_masks(self, plan: StepPlan) -> PendingMasks:
-        return self.masks.begin(plan) if self.masks is not None else NO_MASKS
+    def _begin_masks(self, plan: StepPlan) -> PendingMasks | None:
+        """Begin to compute what grammars allow; None: no sequence of the step has a grammar."""
+        return self.masks.begin(plan) if self.masks is not None and plan.has_grammar else None
 
     def _take_back(self, started: "StartedStep") -> tuple[int, ...]:
         """Zero the KV that the next step computed from tokens that were drawn again. Return the indices of these

@@ -71,8 +71,7 @@ class Draw:
         self.redrawn: list[int] = []  # rows whose token, once read, is not the one in `token_ids`
         can_be_short = any(_can_be_short(sample.sampling, logits.shape[1]) for sample in samples)
         self._logits = logits = logits.clone() if can_be_short and logits.device.type != "cpu" else logits
-        adjusted = adjusted_rows(logits, samples)
-        masked = masked_rows(samples)
+        adjusted, masked = _changed_rows(logits, samples)
         token_ids = compiled(logits, samples, adjusted, masked) if compiled is not None else None
         if token_ids is not None:
             self._host: Sequence[torch.Tensor] = (token_ids,)
@@ -174,6 +173,13 @@ def _rows_and_samples(plan: StepPlan) -> Iterator[tuple[int, Sample]]:
         for place, sample in enumerate(chunk.samples):
             yield (row + place if chunk.num_draft_tokens else row), sample
         row += len(chunk.samples) if chunk.num_draft_tokens else bool(chunk.samples)
+
+
+def _changed_rows(logits: torch.Tensor, samples: Sequence[Sample]) -> tuple[AdjustedRows | None, MaskedRows | None]:
+    """Return the rows that logit rules change and those that grammars mask; None where no sample has either."""
+    has_rules = any(sample.logit_state is not None for sample in samples)
+    has_grammar = any(sample.grammar_state is not None for sample in samples)
+    return adjusted_rows(logits, samples) if has_rules else None, masked_rows(samples) if has_grammar else None
 
 
 def _can_be_short(sampling: Sampling, vocab_size: int) -> bool:

@@ -22,6 +22,7 @@ from engine.decoders.layer_parts import NotCompiled
 from engine.sampling.adjustment import adjusted_rows
 from engine.sampling.logit_state import LogitState
 from engine.scheduling.step import Sample
+from engine.steps import sampler
 from engine.steps.sampler import draw
 
 VOCAB = 40
@@ -55,9 +56,7 @@ def sample_of(rules: LogitRules, tokens: Sequence[int], num_prompt: int, draft_t
 
 
 def adjusted(logits: torch.Tensor, *samples: Sample) -> torch.Tensor:
-    rows = adjusted_rows(logits, samples)
-    assert rows is not None
-    return rows.in_place_of(logits)
+    return adjusted_rows(logits, samples).in_place_of(logits)
 
 
 def by_transformers(rules: LogitRules, tokens: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
@@ -208,8 +207,11 @@ def test_log_probabilities_are_those_of_the_logits_without_rules(compiled: Compi
     assert drawn.logprobs.logprob == pytest.approx(float(logits.log_softmax(-1)[0, 3]))
 
 
-def test_a_step_without_rules_computes_no_rows() -> None:
-    assert adjusted_rows(torch.zeros(2, VOCAB), [Sample(1, 2, Sampling(1.0))] * 2) is None
+def test_a_step_without_rules_computes_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sampler, "adjusted_rows")
+    monkeypatch.delattr(sampler, "masked_rows")
+
+    assert len(draw(torch.zeros(2, VOCAB), [Sample(1, 2, Sampling(1.0))] * 2)) == 2
 
 
 @pytest.mark.cuda

@@ -51,7 +51,7 @@ class StandInRunner:
                 self._write(chunk.block_ids, position, token_id)
         if plan.announces and self.on_written is not None:
             self.on_written()
-        refused = self.masks.begin(plan).wait() if self.masks is not None else {}
+        refused = self.masks.begin(plan).wait() if self.masks is not None and plan.has_grammar else {}
         scored = tuple(self._score(plan.chunks[each.chunk].block_ids, each) for each in plan.scored)
         return StepResult(tuple(map(self._draw, plan.chunks)), refused=refused, scored=scored)
 
