@@ -100,14 +100,8 @@ class RouterUnderTest:
             traces=traces,
         )
         index = PrefixIndex()
-        self.fleet = Fleet(
-            router=self.member,
-            membership=self.membership,
-            connect=connect,
-            timeouts=WorkerTimeouts(heartbeat_timeout_s=silence_s, recovery_timeout_s=grace_s, absence_s=absence_s),
-            telemetry=self.telemetry,
-            follow_cache_events=CacheEventFollower(index).follow,
-        )
+        timeouts = WorkerTimeouts(heartbeat_timeout_s=silence_s, recovery_timeout_s=grace_s, absence_s=absence_s)
+        self.fleet = self._new_fleet(index, timeouts)
         chooser = policy(placement, targets, random.random, explore)
         self.migrations = Migrations(
             router=self.member.id,
@@ -125,6 +119,16 @@ class RouterUnderTest:
             messages=MessageLimits(max_message_bytes, MAX_MESSAGE_BYTES),
         )
         self.pipeline = self._new_pipeline(chooser, PrefixLocator(self.fleet, index, b"key"), settings, wall_clock)
+
+    def _new_fleet(self, index: PrefixIndex, timeouts: WorkerTimeouts) -> Fleet:
+        return Fleet(
+            router=self.member,
+            membership=self.membership,
+            connect=connect,
+            timeouts=timeouts,
+            telemetry=self.telemetry,
+            follow_cache_events=CacheEventFollower(index).follow,
+        )
 
     def _new_pipeline(
         self, chooser: Policy, prefixes: PrefixLocator, settings: PipelineSettings, wall_clock: Callable[[], float]

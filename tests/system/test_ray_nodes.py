@@ -42,42 +42,33 @@ async def test_no_request_is_lost_while_nodes_and_workers_come_and_go(
     up = Up(tmp_path, *arguments)
     monkeypatch.setenv("XDG_RUNTIME_DIR", up.environment["XDG_RUNTIME_DIR"])
 
-    async def scale(size: int) -> None:
-        assert await asyncio.to_thread(main, ["scale", f"decode={size}"]) == 0
-
-    async def decoders(count: int) -> dict[str, int]:
-        async def look() -> dict[str, int]:
-            return nodes.members(1) | nodes.members(2)
-
-        return await until(look, lambda found: len(found) == count, what=f"{count} decode workers", deadline_s=100.0)
-
     try:
         address = up.until("ready http=").split("grpc=")[1].strip()
         assert set(nodes.members(0)) == {"prefill-0"}
-        assert set(await decoders(1)) == {"decode-0"}
+        assert set(await _decoders(nodes, 1)) == {"decode-0"}
         async with load(address, _NUM_CLIENTS) as asked:
-            await scale(3)
-            assert len(await decoders(3)) == 3
+            await _scale(3)
+            assert len(await _decoders(nodes, 3)) == 3
             await asked.more(20)
-            await scale(1)
-            await decoders(1)
+            await _scale(1)
+            await _decoders(nodes, 1)
             await asked.more(20)
             assert asked.lost == [], "1, 3 and 1 workers"
 
-            (decoder,) = await decoders(1)
-            os.kill((await decoders(1))[decoder], signal.SIGKILL)
+            (decoder,) = await _decoders(nodes, 1)
+            os.kill((await _decoders(nodes, 1))[decoder], signal.SIGKILL)
             await asked.more(20)
             assert asked.lost == [], "a worker was killed"
 
-            await scale(2)
+            await _scale(2)
             killed = nodes.node_of(decoder)
             nodes.kill(killed)
             nodes.nodes[killed] = nodes.add(killed)
-            await decoders(2)
+            await _decoders(nodes, 2)
             await asked.more(20)
             assert asked.lost == [], "a node was killed"
 
-            drained = nodes.node_of(next(iter(await decoders(2))))
+            drained = nodes.node_of(next(iter(await _decoders(nodes, 2))))
             nodes.drain(drained, within_s=60.0)
             await until(
                 lambda: _members_of(nodes, drained), lambda found: not found, what="no worker", deadline_s=_DEADLINE_S
@@ -88,8 +79,8 @@ async def test_no_request_is_lost_while_nodes_and_workers_come_and_go(
             nodes.stop_head()
             await asked.more(20)
             nodes.start_head()
-            await scale(3)
-            await scale(1)
+            await _scale(3)
+            await _scale(1)
             await asked.more(20)
             assert asked.lost == [], "Ray's head was restarted"
             print(f"requests served: {asked.num_served}, lost: {len(asked.lost)}")
@@ -98,6 +89,17 @@ async def test_no_request_is_lost_while_nodes_and_workers_come_and_go(
         status = up.end()
     assert status == 0
     assert [nodes.members(number) for number in range(2)] == [{}, {}]
+
+
+async def _scale(size: int) -> None:
+    assert await asyncio.to_thread(main, ["scale", f"decode={size}"]) == 0
+
+
+async def _decoders(nodes: RayNodes, count: int) -> dict[str, int]:
+    async def look() -> dict[str, int]:
+        return nodes.members(1) | nodes.members(2)
+
+    return await until(look, lambda found: len(found) == count, what=f"{count} decode workers", deadline_s=100.0)
 
 
 async def _members_of(nodes: RayNodes, number: int) -> dict[str, int]:
