@@ -130,7 +130,7 @@ class SharedUse:
         self._router, self._clock = router, clock
 
     async def run(self) -> None:
-        """Share and store until cancelled."""
+        """Exchange the use of tenants with the other routers, and store it, until cancelled."""
         while True:
             try:
                 await self.share()

@@ -58,8 +58,8 @@ class FrameChannel:
         return None if self._connection is None or self._connection.lost.done() else self._connection
 
     async def offer(self, port: int, callee: str) -> None:
-        """Keep a connection to this port of `callee` ("id@incarnation") from now on; port 0: there is none. Returns
-        when the first attempt is over, but waits for `_FIRST_S` at most."""
+        """Keep a connection to this port of `callee` ("id@incarnation") from now on; port 0: keep none. Returns when
+        the first attempt to connect is over, after at most `_FIRST_S`."""
         if (port, callee) == self._offered:
             return
         self.close()

@@ -28,7 +28,7 @@ from deploy.ray.member_host import HostView, MemberHost
 from deploy.ray.placement import ActorPlacement, NodeNeeds
 
 _VIEW_S = 30.0  # an unchanged view returns after this time
-_PATIENCE_S = 2.0  # until the reason for which an actor does not answer is looked up
+_LOOK_UP_AFTER_S = 2.0  # without an answer of an actor, the reason is looked up
 _FIRST_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 15.0
 _NODES_PERIOD_S = 1.0
@@ -206,7 +206,7 @@ class RayWorkers:
         seen: HostView | None = None
         while True:
             asked: asyncio.Future[HostView] = _answer(actor.view.remote(seen, _VIEW_S))
-            if kept.view is None and not (await asyncio.wait({asked}, timeout=_PATIENCE_S))[0]:
+            if kept.view is None and not (await asyncio.wait({asked}, timeout=_LOOK_UP_AFTER_S))[0]:
                 await self._say_why_waiting(kept)
             seen = await asked
             self._set(kept, seen, seen.refusal or seen.problem)

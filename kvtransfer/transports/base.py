@@ -91,7 +91,8 @@ class DigestingChannel(ABC):
     async def read_digested(
         self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int], seed: bytes
     ) -> tuple[bytes, ...]:
-        """Do what `read` does, and return the digests of the bytes that were written. `seed`: of the coefficients."""
+        """Do what `read` does, and return the digests of the bytes that were written. `seed`: of the digest's
+        coefficients."""
 
 
 class ImporterTransport(Protocol):

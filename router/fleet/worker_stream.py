@@ -143,8 +143,8 @@ class WorkerStream:
         return self._owners[handle].all_progress[handle].size
 
     def batch(self, others: SequenceWork, now_s: float) -> SequenceBatch:
-        """Return the sequences at the worker, those of other routers too. Tokens of the last `_WORK_AGE_S` may be
-        missing, so that not every placement looks at every sequence of the cluster."""
+        """Return the sequences at the worker, those of other routers too. This router's are summed at most every
+        `_WORK_AGE_S`, because a sum for each placement would look at every sequence of the cluster."""
         if self._work is None or now_s > self._work_s + _WORK_AGE_S:
             self._work = work_of(owner.all_progress[handle] for handle, owner in self._owners.items())
             self._work_s = now_s

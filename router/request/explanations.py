@@ -43,7 +43,7 @@ def is_named(name: str, request_id: str, label: str, trace_id: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PlacedAttempt:
-    """A placed attempt of a request, or a hedge."""
+    """The placement of one attempt of a request, or of a hedge."""
 
     placement: Placement
     at_s: float  # when it was placed, by the router's monotonic clock

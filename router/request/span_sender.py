@@ -63,7 +63,7 @@ class SpanSender:
         )
 
     async def close(self) -> None:
-        """Send the queued spans, for a short time."""
+        """Send the queued spans. Drops those that the receiver does not accept within two seconds."""
         await self._export.close()
 
 

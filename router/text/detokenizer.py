@@ -181,8 +181,8 @@ class Vocabulary:
         return self._text([SETTLED_TOKEN, token]).removeprefix(self._text([SETTLED_TOKEN])).encode()
 
     def byte_level_bytes(self, token_id: int, token: str) -> bytes:
-        """Return a byte-level token's bytes: its letters stand for bytes, unless one of them is not in that
-        alphabet."""
+        """Return the bytes of a token of a byte-level vocabulary, in which each letter stands for one byte. A token
+        with another letter is encoded as UTF-8."""
         known = self._bytes.get(token_id)
         if known is None:
             letters = self._byte_of_letter

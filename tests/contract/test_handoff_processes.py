@@ -99,7 +99,7 @@ async def _reason(importing: asyncio.Task[ImportedBlocks]) -> HandOffReason:
     return caught.value.handoff_reason
 
 
-async def test_an_exporter_that_is_stopped_and_then_killed_in_mid_transfer() -> None:
+async def test_importers_fail_when_their_exporter_is_stopped_and_killed_in_mid_transfer() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         async with exporter_process(temporary) as (process, (tcp_ticket, shm_ticket)):
             await _stop_and_kill(process, tcp_ticket, shm_ticket)

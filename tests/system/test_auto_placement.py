@@ -154,7 +154,7 @@ async def test_a_target_of_the_client_that_cannot_be_kept_refuses_under_every_po
         assert len(answer.token_ids[0]) == 8
 
 
-async def test_a_target_is_refused_until_the_prompt_ahead_will_have_been_computed() -> None:
+async def test_a_request_is_refused_while_a_prompt_before_it_makes_it_miss_its_target() -> None:
     async with router_under_test(placement="auto") as router:
         (prefill,), (decode,) = await _pool(router, 1, 1)
         decode.service_times = replace(TIMES, prefill=PrefillTimes(0.0, 10.0, 0.0, 0.0))  # never alone

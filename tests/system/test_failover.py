@@ -192,7 +192,7 @@ async def test_every_worker_may_die_in_turn() -> None:
         assert answer.summary.ledger.reasons == ("decode_worker_lost",) * 5
 
 
-async def test_a_lapsed_lease_stops_new_work_and_ends_nothing() -> None:
+async def test_a_worker_whose_registration_expired_finishes_its_sequences_and_gets_no_new_ones() -> None:
     async with router_under_test() as router:
         await router.add_prefill("p0")
         decode = await router.add_decode("d0")

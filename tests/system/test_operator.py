@@ -168,7 +168,7 @@ async def test_errors_old_versions_and_cut_watches_only_delay_it(fake: FakeApiSe
         (SCALED_OBJECTS, {"scaleTargetRef": {"name": "tandem-prefill"}}, "ScaledObject x sets .* tandem-prefill"),
     ],
 )
-async def test_it_refuses_to_start_where_an_autoscaler_owns_a_pool(
+async def test_the_operator_refuses_to_start_where_an_autoscaler_owns_a_pool(
     fake: FakeApiServer, registry: Registry, path: str, spec: dict[str, object], says: str
 ) -> None:
     fake.add(path, "x", spec)
@@ -177,7 +177,7 @@ async def test_it_refuses_to_start_where_an_autoscaler_owns_a_pool(
     assert await ScaleTargets(registry).read() is None, "it has not become the follower"
 
 
-async def test_it_ends_when_an_autoscaler_takes_a_pool(fake: FakeApiServer, registry: Registry) -> None:
+async def test_the_operator_ends_when_an_autoscaler_claims_a_pool(fake: FakeApiServer, registry: Registry) -> None:
     running = asyncio.create_task(follower(fake, registry).run())
     await reached(ScaleTargets(registry), running)
     fake.add(AUTOSCALERS, "other", {"scaleTargetRef": {"kind": "StatefulSet", "name": "tandem-decode"}})
@@ -187,7 +187,9 @@ async def test_it_ends_when_an_autoscaler_takes_a_pool(fake: FakeApiServer, regi
         await asyncio.wait_for(running, _DEADLINE_S)
 
 
-async def test_it_refuses_to_start_where_another_process_follows(fake: FakeApiServer, registry: Registry) -> None:
+async def test_the_operator_refuses_to_start_where_another_process_follows_the_target(
+    fake: FakeApiServer, registry: Registry
+) -> None:
     other = Following(registry, "tandem up on a laptop", ScaleTarget(1, 1))
     assert await other.report(1) == ""
     with pytest.raises(ConfigError, match="tandem up on a laptop follows the scale target"):

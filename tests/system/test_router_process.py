@@ -85,7 +85,7 @@ async def test_sigterm_finishes_what_is_live_refuses_the_rest_and_exits_0(
     await registry.close()
 
 
-async def test_the_operators_lengths_bind_both_interfaces(redis_url: str, cluster_name: str) -> None:
+async def test_length_limits_of_the_router_apply_to_grpc_and_http(redis_url: str, cluster_name: str) -> None:
     flags = ("--max-input-length", "5", "--max-output-length", "7")
     async with AsyncExitStack() as stack:
         _, addresses = await stack.enter_async_context(_router(redis_url, cluster_name, *flags))

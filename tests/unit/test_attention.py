@@ -147,14 +147,14 @@ def backend(name: str) -> AttentionBackend:
 
 @pytest.mark.parametrize("name", ["sdpa", "gather"])
 @pytest.mark.parametrize("options", list(OPTIONS))
-def test_every_option_on_cpu(name: str, options: str) -> None:
+def test_attention_on_a_cpu_is_right_with_every_option(name: str, options: str) -> None:
     hold_equal(backend(name), make_case(SHAPES["grouped"], OPTIONS[options], "float32", "cpu"), "float32")
 
 
 @pytest.mark.parametrize("name", ["sdpa", "gather"])
 @pytest.mark.parametrize("shape", list(SHAPES))
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_every_shape_and_dtype_on_cpu(name: str, shape: str, dtype: str) -> None:
+def test_attention_on_a_cpu_is_right_for_every_shape_and_dtype(name: str, shape: str, dtype: str) -> None:
     hold_equal(backend(name), make_case(SHAPES[shape], OPTIONS["window"], dtype, "cpu"), dtype)
 
 
@@ -188,7 +188,7 @@ def test_queries_attend_alike_in_groups_of_any_size(
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 16, 128])
-def test_any_block_size_on_cpu(block_size: int) -> None:
+def test_attention_on_a_cpu_is_right_for_any_block_size(block_size: int) -> None:
     case = make_case(SHAPES["grouped"], OPTIONS["window"], "float32", "cpu", block_size)
     hold_equal(backend("sdpa"), case, "float32")
     hold_equal(backend("gather"), case, "float32")
@@ -197,14 +197,14 @@ def test_any_block_size_on_cpu(block_size: int) -> None:
 @pytest.mark.parametrize("name", ["sdpa", "gather"])
 @pytest.mark.parametrize("shape", list(SHAPES))
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-def test_every_shape_over_eight_bits_on_cpu(name: str, shape: str, kv_dtype: str) -> None:
+def test_attention_on_a_cpu_is_right_for_every_shape_of_8_bit_kv(name: str, shape: str, kv_dtype: str) -> None:
     for dtype in ("float32", "float16"):
         case = make_case(SHAPES[shape], OPTIONS["window"], dtype, "cpu", kv_dtype=kv_dtype)
         hold_equal(backend(name), case, dtype)
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 16])
-def test_any_block_size_over_eight_bits_on_cpu(block_size: int) -> None:
+def test_attention_on_a_cpu_is_right_for_any_block_size_of_8_bit_kv(block_size: int) -> None:
     case = make_case(SHAPES["grouped"], OPTIONS["plain"], "bfloat16", "cpu", block_size, "int8")
     hold_equal(backend("sdpa"), case, "bfloat16")
     hold_equal(backend("gather"), case, "bfloat16")

@@ -93,7 +93,7 @@ def test_a_reflected_challenge_proves_nothing() -> None:
     assert refusal(lambda: other.prove(accepting().challenge(other.hello))) == Refusal.WRONG_PROOF
 
 
-def test_the_halves_of_two_connections_do_not_fit() -> None:
+def test_challenges_and_proofs_of_another_connection_are_refused() -> None:
     one, two = (opening(), accepting()), (opening(importer="decode-1@1"), accepting())
     challenges = [theirs.challenge(ours.hello) for ours, theirs in (one, two)]
     assert refusal(lambda: one[0].prove(challenges[1])) == Refusal.WRONG_PROOF

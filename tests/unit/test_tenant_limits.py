@@ -49,7 +49,7 @@ def test_requests_in_any_minute_stay_within_the_limit_and_the_time_to_retry_is_r
     assert num_admitted(tenants, who, 100.0 + 21.0) == 2
 
 
-def test_a_tenant_with_many_keys_has_no_more_and_another_tenant_no_less() -> None:
+def test_all_keys_of_a_tenant_share_its_limit_and_another_tenant_has_its_own() -> None:
     tenants = TenantLimits()
     keys = [caller(key_id=f"k{number}", requests_per_minute=5) for number in range(4)]
     assert sum(num_admitted(tenants, key, 0.0, 3) for key in keys) == 5

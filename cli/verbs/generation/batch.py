@@ -169,7 +169,7 @@ class _NamedConnection(http.client.HTTPConnection):
 
 
 class BatchSender:
-    """Sends one batch."""
+    """Sends the requests of one batch to a router, several at a time, and repeats those that may be repeated."""
 
     def __init__(self, server: Server, *, concurrency: int, max_attempts: int) -> None:
         self._server = server
