@@ -8,7 +8,7 @@ served in proportion to their weights, up to one piece of each, whatever they se
 
 A tenant that uses less than its share saves up to `CREDIT`, so that a burst of a tenant that keeps to its share on
 average is served at once, whatever others send. Beyond that nothing is remembered: a tenant of which nothing waits is
-brought up to those that wait less the credit, and none is in debt for what nobody else wanted.
+brought up to those that wait less the credit, so capacity that no other tenant wanted costs a tenant nothing later.
 """
 
 import math

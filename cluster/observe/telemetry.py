@@ -43,7 +43,7 @@ _TIMEOUT_S = 5.0  # of each read and write
 
 class _Histogram(Histogram):
     def observe_all(self, amounts: Sequence[float]) -> None:
-        """Add observations. Each range that has some is locked once."""
+        """Add observations. Takes the lock of each bucket at most once."""
         self._sum.inc(sum(amounts))
         ascending, below = sorted(amounts), 0
         for bucket, bound in zip(self._buckets, self._upper_bounds, strict=True):

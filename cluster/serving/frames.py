@@ -178,7 +178,7 @@ class FrameConnection(asyncio.Protocol):
         self.lost: asyncio.Future[None] = self._loop.create_future()
 
     def on_frame(self, kind: int, number: int, body: bytes) -> None:
-        """Handle a frame. Raises ValueError, struct.error or MemberRefused for one that must not come."""
+        """Handle a frame. Raises ValueError, struct.error or MemberRefused for one that is not valid here."""
         raise NotImplementedError
 
     def on_lost(self) -> None:

@@ -149,7 +149,7 @@ class PrefixCache:
         )
 
     def check(self, in_use: Set[int]) -> None:
-        """Raises AssertionError if the tables contradict each other or `in_use`, which is all blocks that have
+        """Raise AssertionError if the tables contradict each other or `in_use`, the set of all blocks that have
         users."""
         assert {entry.block_hash: block_id for block_id, entry in self._entries.items()} == self._blocks
         assert self._idle == self._entries.keys() - in_use, "a block is idle exactly while it has no user"

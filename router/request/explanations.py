@@ -76,7 +76,7 @@ class PlacementLog:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A phase of a request, from its begin to its end."""
+    """One phase of a request, with its beginning and its duration."""
 
     phase: str
     start_s: float  # from the request's arrival

@@ -93,8 +93,8 @@ class ByteRuns:
 
 
 class WordEnds:
-    """BPEDecoder. The end of a word is a space, except after the last token, so each token is held back until
-    the next."""
+    """The step BPEDecoder: it replaces the suffix that ends a word by a space, except after the last token. So it holds
+    each token back until the next one."""
 
     def __init__(self, suffix: str) -> None:
         self._suffix = suffix

@@ -143,7 +143,8 @@ class SwapSpace:
 
 
 class BlockTables:
-    """`tokens_cached` counts tokens whose KV was found in the prefix cache."""
+    """Allocates, grows, shares and frees the blocks of sequences. `tokens_cached` counts tokens whose KV was found in
+    the prefix cache."""
 
     def __init__(self, limits: SchedulerLimits, new_chain: NewChain, pool: BlockPool, swaps: SwapSpace) -> None:
         self._limits = limits

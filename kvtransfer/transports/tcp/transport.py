@@ -247,7 +247,7 @@ class TcpImporter:
 
 
 class TcpChannel:
-    """The Channel of `tcp`."""
+    """Reads the blocks of one hand-off over a TCP connection: a Channel."""
 
     def __init__(
         self,
