@@ -47,9 +47,9 @@ _LOG = logging.getLogger("tandem.router.migration")
 MOVE_TIMEOUT_S = 30.0
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.8  # before a worker that freezes no more is asked again
 _EVACUATION_LOG = logging.getLogger("tandem.router.evacuation")
-_LOOK_S = 0.2  # progress there causes no event
-_SHORTEST_TIMEOUT_S = 1.0
-_START_SHARE = 0.5  # of the grace
+_CHECK_PERIOD_S = 0.2  # the progress of a draining worker causes no event
+_SHORTEST_TIMEOUT_S = 1.0  # of one move
+_RESTART_SHARE = 0.5  # of the grace period, after which sequences without KV are restarted elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,15 +277,15 @@ class Evacuation:
 
     async def run(self) -> None:
         """Evacuate every worker that drains, until cancelled."""
-        async with branches() as departures:
+        async with branches() as evacuations:
             while True:
                 for peer in self._fleet.draining():
                     if peer not in self._evacuating:
                         self._evacuating[peer] = None
-                        departures.create_task(self._attend(peer), name=f"evacuate {peer.member.id}")
+                        evacuations.create_task(self._evacuate(peer), name=f"evacuate {peer.member.id}")
                 await self._fleet.changed()
 
-    async def _attend(self, peer: Peer) -> None:
+    async def _evacuate(self, peer: Peer) -> None:
         began = {"worker": str(peer.member.id), "sequences": peer.stream.num_sequences}
         _EVACUATION_LOG.info("a worker drains; its work moves to others", extra=began)
         try:
@@ -308,25 +308,21 @@ class _WorkerEvacuation:
     async def run(self) -> None:
         async with branches() as moves:
             while self._peer in self._fleet.draining():
-                if self._has_refuge:
-                    self._send_on(moves)
-                news = asyncio.ensure_future(self._fleet.changed())
+                if self._fleet.is_ready:  # another worker accepts work
+                    self._move_work(moves)
+                changed = asyncio.ensure_future(self._fleet.changed())
                 try:
-                    waits = (news, *self._moving.values())
-                    await asyncio.wait(waits, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                    waits = (changed, *self._moving.values())
+                    await asyncio.wait(waits, timeout=_CHECK_PERIOD_S, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    news.cancel()
-
-    @property
-    def _has_refuge(self) -> bool:
-        return self._fleet.is_ready
+                    changed.cancel()
 
     def _has_room_elsewhere(self, size: RequestSize | None) -> bool:
         """Return whether a worker that accepts new work can hold the sequence. If none can, the sequence stays."""
         capacities = [load.capacity for load in self._fleet.decode_loads()]
         return any(size is None or capacity is None or not decode_shortage(capacity, size) for capacity in capacities)
 
-    def _send_on(self, moves: asyncio.TaskGroup) -> None:
+    def _move_work(self, moves: asyncio.TaskGroup) -> None:
         now_s, drain_deadline_s = asyncio.get_running_loop().time(), self._peer.drain_deadline_s
         assert drain_deadline_s is not None
         stream = self._peer.stream
@@ -338,7 +334,7 @@ class _WorkerEvacuation:
         ]:
             move = self._move(handle, all_progress[handle], drain_deadline_s - now_s)
             self._moving[handle] = moves.create_task(move, name=f"move {handle}")
-        if now_s >= self._began_s + _START_SHARE * (drain_deadline_s - self._began_s):
+        if now_s >= self._began_s + _RESTART_SHARE * (drain_deadline_s - self._began_s):
             for handle in (*stream.unstarted(), *stream.preempted()):
                 if handle not in self._restarted and self._has_room_elsewhere(stream.size(handle)):
                     self._restarted.add(handle)

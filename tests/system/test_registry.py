@@ -69,7 +69,7 @@ async def test_a_member_that_stops_renewing_lapses_for_the_watcher(brief_registr
         await until(watch, lambda members: members == ())
 
 
-async def test_a_member_that_renews_stays_beyond_its_lease(redis_url: str, cluster_name: str) -> None:
+async def test_a_member_that_renews_stays_registered_beyond_its_ttl(redis_url: str, cluster_name: str) -> None:
     registry = Registry(url=redis_url, cluster_name=cluster_name, ttl_s=2.0, keys=KEYS)  # a busy machine renews in time
     async with kept(registry, member()), Redis.from_url(redis_url) as redis:
 

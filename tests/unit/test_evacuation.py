@@ -30,9 +30,9 @@ async def test_a_sequence_whose_move_is_about_to_end_is_not_moved_a_second_time(
     migrations = _Migrations()
     evacuation = _WorkerEvacuation(peer, SimpleNamespace(), migrations)  # type: ignore[arg-type]
     async with asyncio.TaskGroup() as moves:
-        evacuation._send_on(moves)
+        evacuation._move_work(moves)
         await asyncio.sleep(0)
-        evacuation._send_on(moves)
+        evacuation._move_work(moves)
         await asyncio.sleep(0)
         migrations.may_end.set()
     assert migrations.num_moves == 1
