@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from cluster.observe.health import HealthPort
-from cluster.observe.stand_still import StuckLimits
+from cluster.observe.stalls import StallLimits
 from cluster.observe.telemetry import MetricsPort, Telemetry
 from cluster.serving.serving import GrpcServer
 from cluster.serving.tls import ClusterTls
@@ -41,7 +41,7 @@ def bind_ports(
         max_calls=max_calls(config),
         max_connection_age_s=config.max_connection_age_s,
     )
-    limits = StuckLimits(config.loop_timeout_s, config.stuck_exit_s)  # of the event loop
+    limits = StallLimits(config.loop_timeout_s, config.stuck_exit_s)  # of the event loop
     on_lag = partial(telemetry.observe, "tandem_event_loop_lag_seconds")
     health = HealthPort(grpc.status, host=config.host, port=config.health_port, limits=limits, on_lag=on_lag)
     metrics = MetricsPort(telemetry, accounts.gate, host=config.metrics_host, port=config.metrics_port)

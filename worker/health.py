@@ -1,9 +1,9 @@
 """A worker's health: its problems, their publication, and the exit of a worker that does not recover.
 
-The step thread is checked every `look_s`. While there is a problem the worker is unhealthy: the health service and the
+The step thread is checked every `poll_s`. While there is a problem the worker is unhealthy: the health service and the
 registry report it, new work is refused, and calls and streams of routers end with Unhealthy, so that routers continue
 their requests on other workers. A worker whose problem does not disappear within `exit_s` exits.
-cluster/observe/stand_still.py decides whether a step is stuck. This module never touches a sequence.
+cluster/observe/stalls.py decides whether a step is stuck. This module never touches a sequence.
 
 Canaries: short generations by which an idle worker checks that it still computes correctly.
 
@@ -24,7 +24,7 @@ from cluster.clock import Clock
 from cluster.errors import Unhealthy
 from cluster.messages import DecodeJob, MemberId, Sampling, SequenceStart, TokenStops
 from cluster.observe.logs import stack_of
-from cluster.observe.stand_still import StandStill, StepSight, StepWatchdog, StuckLimits, Verdict
+from cluster.observe.stalls import StallLimits, StallState, StallTimer, StepSnapshot, StepWatchdog
 from cluster.observe.telemetry import Telemetry
 from cluster.registry.registration import Registration
 from cluster.serving.serving import GrpcServer
@@ -50,7 +50,7 @@ class WorkerHealth:
         *,
         server: GrpcServer,
         steps: StepLoop[commands.Command, commands.Event],
-        limits: StuckLimits,  # of a step
+        limits: StallLimits,  # of a step
         clock: Clock,
         telemetry: Telemetry,
         end_work: Callable[[Unhealthy], None],
@@ -62,7 +62,7 @@ class WorkerHealth:
         self._telemetry = telemetry
         self._end_work = end_work
         self._watchdog = StepWatchdog(limits)
-        self._unhealthy = StandStill(limits.look_s)
+        self._unhealthy = StallTimer(limits.poll_s)
         self._problems: dict[str, str] = {}  # by the check that found them
         self._changed = asyncio.Event()
 
@@ -107,40 +107,40 @@ class WorkerHealth:
         publishing = asyncio.create_task(self._publish(registration), name="publish health")
         try:
             while True:
-                self._look()
-                done, _ = await asyncio.wait((publishing,), timeout=self._limits.look_s)
+                self._check_steps()
+                done, _ = await asyncio.wait((publishing,), timeout=self._limits.poll_s)
                 if done:
                     publishing.result()  # raises
         finally:
             publishing.cancel()
             await asyncio.gather(publishing, return_exceptions=True)
 
-    def _look(self) -> None:
+    def _check_steps(self) -> None:
         """Check the step thread once. Raises Unhealthy if the worker must restart."""
         progress = self._steps.progress
-        sight = StepSight(
+        snapshot = StepSnapshot(
             is_alive=self._steps.is_alive,
             is_busy=progress.busy_since_s is not None,
             steps=progress.steps,
             longest_step_s=progress.longest_step_s,
         )
-        verdict = self._watchdog.look(sight, self._clock.now_s())
-        if not sight.is_alive:
+        state = self._watchdog.poll(snapshot, self._clock.now_s())
+        if not snapshot.is_alive:
             self.found(_STEP, "the step thread has ended")
-        elif verdict is Verdict.WELL:
+        elif state is StallState.RUNNING:
             self._end_of_step_problem()
         elif _STEP not in self._problems:
             self._begin_of_step_problem(progress)
-        unhealthy_s = self._unhealthy.look(1 if self._problems else None, self._clock.now_s())
-        if verdict is Verdict.HOPELESS or unhealthy_s >= self._limits.exit_s:
+        unhealthy_s = self._unhealthy.poll(1 if self._problems else None, self._clock.now_s())
+        if state is StallState.DEAD or unhealthy_s >= self._limits.exit_s:
             _LOG.critical("the worker is stuck and does not recover: %s", self.problem)
             raise Unhealthy(self.problem)
 
     def _begin_of_step_problem(self, progress: Progress) -> None:
-        stood_s = self._watchdog.stood_s
+        stalled_s = self._watchdog.stalled_s
         where = stack_of(self._steps.thread_id)
-        _LOG.error("step %d has run for %.1f s: %s\n%s", progress.steps, stood_s, progress.work, where)
-        self.found(_STEP, f"step {progress.steps} has run for more than {stood_s:.1f} s: {progress.work}")
+        _LOG.error("step %d has run for %.1f s: %s\n%s", progress.steps, stalled_s, progress.work, where)
+        self.found(_STEP, f"step {progress.steps} has run for more than {stalled_s:.1f} s: {progress.work}")
 
     def _end_of_step_problem(self) -> None:
         if _STEP in self._problems:

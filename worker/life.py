@@ -31,7 +31,7 @@ from cluster.member import Capacity, DrainOutcome, Member, MemberState
 from cluster.messages import LayoutFingerprint, Role
 from cluster.observe.health import HealthPort
 from cluster.observe.logs import configure_logs, set_log_level
-from cluster.observe.stand_still import StuckLimits
+from cluster.observe.stalls import StallLimits
 from cluster.observe.telemetry import MetricsPort, Telemetry
 from cluster.observe.trace_context import open_span_export
 from cluster.process import lasting
@@ -126,7 +126,7 @@ class WorkerLife:
         )
         gate.serve(self.server)
         self.address = join_address(self.host, self.server.bind(config.host, config.port))
-        loop_limits = StuckLimits(config.loop_timeout_s, config.stuck_exit_s)
+        loop_limits = StallLimits(config.loop_timeout_s, config.stuck_exit_s)
         self._health = HealthPort(
             self.server.status,
             host=config.host,

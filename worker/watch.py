@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from cluster.clock import Clock
 from cluster.errors import Unavailable, Unhealthy
-from cluster.observe.stand_still import StuckLimits
+from cluster.observe.stalls import StallLimits
 from cluster.observe.telemetry import Telemetry
 from cluster.outstanding_work import PromptWork, SequenceWork
 from cluster.protocol.report_wire import service_times_to_wire
@@ -56,7 +56,7 @@ def watch_over(
     health = WorkerHealth(
         server=life.server,
         steps=steps,
-        limits=StuckLimits(config.step_timeout_s, config.stuck_exit_s),
+        limits=StallLimits(config.step_timeout_s, config.stuck_exit_s),
         clock=clock,
         telemetry=life.telemetry,
         end_work=end_work,

@@ -22,7 +22,7 @@ from grpc_health.v1 import health, health_pb2
 
 from cluster.errors import ConfigError
 from cluster.observe.logs import stack_of
-from cluster.observe.stand_still import StandStill, StuckLimits, Verdict
+from cluster.observe.stalls import StallLimits, StallState, StallTimer
 from cluster.process import ExitStatus
 
 LIVENESS = "liveness"
@@ -57,7 +57,7 @@ class LoopWatch:
 
     def __init__(
         self,
-        limits: StuckLimits,
+        limits: StallLimits,
         *,
         end: Callable[[], None] | None = None,
         on_lag: Callable[[float], None] = lambda lag_s: None,
@@ -67,7 +67,7 @@ class LoopWatch:
         self._limits = limits
         self._end = end or _end
         self._on_lag = on_lag
-        self._still = StandStill(limits.look_s)
+        self._stall = StallTimer(limits.poll_s)
         self._beats = 0
         self._stopped = threading.Event()
         self._beat: asyncio.TimerHandle | None = None
@@ -92,20 +92,20 @@ class LoopWatch:
         now_s = loop.time()
         self._beats += 1
         self._on_lag(now_s - due_s)
-        next_s = now_s + self._limits.look_s / 2
+        next_s = now_s + self._limits.poll_s / 2
         self._beat = loop.call_at(next_s, self._beat_at, next_s)
 
     def _watch(self) -> None:
-        while not self._stopped.wait(self._limits.look_s):
-            stood_s = self._still.look(self._beats, time.monotonic())
-            verdict = self._limits.judge(stood_s)
-            was_stuck, self.is_stuck = self.is_stuck, verdict is not Verdict.WELL
+        while not self._stopped.wait(self._limits.poll_s):
+            stalled_s = self._stall.poll(self._beats, time.monotonic())
+            state = self._limits.judge(stalled_s)
+            was_stuck, self.is_stuck = self.is_stuck, state is not StallState.RUNNING
             if self.is_stuck and not was_stuck:
-                _log(f"the event loop has been blocked for {stood_s:.1f} s at\n{stack_of(self._loop_thread)}")
+                _log(f"the event loop has been blocked for {stalled_s:.1f} s at\n{stack_of(self._loop_thread)}")
             elif was_stuck and not self.is_stuck:
                 _log("the event loop runs again")
-            if verdict is Verdict.HOPELESS:
-                _log(f"the event loop has been blocked for {stood_s:.1f} s: the process exits")
+            if state is StallState.DEAD:
+                _log(f"the event loop has been blocked for {stalled_s:.1f} s: the process exits")
                 self._end()
                 return
 
@@ -119,7 +119,7 @@ class HealthPort:
         *,
         host: str,
         port: int,
-        limits: StuckLimits,
+        limits: StallLimits,
         on_lag: Callable[[float], None] = lambda lag_s: None,
     ) -> None:
         """`port` 0: a free port. `limits`: of the event loop. `on_lag`: as LoopWatch's. Raises ConfigError if the port

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.clock import MonotonicClock
 from cluster.messages import MemberId, PrefillJob, Sampling, TokenStops
-from cluster.observe.stand_still import StuckLimits
+from cluster.observe.stalls import StallLimits
 from cluster.observe.telemetry import Telemetry
 from cluster.protocol.hashing import nameless_chains
 from cluster.serving.serving import GrpcServer
@@ -60,7 +60,7 @@ class Bench:
         self.health = WorkerHealth(
             server=GrpcServer(service_names=[], telemetry=self.telemetry),
             steps=self.steps,
-            limits=StuckLimits(60.0, 60.0),
+            limits=StallLimits(60.0, 60.0),
             clock=clock,
             telemetry=self.telemetry,
             end_work=self.ended.append,

@@ -10,18 +10,18 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.observe.health import LIVENESS, READINESS, HealthPort, HealthStatus, LoopWatch
 from cluster.observe.logs import stack_of
-from cluster.observe.stand_still import StuckLimits
+from cluster.observe.stalls import StallLimits
 
 _DEADLINE_S = 30.0
 _SERVING = health_pb2.HealthCheckResponse.SERVING
-_LIMITS = StuckLimits(timeout_s=0.2, exit_s=0.2)
-_PATIENT = StuckLimits(timeout_s=60.0, exit_s=60.0)
+_LIMITS = StallLimits(timeout_s=0.2, exit_s=0.2)
+_PATIENT = StallLimits(timeout_s=60.0, exit_s=60.0)
 
 
 class Looped:
-    """A health port whose event loop runs on a separate thread, and stops when a test calls `stand_still`."""
+    """A health port whose event loop runs on a separate thread, and stops when a test calls `block_loop`."""
 
-    def __init__(self, limits: StuckLimits) -> None:
+    def __init__(self, limits: StallLimits) -> None:
         self.status = HealthStatus(["tandem.internal.v1.Worker"])
         self.port = HealthPort(self.status, host="127.0.0.1", port=0, limits=limits)
         self.go_on, self.stands = threading.Event(), threading.Event()
@@ -36,7 +36,7 @@ class Looped:
             answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=_DEADLINE_S)
         return bool(answer.status == _SERVING)
 
-    def stand_still(self) -> None:
+    def block_loop(self) -> None:
         """Block the event loop with synchronous work."""
         self._loop.call_soon_threadsafe(self._stand)
         assert self.stands.wait(_DEADLINE_S)
@@ -73,7 +73,7 @@ def looped() -> Iterator[Looped]:
 
 def test_a_busy_process_answers_health_checks_at_once(looped: Looped) -> None:
     looped.status.is_ready = True
-    looped.stand_still()
+    looped.block_loop()
 
     assert {name: looped.says(name) for name in ("", READINESS, LIVENESS, "tandem.internal.v1.Worker")} == {
         "": True,
@@ -100,7 +100,7 @@ def test_an_unknown_service_is_not_found(looped: Looped) -> None:
     assert failure.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-def test_an_event_loop_that_stands_still_is_logged_and_ends_the_process(
+def test_a_blocked_event_loop_is_logged_and_ends_the_process(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The test runs the watch alone, because the end of the watch would end the test's process."""

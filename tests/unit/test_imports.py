@@ -63,7 +63,7 @@ PURE = [
     "cluster.request_size",
     "cluster.service_times",
     "cluster.registry.scale_target",
-    "cluster.observe.stand_still",
+    "cluster.observe.stalls",
     "decode_worker.live_handles",
     "engine.kv.block_pool",
     "engine.kv.capacity",
