@@ -58,7 +58,7 @@ class FairQueue:
         self._pieces: Counter[str] = Counter()  # that a tenant has here
         self._times: dict[str, float] = {}  # virtual: by the label of the tenant
         self._newcomers: set[str] = set()  # have work and no time yet that compares with those of the others
-        self._floor = 0.0  # more than the credit below it no tenant begins
+        self._floor = 0.0  # no tenant begins more than the credit below it
 
     @property
     def is_contended(self) -> bool:

@@ -123,7 +123,7 @@ class HandOffDriver:
         self._reads: BlockReader | None = None  # over the channel, once there is one
         self._cause = ""  # the message of the last error outside the machine
         self._reservation: asyncio.Task[None] | None = None
-        self._owes_announcement = False  # the pool was asked for blocks before the exporter had begun to compute
+        self._must_announce = False  # the pool was asked for blocks before the exporter had begun to compute
         self._read: asyncio.Task[None] | None = None
         self._is_destroying = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -213,8 +213,8 @@ class HandOffDriver:
         # Within one version of the protocol, unknown messages may be ignored.
         for message in messages:
             self._receive_one(message, is_followed=message is not messages[-1])
-        if self._owes_announcement and self._state.is_announced:
-            self._owes_announcement = False
+        if self._must_announce and self._state.is_announced:
+            self._must_announce = False
             self._blocks.announce(self.handoff_id)
 
     def _receive_one(self, wire: kv_pb2.ExporterMessage, *, is_followed: bool) -> None:
@@ -245,13 +245,13 @@ class HandOffDriver:
         self._room_asked_s = self._context.clock.now_s()
         try:
             is_announced = self._state.is_announced
-            self._owes_announcement = not is_announced
+            self._must_announce = not is_announced
             reservation = await self._blocks.reserve(self.handoff_id, num_blocks, is_announced=is_announced)
         except Exception as error:  # noqa: BLE001 - this hand-off ends now, and gives everything back
             self._cause = message_of(error)
             self._apply(events.Unreservable())
         else:
-            self._owes_announcement = False
+            self._must_announce = False
             self._reserved_s = self._context.clock.now_s()
             self._context.pages.populate_soon(reservation.block_ids[reservation.num_cached :])
             self._apply(events.Reserved(reservation.block_ids, reservation.num_cached, self._unverified(reservation)))
