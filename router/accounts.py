@@ -169,7 +169,7 @@ def _read(report: str) -> dict[str, Use]:
     lower the use that others have."""
     try:
         return {tenant: Use(*(max(0, int(amount)) for amount in use)) for tenant, use in json.loads(report).items()}
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return {}
 
 

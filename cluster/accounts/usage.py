@@ -12,7 +12,7 @@ reported last.
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from cluster.accounts.keys import Caller
@@ -82,8 +82,9 @@ def read_usage(fields: Mapping[str, str]) -> list[KeyUsage]:
     for field, amount in fields.items():
         kind, _, rest = field.partition(_SEPARATOR)
         key_id, _, tenant = rest.partition(_SEPARATOR)
-        if kind in KINDS and amount.lstrip("-").isdecimal():
-            found.setdefault((tenant, key_id), {})[kind] = int(amount)
+        if kind in KINDS:
+            with suppress(ValueError):  # another program may have written it
+                found.setdefault((tenant, key_id), {})[kind] = int(amount)
     return [KeyUsage(*name, Usage(**kinds)) for name, kinds in sorted(found.items())]
 
 

@@ -13,9 +13,11 @@ Owns the connections. Never retries (the caller does) and never logs. No error m
 may be a password, because a password whose special characters are not percent-encoded splits the URL anywhere.
 """
 
+import asyncio
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.client import PubSub
@@ -31,6 +33,7 @@ from cluster.errors import ConfigError
 
 # Every exception of a call when Redis is unreachable, moved, full, loading or read-only.
 REDIS_ERRORS = (RedisError, RedisClusterException, OSError)
+_TEXT = {"decode_responses": True, "encoding_errors": "replace"}  # another program may write any bytes
 _MOVES = 2  # redirections that a call follows when a key has moved or a node has just died
 
 _PORT = 6379
@@ -39,6 +42,7 @@ _SERVICE = "mymaster"  # the name in Redis's example configuration
 _NO_PASSWORD = ("HELLO AUTH", "Authentication required")  # answers to a client that gives none
 _HINT = "special characters in a password must be percent-encoded"
 
+Answer = TypeVar("Answer")
 _Kwargs: TypeAlias = dict[str, Any]
 
 
@@ -158,7 +162,7 @@ def open_redis(text: str, timeout_s: float) -> RedisClient:
             case RedisForm.CLUSTER:
                 return RedisClient(url, _cluster(url, timeout_s), None)
             case _:
-                settings = {"decode_responses": True, "retry": _once(), **_timeouts(timeout_s)}
+                settings = {**_TEXT, "retry": _once(), **_timeouts(timeout_s)}
                 return RedisClient(url, _checked(Redis.from_url(url.of_one(), **settings)), None)
     except (ValueError, TypeError, RedisError, RedisClusterException) as error:
         raise ConfigError(f"--redis: {error}") from None
@@ -182,6 +186,19 @@ def words(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
+async def heeding_cancel(answer: Awaitable[Answer]) -> Answer:
+    """Await a call of redis-py, and raise a cancellation that it dropped: it sends through `asyncio.wait_for`, which on
+    Python 3.11 drops a cancellation that arrives together with the result.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    cancels_before = task.cancelling()
+    value = await answer
+    if task.cancelling() > cancels_before:
+        raise asyncio.CancelledError
+    return value
+
+
 def _by_sentinels(url: RedisUrl, timeout_s: float) -> RedisClient:
     options: _Kwargs = {**parse_url(url.of_one())}
     for name in ("host", "port", "connection_class"):
@@ -195,7 +212,7 @@ def _by_sentinels(url: RedisUrl, timeout_s: float) -> RedisClient:
     sentinels: Sentinel = Sentinel(  # type: ignore[no-untyped-call]
         url.hosts, sentinel_kwargs={**own, **shared, "retry": _once(), **timeouts}
     )
-    settings = {"decode_responses": True, "retry": _once(), **_timeouts(timeout_s), **options}
+    settings = {**_TEXT, "retry": _once(), **_timeouts(timeout_s), **options}
     return RedisClient(url, _checked(sentinels.master_for(url.service, **settings)), sentinels)
 
 
@@ -203,7 +220,7 @@ def _cluster(url: RedisUrl, timeout_s: float) -> RedisCluster:
     return RedisCluster.from_url(
         url.of_one(),
         startup_nodes=[ClusterNode(host, port) for host, port in url.hosts[1:]],
-        decode_responses=True,
+        **_TEXT,
         retry=Retry(NoBackoff(), _MOVES),
         socket_timeout=timeout_s,
         socket_connect_timeout=timeout_s / (len(url.hosts) + 1),

@@ -12,13 +12,11 @@ Redis. While Redis cannot be reached, refuses, or has lost data, a missing membe
 """
 
 import asyncio
-import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from functools import partial
-from typing import TypeVar
 
 from redis.asyncio.client import PubSub
 from redis.commands.core import AsyncScript
@@ -31,17 +29,13 @@ from cluster.errors import Fenced, InvalidRequest, RegistryUnavailable
 from cluster.member import Member
 from cluster.messages import MemberId, Role
 from cluster.observe.telemetry import Telemetry
-from cluster.registry.redis_client import REDIS_ERRORS, open_redis, problem, words
+from cluster.registry.redis_client import REDIS_ERRORS, Answer, heeding_cancel, open_redis, problem, words
 from cluster.registry.scale_target import CHANNEL, COUNTED_ROLES, POOLS, TARGET, pool_name
-from cluster.registry.signed_records import SignedRecords
+from cluster.registry.signed_records import SignedRecords, reported_refusals
 from cluster.settings.config import ClusterSettings
-
-Answer = TypeVar("Answer")
 
 _INCARNATION_KEPT_MS = 24 * 3600 * 1000
 _JITTER = 0.2
-_LOG = logging.getLogger("tandem.registry")
-_CLAIMED = 100  # characters of an id that stands in Redis, in the audit log
 _FIRST_QUESTIONS = 3
 # Why a role cannot change, by the word of the script.
 _UNMOVABLE = {
@@ -51,39 +45,60 @@ _UNMOVABLE = {
 }
 
 # KEYS: registration, incarnation, members, channel, generation; the target, counted roles and channel of
-# scale_registry.py. ARGV: id, incarnation, member, TTL in ms, retention of the incarnation in ms, generation (0: not
-# registered here yet), the pool of the member's role, '1' if a change of the role may be refused. Renewing and leaving
-# return (the incarnation that registered since, or '', whether the registration had expired); a renewal adds the time
-# of Redis.
+# scale_registry.py. ARGV: id, incarnation and its signature, member, TTL in ms, retention of the incarnation in ms,
+# generation (0: not registered here yet), the pool of the member's role, '1' if another incarnation is not looked for,
+# '1' if a change of the role may be refused. Renewing and leaving return (the incarnation that registered since, with
+# its signature, or '', whether the registration had expired); a renewal adds the time of Redis. What another program
+# has written under these keys, also of another type, is overwritten.
+_TEXT = """
+local text = function(key)
+    local found = redis.pcall('GET', key)
+    return type(found) == 'string' and found or false
+end
+"""
 _WRITE = """
-local before = redis.call('GET', KEYS[1])
+local before = text(KEYS[1])
 redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[5])
 redis.call('SET', KEYS[5], generation, 'PX', ARGV[5])
 redis.call('SET', KEYS[1], ARGV[3], 'PX', ARGV[4])
-redis.call('SADD', KEYS[3], ARGV[1])
+if type(redis.pcall('SADD', KEYS[3], ARGV[1])) ~= 'number' then
+    redis.call('DEL', KEYS[3])
+    redis.call('SADD', KEYS[3], ARGV[1])
+end
 if before ~= ARGV[3] then redis.call('PUBLISH', KEYS[4], ARGV[1]) end
 """
-_COMPARE = """
-local current, generation = redis.call('GET', KEYS[2]), tonumber(ARGV[6])
-local newest = tonumber(redis.call('GET', KEYS[5])) or generation
-if current and current ~= ARGV[2] and newest >= generation then return {current, 0} end
+_COMPARE = (
+    _TEXT
+    + """
+local current, generation = text(KEYS[2]), tonumber(ARGV[6])
+local newest = tonumber(text(KEYS[5]) or '') or generation
+local is_other = current and current:match('^%S*') ~= ARGV[2]:match('^%S*')
+if is_other and newest >= generation and ARGV[8] ~= '1' then return {current, 0} end
 """
+)
 _REGISTER = (
-    """
+    _TEXT
+    + """
 local now = redis.call('TIME')
-local newest = tonumber(redis.call('GET', KEYS[5])) or 0
+local newest = tonumber(text(KEYS[5]) or '') or 0
 local generation = math.max(now[1] * 1000 + math.floor(now[2] / 1000), newest + 1)
 """
     + _WRITE
-    + "return {generation, redis.call('HGET', KEYS[7], ARGV[1]) or ''}"
+    + """
+local counted = redis.pcall('HGET', KEYS[7], ARGV[1])
+return {generation, type(counted) == 'string' and counted or ''}
+"""
 )
 # Where the follower of the scale target counts this worker, another role moves the target by one: from the pool for
 # which the worker was counted to that of its role. A pool of the target never gets less than no worker, nor the cluster
 # less than one that decodes: then the target stays, and a change that may be refused is, by one word.
 _MOVE_TARGET = """
-local counted = redis.call('HGET', KEYS[7], ARGV[1])
-if counted and counted ~= ARGV[7] and redis.call('EXISTS', KEYS[6]) == 1 then
-    local size = function(pool) return tonumber(redis.call('HGET', KEYS[6], pool) or 0) end
+local counted = redis.pcall('HGET', KEYS[7], ARGV[1])
+if type(counted) == 'string' and counted ~= ARGV[7] and redis.call('EXISTS', KEYS[6]) == 1 then
+    local size = function(pool)
+        local found = redis.pcall('HGET', KEYS[6], pool)
+        return tonumber(type(found) == 'string' and found or '') or 0
+    end
     local decoding = size('decode') + size('colocated')
     if counted ~= 'prefill' then decoding = decoding - 1 end
     if ARGV[7] ~= 'prefill' then decoding = decoding + 1 end
@@ -93,7 +108,7 @@ if counted and counted ~= ARGV[7] and redis.call('EXISTS', KEYS[6]) == 1 then
         redis.call('HINCRBY', KEYS[6], 'version', 1)
         redis.call('HSET', KEYS[7], ARGV[1], ARGV[7])
         redis.call('PUBLISH', KEYS[8], 'target')
-    elseif ARGV[8] == '1' then
+    elseif ARGV[9] == '1' then
         return {size(counted) > 0 and 'undecodable' or 'leaving'}
     end
 end
@@ -118,14 +133,17 @@ return {'', 0}
 )
 # KEYS: members. ARGV: prefix of the registrations. Returns ids, each followed by its record. Removes the ids whose
 # registration has expired; a renewal adds them again.
-_MEMBERS = """
+_MEMBERS = (
+    _TEXT
+    + """
 local found = {}
-for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
-    local member = redis.call('GET', ARGV[1] .. id)
+for _, id in ipairs(redis.pcall('SMEMBERS', KEYS[1])) do
+    local member = text(ARGV[1] .. id)
     if member then found[#found + 1] = id; found[#found + 1] = member else redis.call('SREM', KEYS[1], id) end
 end
 return found
 """
+)
 
 
 class Registry:
@@ -169,28 +187,13 @@ class Registry:
     @staticmethod
     def of_member(settings: ClusterSettings, keys: ClusterKeys, telemetry: Telemetry, audit: Audit) -> "Registry":
         """Return the registry for a process that is a member. Raises ConfigError."""
-
-        warned: set[str] = set()  # reasons; the audit has each refusal
-
-        def on_refused(reason: str, identifier: str) -> None:
-            if reason not in warned:
-                warned.add(reason)
-                _LOG.warning(
-                    "the registration of %r is not used (%s): start that member with the file of --cluster-key-file"
-                    " that this one has, or with another --cluster-name",
-                    identifier[:_CLAIMED],
-                    reason,
-                )
-            telemetry.count("tandem_refused_members_total", reason=reason)
-            audit.record_refusal(what="registration", origin="registry", why=reason, claims=identifier[:_CLAIMED])
-
         return Registry(
             url=settings.redis,
             cluster_name=settings.cluster_name,
             ttl_s=settings.registration_ttl_s,
             keys=keys,
             on_clock_skew=partial(telemetry.gauge, "tandem_clock_skew_seconds"),
-            on_refused=on_refused,
+            on_refused=reported_refusals(telemetry, audit),
         )
 
     @property
@@ -211,9 +214,11 @@ class Registry:
         """Register this incarnation; it replaces any other incarnation of the same member. Return the role for which
         the follower of the scale target counts this member, which an earlier incarnation may have got from an operator;
         without one, the member's own."""
-        generation, pool = await self._call(self._register(self._keys(member.id), self._arguments(member)))
-        self._generations[member.id] = int(generation)
-        return POOLS.get(pool, member.role)
+        answer = await self._call(self._register(self._keys(member.id), self._arguments(member)))
+        with self._understood():
+            generation, pool = answer
+            self._generations[member.id] = int(generation)
+            return POOLS.get(pool, member.role)
 
     async def renew(self, member: Member, *, may_refuse: bool = False) -> None:
         """Extend the registration and replace its content; restore it if it had expired. If the role is another one and
@@ -221,23 +226,22 @@ class Registry:
         another incarnation has registered since, and InvalidRequest if the renewal `may_refuse` a role with which the
         target cannot move."""
         asked_s = time.time()
-        arguments = [*self._arguments(member), "1" if may_refuse else ""]
-        answer = await self._call(self._renew(self._keys(member.id), arguments))
-        if len(answer) == 1:
-            raise InvalidRequest(_UNMOVABLE[answer[0]].format(member.id.id))
-        current, had_lapsed, *redis_time = answer
-        self._not_fenced(member, current)
-        if redis_time:
-            self._on_clock_skew((asked_s + time.time()) / 2 - int(redis_time[0]) - int(redis_time[1]) / 1e6)
+        answer = await self._as_holder(self._renew, member, "1" if may_refuse else "")
+        with self._understood():
+            if len(answer) == 1:
+                raise InvalidRequest(_UNMOVABLE[answer[0]].format(member.id.id))
+            _, had_lapsed, *redis_time = answer
+            if redis_time:
+                self._on_clock_skew((asked_s + time.time()) / 2 - int(redis_time[0]) - int(redis_time[1]) / 1e6)
         if had_lapsed:
             self._distrust_absence()
 
     async def deregister(self, member: Member) -> None:
         """Delete the registration. Raises Fenced."""
-        arguments = self._arguments(member)
-        self._generations.pop(member.id, None)
-        current, _ = await self._call(self._deregister(self._keys(member.id), arguments))
-        self._not_fenced(member, current)
+        try:
+            await self._as_holder(self._deregister, member)
+        finally:
+            self._generations.pop(member.id, None)
 
     async def members(self) -> tuple[Member, ...]:
         """Return all registered members, in the order of their ids. Entries that no member of this cluster has signed,
@@ -288,7 +292,10 @@ class Registry:
         run = self._scripts.get(script)
         if run is None:
             run = self._scripts[script] = self._redis.register_script(script)
-        return await self._call(run([self._prefix + name for name in names], arguments))
+        answer: object = await self._call(run([self._prefix + name for name in names], arguments))
+        if not isinstance(answer, list):
+            raise RegistryUnavailable(f"Redis at {self._redis.place} gives a wrong answer: {str(answer)[:100]}")
+        return answer
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -301,21 +308,22 @@ class Registry:
     async def _stored(self) -> list[tuple[str, str]]:
         """Return the records in Redis by their ids."""
         texts = await self._call(self._members([self._prefix + "members"], [self._prefix + "registration:"]))
-        return list(zip(texts[::2], texts[1::2], strict=True))
+        with self._understood():
+            return list(zip(texts[::2], texts[1::2], strict=True))
 
     async def _until_published(self, subscription: PubSub, channel: str) -> None:
         """Wait for a message, or until the next read is due. A silent connection is checked by subscribing again,
         because a half-open connection stays silent for ever. Raises RegistryUnavailable, REDIS_ERRORS."""
         pause_s = jittered(self.ttl_s / 5)
         async with asyncio.timeout(pause_s + self._timeout_s):
-            published = await _heeding_cancel(subscription.get_message(timeout=pause_s))
+            published = await heeding_cancel(subscription.get_message(timeout=pause_s))
         if published is None:
             await self._call(self._redis.subscribe(subscription, self._prefix + channel))
 
     async def _call(self, answer: Awaitable[Answer]) -> Answer:
         try:
             async with asyncio.timeout(self._timeout_s):
-                value = await _heeding_cancel(answer)
+                value = await heeding_cancel(answer)
         except ResponseError as error:
             self._is_gone = True
             if "READONLY" in str(error):  # the master became a replica
@@ -347,24 +355,33 @@ class Registry:
         ttl_ms = max(1, round(self.ttl_s * 1000))
         record, generation = self._records.sign(member), self._generations.get(member.id, 0)
         pool = pool_name(member.role) if member.role.is_worker else ""
-        return [member.id.id, member.id.incarnation, record, ttl_ms, _INCARNATION_KEPT_MS, generation, pool]
+        holder = self._records.sign_holder(member.id)
+        return [member.id.id, holder, record, ttl_ms, _INCARNATION_KEPT_MS, generation, pool]
 
-    def _not_fenced(self, member: Member, current: str) -> None:
-        if current:
-            raise Fenced(f"{member.id} was replaced: incarnation {current} has registered as {member.id.id} since")
+    async def _as_holder(self, script: AsyncScript, member: Member, *more: str) -> list[str]:
+        """Run a script for the incarnation that holds a member's name. Raises Fenced if another one does."""
+        keys, arguments = self._keys(member.id), self._arguments(member)
+        answer: list[str] = await self._call(script(keys, [*arguments, "", *more]))
+        with self._understood():
+            if len(answer) == 1 or not answer[0]:
+                return answer
+            self._not_fenced(member, answer[0])
+        answer = await self._call(script(keys, [*arguments, "1", *more]))
+        return answer
 
+    def _not_fenced(self, member: Member, holder: str) -> None:
+        """Raise Fenced if a member has written this incarnation, and not another program."""
+        incarnation = self._records.holder_of(member.id.id, holder)
+        if incarnation:
+            raise Fenced(f"{member.id} was replaced: incarnation {incarnation} has registered as {member.id.id} since")
 
-async def _heeding_cancel(answer: Awaitable[Answer]) -> Answer:
-    """Await a call of redis-py, and raise a cancellation that it dropped: it sends through `asyncio.wait_for`, which on
-    Python 3.11 drops a cancellation that arrives together with the result.
-    """
-    task = asyncio.current_task()
-    assert task is not None
-    cancels_before = task.cancelling()
-    value = await answer
-    if task.cancelling() > cancels_before:
-        raise asyncio.CancelledError
-    return value
+    @contextmanager
+    def _understood(self) -> Iterator[None]:
+        """Convert the errors of an answer that the scripts of this class do not give to RegistryUnavailable."""
+        try:
+            yield
+        except (TypeError, ValueError, LookupError) as error:
+            raise RegistryUnavailable(f"Redis at {self._redis.place} gives a wrong answer: {error}") from error
 
 
 def with_missing(found: tuple[Member, ...], before: tuple[Member, ...]) -> tuple[Member, ...]:

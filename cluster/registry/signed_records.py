@@ -6,11 +6,18 @@ first call then fails, because it depends on the incarnation of the process that
 """
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 
+from cluster.accounts.audit import Audit
 from cluster.auth.keys import KEY_ID_BYTES, ClusterKeys, Purpose
 from cluster.auth.sessions import Refusal
 from cluster.member import Member, from_json, to_json
+from cluster.messages import MemberId
+from cluster.observe.telemetry import Telemetry
+
+_CLAIMED = 100  # characters of an id that stands in Redis, in the audit log
+_LOG = logging.getLogger("tandem.registry")
 
 
 class SignedRecords:
@@ -28,6 +35,20 @@ class SignedRecords:
     def sign(self, member: Member) -> str:
         body = to_json(member)
         return json.dumps({"body": body, "signature": self._keys.sign(Purpose.REGISTRATIONS, self._text(body)).hex()})
+
+    def sign_holder(self, member: MemberId) -> str:
+        """Return the text by which an incarnation holds a member's name: itself and its signature."""
+        return f"{member.incarnation} {self._keys.sign(Purpose.REGISTRATIONS, self._text(_held(member))).hex()}"
+
+    def holder_of(self, identifier: str, text: str) -> str:
+        """Return the incarnation that holds a name; empty if no member of this cluster wrote the text."""
+        incarnation, _, signature = text.partition(" ")
+        try:
+            held = self._text(_held(MemberId(identifier, incarnation)))
+            is_signed = self._keys.verify(Purpose.REGISTRATIONS, held, bytes.fromhex(signature))
+        except ValueError:
+            return ""
+        return incarnation if is_signed else ""
 
     def read(self, stored: Sequence[tuple[str, str]]) -> list[Member]:
         """Return the members of these (id, record). Those that are not signed, and those of a later version, are left
@@ -68,3 +89,27 @@ class SignedRecords:
 
     def _text(self, body: str) -> bytes:
         return f"{self._cluster_name}\0{body}".encode()
+
+
+def _held(member: MemberId) -> str:
+    return f"name\0{member.id}\0{member.incarnation}"  # no record's JSON begins so
+
+
+def reported_refusals(telemetry: Telemetry, audit: Audit) -> Callable[[str, str], None]:
+    """Return the callback of SignedRecords that counts each refused record, puts it into the audit log, and logs the
+    first one of each reason."""
+    warned: set[str] = set()
+
+    def on_refused(reason: str, identifier: str) -> None:
+        if reason not in warned:
+            warned.add(reason)
+            _LOG.warning(
+                "the registration of %r is not used (%s): start that member with the file of --cluster-key-file"
+                " that this one has, or with another --cluster-name",
+                identifier[:_CLAIMED],
+                reason,
+            )
+        telemetry.count("tandem_refused_members_total", reason=reason)
+        audit.record_refusal(what="registration", origin="registry", why=reason, claims=identifier[:_CLAIMED])
+
+    return on_refused

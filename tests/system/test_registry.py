@@ -14,6 +14,7 @@ from cluster.messages import LayoutFingerprint, Role
 from cluster.registry.redis_server import RedisServer
 from cluster.registry.registration import Registration
 from cluster.registry.registry import Registry
+from cluster.registry.scale_target import COUNTED_ROLES
 from tests.system import polling
 from tests.system.registry_rig import DEADLINE_S, FINGERPRINT, KEYS, kept, member, until
 
@@ -117,6 +118,45 @@ async def test_the_newer_incarnation_wins_after_redis_lost_its_data(
     with pytest.raises(Fenced, match="incarnation new"):
         await registry.renew(member(incarnation="old"))
     assert await registry.members() == (member(incarnation="new"),)
+
+
+@pytest.mark.parametrize("key", ["registration:p0", "incarnation:p0", "generation:p0", "members", COUNTED_ROLES])
+async def test_a_key_of_another_type_that_another_program_wrote_stops_no_member(
+    registry: Registry, redis_url: str, cluster_name: str, key: str
+) -> None:
+    await registry.register(member())
+    async with Redis.from_url(redis_url) as redis:
+        await redis.delete(f"{{{cluster_name}}}:{key}")
+        await redis.rpush(f"{{{cluster_name}}}:{key}", "x")
+        await registry.renew(member())
+        assert await registry.members() == (member(),)
+        await registry.register(member())
+
+
+async def test_bytes_that_are_no_text_stop_no_member(registry: Registry, redis_url: str, cluster_name: str) -> None:
+    await registry.register(member())
+    async with Redis.from_url(redis_url) as redis:
+        for name in ("registration:x", "incarnation:p0", "generation:p0"):
+            await redis.set(f"{{{cluster_name}}}:{name}", b"\xff")
+        await redis.sadd(f"{{{cluster_name}}}:members", "x")
+    assert await registry.members() == (member(),)
+    await registry.renew(member())
+
+
+async def test_a_member_gives_its_name_only_to_an_incarnation_that_a_member_signed(
+    registry: Registry, redis_url: str, cluster_name: str
+) -> None:
+    await registry.register(member())
+    await registry.register(member("p1", "another"))
+    async with Redis.from_url(redis_url, decode_responses=True) as redis:
+        of_another_name = await redis.get(f"{{{cluster_name}}}:incarnation:p1")
+        for forged in ("made-up", "made-up " + "0" * 72, str(of_another_name)):
+            await redis.set(f"{{{cluster_name}}}:incarnation:p0", forged)
+            await registry.renew(member())
+            await redis.set(f"{{{cluster_name}}}:incarnation:p0", forged)
+            await registry.deregister(member())
+            await registry.register(member())
+            assert member() in await registry.members()
 
 
 async def test_every_new_role_is_reported_in_order_also_if_its_caller_leaves(registry: Registry) -> None:

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
+from redis.asyncio import Redis
 
 from cluster.accounts.keys import Caller, Limits
 from cluster.accounts.usage import KeyUsage, TenantLimits, Usage, UsageMeter
@@ -107,6 +108,24 @@ async def test_usage_counts_each_token_once_whatever_was_retried_or_resumed(redi
         assert await stored_usage(registry) == [KeyUsage("acme", "k1", Usage(1, 4, 0, 9))]
         assert limits.use("acme", clock.now_s()).requests == 2, "its own, and the one of the other router's report"
         await registry.close()
+
+
+@pytest.mark.parametrize("report", ['{"acme": [Infinity]}', '{"acme": [1e999, 1]}', "[" * 100_000, '{"acme": 5}', "x"])
+async def test_what_another_program_writes_about_usage_stops_no_router(
+    redis_url: str, cluster_name: str, report: str
+) -> None:
+    registry = Registry(url=redis_url, cluster_name=cluster_name, ttl_s=5.0)
+    limits, clock = TenantLimits(), ManualClock()
+    shared = SharedUse(registry, limits, UsageMeter(), router="r0@1", clock=clock)
+    async with Redis.from_url(redis_url) as redis:
+        seconds, _ = await redis.time()
+        await redis.hset(f"{{{cluster_name}}}:use", "r1@1", f"{seconds * 1000} {report}")
+        await shared.share()
+        assert limits.use("acme", clock.now_s()).requests == 0
+        for amount in ("--5", "9" * 5_000):
+            await redis.hset(f"{{{cluster_name}}}:usage", "requests|k1|acme", amount)
+            assert await stored_usage(registry) in ([], [KeyUsage("acme", "k1", Usage())])
+    await registry.close()
 
 
 async def test_routers_share_a_limit_through_redis_and_divide_it_while_redis_is_away(cluster_name: str) -> None:

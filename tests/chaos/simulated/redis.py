@@ -98,8 +98,9 @@ class RedisServer:
 
     def _other_holder(self, keys: Sequence[str], values: Sequence[Any]) -> str:
         holder, generation = self.get(keys[1]), int(values[5])
+        is_other = holder is not None and holder.partition(" ")[0] != values[1].partition(" ")[0]
         is_newer = self._generation(keys, generation) >= generation
-        return holder if holder and holder != values[1] and is_newer else ""
+        return holder if holder and is_other and is_newer and values[7] != "1" else ""
 
     def members(self, keys: Sequence[str], values: Sequence[Any]) -> list[str]:
         ids = self._sets.get(keys[0], {})
