@@ -13,11 +13,12 @@ import socket
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -37,7 +38,7 @@ from cluster.observe.metrics import EVERY_PROCESS, METRICS, ROUTER, WORKER, Kind
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _MAX_LABEL_SETS = 200
 _OVERFLOW = "other"
-_MAX_CONNECTIONS = 16  # further ones are closed at once
+_MAX_CONNECTIONS = 16  # a further one takes the place of the oldest: a scrape takes milliseconds
 _TIMEOUT_S = 5.0  # of each read and write
 
 
@@ -258,6 +259,9 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing: scrapes are frequent."""
 
 
+_Connection: TypeAlias = socket.socket | tuple[bytes, socket.socket]  # as the standard library types it
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False  # a client that reads nothing does not delay the end of the process
@@ -265,22 +269,25 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], handler: type[_Handler]) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self._places = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        self._lock = Lock()
+        self._connections: dict[_Connection, None] = {}  # the oldest first
         super().__init__(address, handler)
 
-    def process_request(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
-        if self._places.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+    def process_request(self, request: _Connection, client_address: object) -> None:
+        with self._lock:
+            oldest = next(iter(self._connections)) if len(self._connections) >= _MAX_CONNECTIONS else None
+            if oldest is not None:
+                del self._connections[oldest]
+            self._connections[request] = None
+            if isinstance(oldest, socket.socket):
+                with suppress(OSError):  # its client has closed it
+                    oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
 
-    def process_request_thread(
-        self, request: socket.socket | tuple[bytes, socket.socket], client_address: object
-    ) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._places.release()
+    def shutdown_request(self, request: _Connection) -> None:
+        with self._lock:
+            self._connections.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignore the error: a client that disconnects is no error of this process."""
