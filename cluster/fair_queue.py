@@ -62,7 +62,7 @@ class FairQueue:
 
     @property
     def is_contended(self) -> bool:
-        """Whether more than one tenant has work here."""
+        """Return whether more than one tenant has work here."""
         return len(self._pieces) > 1
 
     @property

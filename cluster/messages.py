@@ -302,7 +302,7 @@ class PrefillJob:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether the request was already running on a worker that failed or that it left."""
+        """Return whether the request was already running on a worker that failed or that it left."""
         return self.num_committed > 0 and not self.is_unproven
 
 

@@ -119,7 +119,7 @@ class Progress:
         return wait_s
 
     def _is_own_id(self, error: TandemError) -> bool:
-        """Whether the id is live only because a router has not yet noticed that this client's stream broke."""
+        """Return whether the id is live only because a router has not yet noticed that this client's stream broke."""
         is_lost_unaccepted = self._num_lost > 0 and not self._has_begun
         return is_lost_unaccepted and error.reason == _DUPLICATE and self._num_ids < _MAX_IDS
 

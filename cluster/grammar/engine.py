@@ -122,7 +122,7 @@ class Matcher:
 
     @property
     def is_accepting(self) -> bool:
-        """Whether the tokens so far are a whole answer."""
+        """Return whether the tokens so far are a whole answer."""
         return self.raw.is_accepting()
 
     def copy(self) -> "Matcher":

@@ -70,7 +70,7 @@ class BlockChain:
         self._append(pack_ids(token_ids[len(self.hashes) * self._block_size :]))
 
     def extend_packed(self, packed: bytes) -> None:
-        """As `extend`, with the ids as `pack_ids` packs them."""
+        """Do what `extend` does, with the ids as `pack_ids` packs them."""
         self._append(packed[ID_BYTES * len(self.hashes) * self._block_size :])
 
     def parent_of(self, index: int) -> bytes:

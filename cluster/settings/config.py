@@ -89,12 +89,12 @@ class ClusterSettings:
 
     @property
     def is_open(self) -> bool:
-        """Whether a port that is bound to `host` would serve metrics, or clients, of other hosts without a key."""
+        """Return whether a port that is bound to `host` would serve clients or scrapes of other hosts without a key."""
         return not (is_loopback(self.host) or self.metrics_key_file)
 
     @property
     def is_insecure(self) -> bool:
-        """Whether other hosts reach a port without a key, as --insecure allows."""
+        """Return whether other hosts reach a port without a key, as --insecure allows."""
         return self.is_open and self.insecure == "on"
 
     @property
@@ -248,7 +248,7 @@ class RouterConfig(ClusterSettings):
 
     @property
     def is_open(self) -> bool:
-        """Whether clients of other hosts would be served without a key."""
+        """Return whether clients of other hosts would be served without a key."""
         return not (is_loopback(self.host) or self.api_key or self.api_key_file or self.keys)
 
     @property

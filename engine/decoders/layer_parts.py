@@ -147,7 +147,7 @@ class LayerParts:
 
     @property
     def norms_whole_rows(self) -> bool:
-        """Whether the query's norm covers all heads as one row."""
+        """Return whether the query's norm covers all heads as one row."""
         return self.query_norm is not None and len(self.query_norm.weight) == self.out.in_features
 
     @property

@@ -69,7 +69,7 @@ def with_pool_memory(settings: EngineSettings, device: str) -> EngineSettings:
 
 
 def is_measured(settings: EngineSettings) -> bool:
-    """Whether a profiling run must determine the pool's size."""
+    """Return whether a profiling run must determine the pool's size."""
     return not settings.num_blocks and settings.kv_cache_memory == "auto"
 
 

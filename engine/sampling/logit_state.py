@@ -48,7 +48,7 @@ class LogitState:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether the logits of a position depend on the tokens before it."""
+        """Return whether the logits of a position depend on the tokens before it."""
         return self._has_penalties or bool(self._words)
 
     def seen(self, draft_tokens: Sequence[int] = ()) -> SeenTokens:

@@ -46,7 +46,7 @@ class Policy(Protocol):
 
     @property
     def is_preemptive(self) -> bool:
-        """Whether waiting work that ranks first replaces running work that ranks last."""
+        """Return whether waiting work that ranks first replaces running work that ranks last."""
         ...
 
     def rank(self, work: Work, now_s: float) -> Rank:

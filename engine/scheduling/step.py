@@ -160,7 +160,7 @@ class PromptTime:
 
     @property
     def is_used_up(self) -> bool:
-        """Whether no prompt may begin: less than a block at the start of a prompt would fit."""
+        """Return whether no prompt may begin: less than a block at the start of a prompt would fit."""
         return not self._is_first and self._times.added_s(self._block_size, 0) > self._left_s
 
     def take(self, num_tokens: int, num_left: int, context: int) -> int:
@@ -234,8 +234,8 @@ class Feeding(Protocol):
 
     @property
     def can_feed(self) -> bool:
-        """Whether the next step's chunks can read this step's drawn tokens on the device, without overwriting anything
-        of this step that is still to be read."""
+        """Return whether the next step's chunks can read this step's drawn tokens on the device, without overwriting
+        anything of this step that is still to be read."""
         ...
 
     def result(self) -> StepResult: ...
@@ -298,7 +298,7 @@ class PlanningAhead(Protocol[Command, Event]):
 
     @property
     def may_plan_ahead(self) -> bool:
-        """Whether anything may be decided before the running step ends."""
+        """Return whether anything may be decided before the running step ends."""
         ...
 
     def may_apply(self, command: Command) -> bool:

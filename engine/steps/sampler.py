@@ -183,7 +183,7 @@ def _changed_rows(logits: torch.Tensor, samples: Sequence[Sample]) -> tuple[Adju
 
 
 def _can_be_short(sampling: Sampling, vocab_size: int) -> bool:
-    """Whether the top-p set may be wider than the best tokens that were examined."""
+    """Return whether the top-p set may be wider than the best tokens that were examined."""
     return (
         sampling.temperature > 0
         and sampling.top_p < 1

@@ -339,7 +339,7 @@ class Pipeline:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the router would serve a request that arrived now."""
+        """Return whether the router would serve a request that arrived now."""
         return self._fleet.is_ready and not self._draining
 
     def refuse_new(self) -> None:

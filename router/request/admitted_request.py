@@ -192,7 +192,8 @@ class AdmittedRequest:
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
-        """Whether the client asks for those of the prompt and is not to have them yet: they come before tokens."""
+        """Return whether the client asks for log-probabilities of the prompt and has not got them. They come before all
+        tokens."""
         return self.request.num_prompt_logprobs is not None and not (self._outbox.had_prompt or self._has_tokens)
 
     def decode_job(

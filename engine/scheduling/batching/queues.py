@@ -78,7 +78,7 @@ class Ranking:
 
     @property
     def orders_tenants(self) -> bool:
-        """Whether the next sort has to look at tenants."""
+        """Return whether the next sort has to look at tenants."""
         return self._by_tenant or self._tenants.is_contended
 
     def rank(self, sequence: Sequence, now_s: float) -> Rank:

@@ -130,12 +130,13 @@ class Sequence:
 
     @property
     def is_scored(self) -> bool:
-        """Whether the log-probabilities of its prompt are wanted. Then it computes all positions, cached or not."""
+        """Return whether the request asks for the log-probabilities of its prompt. Then all positions are computed,
+        cached or not."""
         return self.group.export is not None and self.group.export.num_prompt_logprobs is not None
 
     @property
     def is_last_token_next(self) -> bool:
-        """Whether the next token is certain to end it."""
+        """Return whether the next token is certain to end it."""
         return self.group.export is not None or self.num_output_left <= 1
 
     def advance(self, num_tokens: int) -> None:
