@@ -3,7 +3,7 @@
 from functools import partial
 
 from cluster.errors import InvalidRequest
-from router.request.validation import prompt_field, truncated
+from router.request.validation import prompt_field
 from router.requests import ChatPrompt, GenerateRequest, TextPrompt, TokenPrompt
 from router.text.tokenization import Tokenization, TokenizerThreads
 
@@ -24,7 +24,7 @@ class Prompts:
         except InvalidRequest as error:
             error.param = error.param or prompt_field(request)
             raise
-        return truncated(request, token_ids, self._tokenization.model_info)
+        return truncated(request, token_ids, self._tokenization.model_info.max_model_len)
 
     async def bad_words(self, request: GenerateRequest) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of its bad words. Raises InvalidRequest, Overloaded."""
@@ -46,3 +46,13 @@ class Prompts:
                     self._tokenization.encode_chat, rendered_at_us=rendered_at_us, options=options, is_whole=is_whole
                 )
                 return await self._threads.run(encode, messages)
+
+
+def truncated(request: GenerateRequest, prompt_token_ids: tuple[int, ...], max_model_len: int) -> tuple[int, ...]:
+    """Return the last tokens of a prompt, as many as `truncate_prompt_tokens` keeps."""
+    num_kept = request.truncate_prompt_tokens
+    if num_kept is None:
+        return prompt_token_ids
+    if num_kept == -1:
+        num_kept = max(1, max_model_len - (request.stop.max_tokens or 1))
+    return prompt_token_ids[-num_kept:]

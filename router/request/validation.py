@@ -145,16 +145,6 @@ def check_token_ids(token_ids: tuple[int, ...], model: ModelInfo, param: str) ->
         _require(in_vocabulary, param, f"token id {token_id} is outside the vocabulary: 0 to {model.vocab_size - 1}")
 
 
-def truncated(request: GenerateRequest, prompt_token_ids: tuple[int, ...], model: ModelInfo) -> tuple[int, ...]:
-    """Return the last tokens of a prompt that the request keeps."""
-    kept = request.truncate_prompt_tokens
-    if kept is None:
-        return prompt_token_ids
-    if kept == -1:
-        kept = max(1, model.max_model_len - (request.stop.max_tokens or 1))
-    return prompt_token_ids[-kept:]
-
-
 def resolve(
     request: GenerateRequest,
     prompt_token_ids: tuple[int, ...],

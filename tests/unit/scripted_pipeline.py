@@ -17,8 +17,9 @@ from fastapi import FastAPI
 from cluster.errors import TandemError
 from cluster.messages import FinishReason, PromptLogprobs, SampledToken, TokenLogprobs
 from cluster.protocol.wire import pack_ids
+from router.pipeline.prompts import truncated
 from router.request.choice import Choice, text_stream_of
-from router.request.validation import ResolvedRequest, check, resolve, truncated
+from router.request.validation import ResolvedRequest, check, resolve
 from router.requests import (
     ChatPrompt,
     GenerateRequest,
@@ -60,7 +61,7 @@ class ScriptedPipeline:
     async def _outputs(self, request: GenerateRequest) -> AsyncGenerator[Output, None]:
         check(request, self.tokenization.model_info)
         model = self.tokenization.model_info
-        resolved = resolve(request, truncated(request, self._prompt(request), model), model)
+        resolved = resolve(request, truncated(request, self._prompt(request), model.max_model_len), model)
         choices = [self._choice(number, resolved) for number in range(request.n)]
         scripts = [self._tokens(number) for number in range(request.n)]
         for _ in range(self.signs_of_life):
