@@ -153,7 +153,7 @@ class RoutedBlocks:
         added = latest
         for block_hash in reversed(block_hashes):  # the beginning is dropped last: without it nothing is found
             present = self._workers.get(block_hash, ())
-            if present != known:
+            if present is not known and present != known:
                 others = [other for other in present if other.id not in names]
                 known, added = present, (*latest, *others)[:_MAX_WORKERS]
             self._workers[block_hash] = added
@@ -170,19 +170,16 @@ class RoutedBlocks:
                 self._workers.pop(block_hash, None)
 
     def leading_blocks(self, block_hashes: Sequence[bytes]) -> dict[MemberId, int]:
-        """Return the number of leading blocks of this chain for each worker that was sent its beginning. Counts as a
-        use of the blocks that are found."""
+        """Return the number of leading blocks of this chain for each worker that was sent its beginning. It does not
+        count as a use of them, because a request that is served then adds them again."""
         lengths: dict[MemberId, int] = {}
         continuing = known = self._workers.get(block_hashes[0], ()) if block_hashes else ()
         for num_before, block_hash in enumerate(block_hashes):
             workers = self._workers.get(block_hash, ())
-            if workers != known:  # mostly a block has the same workers as the one before
+            if workers is not known and workers != known:  # mostly a block has the same workers as the one before
                 known = workers
                 lengths |= dict.fromkeys(continuing, num_before)
                 continuing = tuple(worker for worker in continuing if worker in workers)
             if not continuing:
                 break
-        lengths |= dict.fromkeys(continuing, len(block_hashes))
-        for block_hash in reversed(block_hashes[: max(lengths.values(), default=0)]):
-            self._workers.move_to_end(block_hash)
-        return lengths
+        return lengths | dict.fromkeys(continuing, len(block_hashes))

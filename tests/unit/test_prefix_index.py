@@ -166,9 +166,9 @@ def test_several_workers_of_a_chain_are_recorded_as_one_after_the_other() -> Non
 
 def test_the_least_recently_used_routed_blocks_are_dropped_from_the_end_of_a_chain() -> None:
     routed = RoutedBlocks(max_blocks=5)
+    routed.add([b"x"], _P)
     routed.add(_LONG, _P)
     routed.add([b"x"], _P)
-    routed.leading_blocks([b"x"])
     routed.add([b"y", b"yz"], _D)
 
     assert len(routed) == 5
