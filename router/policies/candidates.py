@@ -207,8 +207,10 @@ def _handoffs(
 
 def _matching(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts) -> list[Pair]:
     """Return every two of these workers between which the request's KV may move."""
-    fitting = [(p, d) for d in decodes for p in prefills if p.kv_format == d.kv_format and p.member != d.member]
-    return [(p, d) for p, d in fitting if (p.member, d.member) not in request.excluded_pairs]
+    fitting = [(p, d) for d in decodes for p in prefills if p.kv_format == d.kv_format]
+    both = {load.member for load in prefills}.intersection(load.member for load in decodes)
+    excluded = {*request.excluded_pairs, *((member, member) for member in both)}
+    return [(p, d) for p, d in fitting if not excluded or (p.member, d.member) not in excluded]
 
 
 def promising(ways: Sequence[Pair], request: RequestFacts) -> Sequence[Pair]:
@@ -290,7 +292,8 @@ def _length(work: WorkAhead) -> float:
 
 def _with_role(handoffs: Iterable[Pair]) -> list[Pair]:
     """Return the pairs in which at least one worker prefers one role."""
-    return [pair for pair in handoffs if any(load is not None and load.role is not Role.BOTH for load in pair)]
+    both = Role.BOTH
+    return [(p, d) for p, d in handoffs if d.role is not both or (p is not None and p.role is not both)]
 
 
 def _alone(decodes: Sequence[WorkerLoad], request: RequestFacts) -> list[Pair]:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from cluster.messages import MemberId, Role
+from cluster.messages import LinkSpeed, MemberId, Role
 from router.policies.arrangement import Arrangement
-from router.policies.candidates import Pair, RequestFacts, WorkerLoad, pairs, transfer_s
+from router.policies.candidates import Pair, RequestFacts, WorkerLoad, pairs
 from router.policies.prediction import Predict, Prediction, predict_all
 
 # A pair is slow when it needs this much longer for the prompt's KV than the fastest known pair. Smaller differences
@@ -156,11 +156,9 @@ class LeastLoaded(_OfPairs):
     def choose(
         self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts
     ) -> Placement | None:
-        found = pairs(prefills, decodes, request)
-        least = min(map(_depth, found), default=0)
-        lightest = [pair for pair in found if _depth(pair) == least]
-        best = self._speeds.without_slow(lightest, request.num_prompt_tokens)
-        return self._turns.choose(best, found, PlacementReason.LOWEST_LOAD, request)
+        found = _Found(prefills, decodes, request)
+        best = self._speeds.without_slow(found.cheapest(found.depths), request.num_prompt_tokens)
+        return self._turns.choose(best, found, PlacementReason.LOWEST_LOAD)
 
 
 class PrefixAware(_OfPairs):
@@ -170,14 +168,12 @@ class PrefixAware(_OfPairs):
     def choose(
         self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts
     ) -> Placement | None:
-        found = pairs(prefills, decodes, request)
-        costs = [_depth(pair) + _share_to_compute(pair, request) for pair in found]
-        least = min(costs, default=0.0)
-        cheapest = [pair for pair, cost in zip(found, costs, strict=True) if cost == least]
+        found = _Found(prefills, decodes, request)
+        cheapest = found.cheapest([depth + share for depth, share in zip(found.depths, found.shares(), strict=True)])
         best = self._speeds.without_slow(cheapest, request.num_prompt_tokens)
         is_for_prefix = any(_share_to_compute(pair, request) < 1 for pair in best)
         reason = PlacementReason.CACHED_PREFIX if is_for_prefix else PlacementReason.LOWEST_LOAD
-        return self._turns.choose(best, found, reason, request)
+        return self._turns.choose(best, found, reason)
 
 
 class RoundRobin(_LearnsNothing):
@@ -196,8 +192,41 @@ class RoundRobin(_LearnsNothing):
     def choose(
         self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts
     ) -> Placement | None:
-        found = pairs(prefills, decodes, request)
-        return self._turns.choose(found, found, PlacementReason.TURN, request)
+        found = _Found(prefills, decodes, request)
+        return self._turns.choose(found.pairs, found, PlacementReason.TURN)
+
+
+class _Found:
+    """The pairs from which a request's is chosen, and what is compared of each. A large cluster has thousands of them,
+    so that what depends on one worker is computed once for each worker."""
+
+    def __init__(self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts) -> None:
+        self.request = request
+        self.members = frozenset(load.member for load in (*prefills, *decodes))
+        self.pairs = pairs(prefills, decodes, request)
+        self.depths = list(map(_depth, self.pairs))
+
+    def shares(self) -> list[float]:
+        """Return for each pair the share of the prompt that is not cached."""
+        if not self.request.cached_tokens:
+            return [1.0] * len(self.pairs)
+        known: dict[int, float] = {}  # by the identity of the computing worker's load
+        for pair in self.pairs:
+            if id(computing := _computing(pair)) not in known:
+                known[id(computing)] = _share_to_compute(pair, self.request)
+        return [known[id(_computing(pair))] for pair in self.pairs]
+
+    def cheapest(self, costs: Sequence[float]) -> list[Pair]:
+        """Return the pairs with the lowest of these costs, which are one for each pair."""
+        least = min(costs, default=0.0)
+        return [pair for pair, cost in zip(self.pairs, costs, strict=True) if cost == least]
+
+    def by_load(self, chosen: Pair) -> tuple[Candidate, ...]:
+        """Return the chosen pair, and then those with the lowest load."""
+        lightest = heapq.nsmallest(MAX_CONSIDERED, range(len(self.pairs)), key=self.depths.__getitem__)
+        others = [pair for pair in (self.pairs[i] for i in lightest) if pair is not chosen]
+        ordered = (chosen, *others[: MAX_CONSIDERED - 1])
+        return tuple(candidate_of(prefill, decode, self.request) for prefill, decode in ordered)
 
 
 class _Turns:
@@ -207,32 +236,44 @@ class _Turns:
     def __init__(self) -> None:
         self._turn = 0
         self._last_turn: dict[MemberId | tuple[MemberId | None, MemberId], int] = {}
+        self._members: frozenset[MemberId] = frozenset()
 
-    def choose(
-        self, best: Sequence[Pair], pairs: Sequence[Pair], reason: PlacementReason, request: RequestFacts
-    ) -> Placement | None:
-        """Return the pair of `best` whose turn it is. Workers in none of `pairs` are forgotten."""
+    def choose(self, best: Sequence[Pair], found: _Found, reason: PlacementReason) -> Placement | None:
+        """Return the pair of `best` whose turn it is. Workers that have left are forgotten."""
         if not best:
             return None
-        prefill, decode = chosen = min(best, key=self._rank)
+        if found.members != self._members:
+            self._forget_all_but(found.members)
+        prefill, decode = chosen = min(self._first_computing(best), key=self._rank)
         self._turn += 1
-        present = {load.member for pair in pairs for load in pair if load is not None} | {*map(_members, pairs)}
-        self._last_turn = {known: turn for known, turn in self._last_turn.items() if known in present}
         self._last_turn |= {known: self._turn for known in (*_members(chosen), _members(chosen)) if known is not None}
         return Placement(
             prefill=prefill.member if prefill is not None else None,
             decode=decode.member,
-            reason=reason if len(pairs) > 1 else PlacementReason.ONLY_CANDIDATE,
-            is_fallback=is_fallback(pairs),
-            considered=_by_load(chosen, pairs, request),
-            num_candidates=len(pairs),
+            reason=reason if len(found.pairs) > 1 else PlacementReason.ONLY_CANDIDATE,
+            is_fallback=is_fallback(found.pairs),
+            considered=found.by_load(chosen),
+            num_candidates=len(found.pairs),
         )
 
-    def _rank(self, pair: Pair) -> tuple[int, int, int, str]:
+    def _forget_all_but(self, members: frozenset[MemberId]) -> None:
+        self._members = members
+        self._last_turn = {
+            known: turn
+            for known, turn in self._last_turn.items()
+            if members.issuperset({known} if isinstance(known, MemberId) else {*known} - {None})
+        }
+
+    def _first_computing(self, best: Sequence[Pair]) -> Sequence[Pair]:
+        """Return the pairs of the workers whose turn it is to compute a prompt."""
+        loads = {id(load): load for load in map(_computing, best)}
+        turns = {name: self._last_turn.get(load.member, 0) for name, load in loads.items()}
+        least = min(turns.values())
+        return [pair for pair in best if turns[id(_computing(pair))] == least]
+
+    def _rank(self, pair: Pair) -> tuple[int, int, str]:
         members = prefill, decode = _members(pair)
-        computing = prefill if prefill is not None else decode
-        turn_of = self._last_turn.get
-        return turn_of(computing, 0), turn_of(members, 0), turn_of(decode, 0), f"{prefill} {decode}"
+        return self._last_turn.get(members, 0), self._last_turn.get(decode, 0), f"{prefill} {decode}"
 
 
 class _Speeds:
@@ -246,7 +287,7 @@ class _Speeds:
     def without_slow(self, pairs: Sequence[Pair], num_prompt_tokens: int) -> Sequence[Pair]:
         """Return the pairs that are not known to be slow. A pair without a measurement stays, or it would never be
         measured."""
-        times_s = [_transfer_s(pair, num_prompt_tokens) for pair in pairs]
+        times_s = _transfer_times(pairs, num_prompt_tokens)
         known_s = [time_s for time_s in times_s if time_s is not None]
         limit_s = min(known_s, default=0.0) * SLOW_FACTOR + SLOW_MARGIN_S
         quick = [pair for pair, time_s in zip(pairs, times_s, strict=True) if time_s is None or time_s <= limit_s]
@@ -267,13 +308,6 @@ class _Speeds:
         return pair
 
 
-def _by_load(chosen: Pair, pairs: Sequence[Pair], request: RequestFacts) -> tuple[Candidate, ...]:
-    """Return the chosen pair, and then those with the lowest load."""
-    others = [pair for pair in pairs if pair is not chosen]
-    lightest = heapq.nsmallest(MAX_CONSIDERED - 1, others, key=_depth)
-    return tuple(candidate_of(prefill, decode, request) for prefill, decode in (chosen, *lightest))
-
-
 def candidate_of(prefill: WorkerLoad | None, decode: WorkerLoad, request: RequestFacts) -> Candidate:
     """Return a candidate without a prediction."""
     computing = prefill if prefill is not None else decode
@@ -287,8 +321,15 @@ def _members(pair: Pair) -> tuple[MemberId | None, MemberId]:
     return prefill.member if prefill is not None else None, decode.member
 
 
+def _computing(pair: Pair) -> WorkerLoad:
+    """Return the worker that computes the prompt."""
+    prefill, decode = pair
+    return decode if prefill is None else prefill
+
+
 def _depth(pair: Pair) -> int:
-    return sum(load.depth for load in pair if load is not None)
+    prefill, decode = pair
+    return decode.depth if prefill is None else prefill.depth + decode.depth
 
 
 def _share_to_compute(pair: Pair, request: RequestFacts) -> float:
@@ -304,8 +345,14 @@ def _names(pair: Pair) -> tuple[MemberId, MemberId]:
     return prefill.member, decode.member
 
 
-def _transfer_s(pair: Pair, num_prompt_tokens: int) -> float | None:
-    prefill, decode = pair
-    if prefill is None:
-        return None
-    return transfer_s(prefill, decode, num_prompt_tokens * decode.kv_bytes_per_token)
+def _transfer_times(pairs: Sequence[Pair], num_prompt_tokens: int) -> list[float | None]:
+    """Return how long the KV of a prompt takes between the workers of each pair; None: it is not known."""
+    links: dict[int, dict[MemberId, LinkSpeed]] = {}  # by the identity of the importing worker's load
+    for _, decode in pairs:
+        if id(decode) not in links:
+            links[id(decode)] = {link.exporter: link for link in reversed(decode.links)}  # each one's first counts
+    times_s = list[float | None]()
+    for prefill, decode in pairs:
+        link = links[id(decode)].get(prefill.member) if prefill is not None else None
+        times_s.append(None if link is None else link.transfer_s(num_prompt_tokens * decode.kv_bytes_per_token))
+    return times_s

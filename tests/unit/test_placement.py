@@ -63,6 +63,13 @@ def test_every_pair_of_equal_workers_has_its_turn_equally_often(num_prefills: in
         assert all(len(used) == num_prefills for used in rounds), "prefill workers take turns strictly"
 
 
+def test_a_worker_that_left_and_came_back_is_chosen_before_those_that_had_their_turn() -> None:
+    turns, decodes = RoundRobin(), [load("d0"), load("d1"), load("d2")]
+    assert [names(turns.choose([], decodes, facts()))[1] for _ in range(4)] == ["d0", "d1", "d2", "d0"]
+    assert names(turns.choose([], decodes[1:], facts()))[1] == "d1"
+    assert [names(turns.choose([], decodes, facts()))[1] for _ in range(2)] == ["d0", "d2"]
+
+
 def test_round_robin_ignores_load() -> None:
     turns, decodes = RoundRobin(), [load("d0", 100), load("d1")]
     assert [names(turns.choose([], decodes, facts()))[1] for _ in range(4)] == ["d0", "d1", "d0", "d1"]
@@ -263,6 +270,35 @@ _LOADS = st.lists(
     max_size=5,
     unique_by=lambda worker: worker.member,
 )
+
+
+@given(
+    prefills=_LOADS,
+    decodes=_LOADS,
+    cached=st.dictionaries(st.sampled_from([f"w{i}" for i in range(5)]), st.integers(1, 9)),
+    excluded=st.sets(st.tuples(st.sampled_from(["w0", "w1"]), st.sampled_from(["w1", "w2"]))),
+)
+def test_the_chosen_pair_costs_least_of_all_pairs(
+    prefills: list[WorkerLoad], decodes: list[WorkerLoad], cached: dict[str, int], excluded: set[tuple[str, str]]
+) -> None:
+    held = {MemberId(name, "1"): number for name, number in cached.items()}
+    barred = {(MemberId(prefill, "1"), MemberId(decode, "1")) for prefill, decode in excluded}
+    request = RequestFacts(10, 10, 1, cached_tokens=held, excluded_pairs=barred)
+    handoffs = [
+        (p, d)
+        for p in prefills
+        for d in decodes
+        if p.kv_format == d.kv_format and p.member != d.member and (p.member, d.member) not in barred
+    ]
+    assert {(p.member, d.member) for p, d in pairs(prefills, decodes, request) if p} == {
+        (p.member, d.member) for p, d in handoffs
+    }
+    for policy in (LeastLoaded(), PrefixAware()):
+        counted = held if isinstance(policy, PrefixAware) else {}
+        costs = {(p.member, d.member): p.depth + d.depth - counted.get(p.member, 0) / 10 for p, d in handoffs}
+        placement = policy.choose(prefills, decodes, request)
+        if placement is not None and placement.prefill is not None:
+            assert costs[placement.prefill, placement.decode] == pytest.approx(min(costs.values()))
 
 
 @given(prefills=_LOADS, decodes=_LOADS, avoid=st.sets(st.sampled_from(["w0", "w1", "w2"])))
