@@ -60,7 +60,8 @@ class PrefillTimes:
 
     def added_s(self, num_new: int, context: float) -> float:
         """Predict the seconds that a chunk behind `context` tokens adds to a step that computes prompts anyway."""
-        return self.per_token_s * num_new + self.per_token_context_s * attended_tokens(num_new, context)
+        attended = num_new * (context + (num_new + 1) / 2)  # attended_tokens without a call: forecasts ask often
+        return self.per_token_s * num_new + self.per_token_context_s * attended
 
     def tokens_within(self, seconds: float, context: float, most: int) -> int:
         """Return the largest number of tokens, up to `most`, for which `added_s` is at most `seconds`."""
@@ -205,8 +206,10 @@ class StepLimit:
     def seconds(self, quiet_s: float, age_s: float, alone_s: float) -> float:
         """Return the limit of a step that takes `quiet_s` without prompts. `age_s`: how long the oldest prompt has
         waited; `alone_s`: how long it takes to be computed alone."""
-        aged_s = quiet_s * (1 + max(0.0, age_s) / self.patience_s(alone_s))
-        return max(TARGET_SHARE * self.target_s or QUIET_FACTOR * quiet_s, aged_s)
+        limit_s = TARGET_SHARE * self.target_s or QUIET_FACTOR * quiet_s
+        if age_s <= 0:
+            return max(limit_s, quiet_s)
+        return max(limit_s, quiet_s * (1 + age_s / self.patience_s(alone_s)))
 
     def patience_s(self, alone_s: float) -> float:
         """Return how long a prompt waits until prompts get half of the worker's time."""

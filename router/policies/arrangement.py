@@ -22,7 +22,7 @@ from cluster.messages import Role
 from cluster.outstanding_work import PromptWork
 from cluster.service_times import StepWork
 from router.policies.candidates import SloTargets, WorkerLoad
-from router.policies.forecast import AGE_SHARE, LEAST_STEP_S, Beside, chunk_tokens
+from router.policies.forecast import AGE_SHARE, LEAST_STEP_S, Steps
 
 _NUM_PAST = 128  # requests that are replayed, for up to four workers
 _NUM_PAST_PER_WORKER = 32
@@ -146,6 +146,7 @@ class _Replayed:
     def __init__(self, load: WorkerLoad) -> None:
         assert load.work is not None, "workers without speeds cannot be replayed"
         self._work = load.work
+        self._steps = Steps(load.work)
         self._now_s = 0.0
         self._prompts: deque[_Live] = deque()
         self._running: list[tuple[float, int, _Live]] = []  # by the number of tokens after which they end
@@ -181,13 +182,13 @@ class _Replayed:
         num_running = min(len(self._running), self._work.max_running)
         share = num_running / len(self._running) if self._running else 1.0
         context = round(self._context * share)
-        prompt, most, step_s = None, 0.0, self._step_s(0.0, 0.0, num_running, context)
+        beside, prompt, most = self._steps.beside(num_running, context), None, 0.0
+        step_s = beside.quiet_s
         if self._prompts:
             prompt = self._prompts[0]
             waited_s, alone_s = self._now_s - prompt.here_s, self._alone_s(prompt)
-            beside = Beside(num_running, context, step_s)
-            most = chunk_tokens(self._work, beside, prompt.prompt_left, prompt.context, waited_s, alone_s)
-            step_s = self._step_s(most, prompt.context, num_running, context)
+            most = self._steps.chunk_tokens(beside, prompt.prompt_left, prompt.context, waited_s, alone_s)
+            step_s = self._steps.seconds(beside, most, prompt.context)
         number = max(1.0, math.ceil((until_s - self._now_s) / step_s)) if until_s < math.inf else math.inf
         if prompt is not None:
             number = min(number, max(1.0, prompt.prompt_left // most))
@@ -197,7 +198,7 @@ class _Replayed:
         if self._running:
             number = min(number, max(1.0, (self._running[0][0] - self._num_tokens) / share))
         if prompt is not None:
-            step_s = self._step_s(most, prompt.context + number * most / 2, num_running, context)
+            step_s = self._steps.seconds(beside, most, prompt.context + number * most / 2)
         self._now_s += number * step_s
         self._num_tokens += number * share
         self._context += number * num_running
@@ -207,10 +208,6 @@ class _Replayed:
             prompt.prompt_left -= number * most
             if prompt.prompt_left < 1:
                 self._start(self._prompts.popleft())
-
-    def _step_s(self, num_new: float, prompt_context: float, num_running: int, context: int) -> float:
-        work = StepWork(math.ceil(num_new), num_new * prompt_context, num_running, context)
-        return max(LEAST_STEP_S, self._work.times.seconds(work))
 
     def _alone_s(self, prompt: _Live) -> float:
         work = prompt.request.prompt

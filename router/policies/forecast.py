@@ -15,13 +15,12 @@ requests.
 import bisect
 import math
 from collections import deque
-from copy import copy
 from dataclasses import dataclass
 from operator import neg
 from statistics import median
+from typing import NamedTuple
 
 from cluster.outstanding_work import PromptWork
-from cluster.service_times import StepWork
 from router.policies.work_ahead import WorkAhead
 
 # The share by which a forecast may be wrong because equal steps are taken together. Over 78,000 random workers, more
@@ -36,11 +35,11 @@ LEAST_STEP_S = 1e-9  # a worker may report service times of 0; every step that d
 _MOST_SEQUENCES = 1024  # that are forecast one by one; the batch comes from the worker, and its size bounds the cost
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Prompts:
     """A prompt, or several equal ones in a row."""
 
-    left: float  # tokens that are not computed
+    num_new: float  # tokens to compute
     attended: float  # per token
     alone_s: float  # that one prompt takes without sequences beside it
     arrived_s: float
@@ -48,33 +47,53 @@ class _Prompts:
     is_own: bool = False  # of the request for which the forecast is made
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    seconds: float
-    quiet_s: float  # without prompts
-    num_new: float  # tokens of prompts
-
-
-@dataclass(frozen=True, slots=True)
-class Beside:
+class Beside(NamedTuple):
     """The sequences that decode in a step."""
 
     number: int
-    context: int  # the sum of their lengths
-    quiet_s: float  # that the step takes without prompts
+    decode_s: float  # of a step that does nothing else, by the model
+    quiet_s: float  # the same, as the step limit counts it
+    added_s: float = 0.0  # of it, because of the sequences of the request
 
 
-def chunk_tokens(
-    work: WorkAhead, beside: Beside, left: float, context: float, waited_s: float, alone_s: float
-) -> float:
-    """Return how many tokens of a prompt the next step computes. `left`: tokens that are not computed; `context`: those
-    that precede each of them; `waited_s`, `alone_s`: how long the prompt has waited, and takes without sequences."""
-    most = max(1.0, min(left, work.max_chunk - beside.number))
-    if not beside.number or work.step_limit is None:
-        return most
-    limit_s = work.step_limit.seconds(beside.quiet_s, waited_s, alone_s)
-    added_s = work.times.prompts_within_s(limit_s, beside.number, beside.context)
-    return min(most, max(work.times.prefill.tokens_within(added_s, context, math.ceil(most)), _LEAST_TOKENS))
+class Steps:
+    """The steps of one worker, which decode and compute parts of prompts. Their constants are looked up once."""
+
+    def __init__(self, work: WorkAhead) -> None:
+        times = work.times
+        self._prefill, self._decode = times.prefill, times.decode
+        self._factor = times.mixed.factor if times.mixed is not None else 1.0
+        self._once_s = min(times.prefill.step_s, times.decode.step_s)
+        self._max_chunk, self._limit = work.max_chunk, work.step_limit
+
+    def beside(self, number: int, context: int) -> Beside:
+        """Return sequences whose lengths sum to `context`."""
+        decode_s = self._decode.seconds(number, context) if number else 0.0
+        return Beside(number, decode_s, max(decode_s, LEAST_STEP_S) if number else 0.0)
+
+    def chunk_tokens(self, beside: Beside, left: float, context: float, waited_s: float, alone_s: float) -> float:
+        """Return how many tokens of a prompt the next step computes. `left`: tokens that are not computed; `context`:
+        those that precede each of them; `waited_s`, `alone_s`: how long the prompt has waited, and takes without
+        sequences."""
+        room = self._max_chunk - beside.number
+        most = left if left < room else room
+        most = most if most > 1.0 else 1.0
+        if not beside.number or self._limit is None:
+            return most
+        limit_s = self._limit.seconds(beside.quiet_s, waited_s, alone_s)
+        both_s = limit_s / self._factor if self._factor else math.inf  # as in ServiceTimes.prompts_within_s
+        prompts_s = both_s - beside.decode_s + self._once_s
+        added_s = (limit_s if limit_s < prompts_s else prompts_s) - self._prefill.step_s
+        within = max(self._prefill.tokens_within(added_s, context, math.ceil(most)), _LEAST_TOKENS)
+        return most if most < within else within
+
+    def seconds(self, beside: Beside, num_new: float, attended: float) -> float:
+        """Return the time of a step that computes `num_new` tokens, which attend to `attended` tokens each."""
+        prefill_s = self._prefill.seconds(math.ceil(num_new), num_new * attended)
+        if not beside.number:
+            return max(prefill_s, LEAST_STEP_S)
+        both_s = self._factor * (prefill_s + beside.decode_s - self._once_s)  # as in ServiceTimes.seconds
+        return max(prefill_s, beside.decode_s, both_s, LEAST_STEP_S)
 
 
 class Forecast:
@@ -83,7 +102,9 @@ class Forecast:
     def __init__(self, work: WorkAhead) -> None:
         batch = work.batch
         self._work = work
+        self._steps = Steps(work)
         self._prompts = _prompts_ahead(work)
+        self._left = self._prompts[0].num_new if self._prompts else 0.0  # tokens of the first that are not computed
         self._length = batch.context / max(1, batch.num_sequences)  # of a sequence, on average
         # Sequences that join have all their tokens left, those that run anything between that and nothing.
         halves = batch.num_running / 2 + batch.num_joining
@@ -98,6 +119,7 @@ class Forecast:
         self._num_due = 0.0  # sequences that join, in parts
         self._num_own = 0  # sequences of the request
         self._own_length = 0.0
+        self._besides: dict[tuple[int, int], Beside] = {}  # by the number of other sequences and of own ones
         # It begins in the past, when the worker began with its first prompt.
         self.now_s = -work.prompts.elapsed_s if self._prompts else 0.0
         self.num_steps = 0.0  # from the present on
@@ -109,10 +131,10 @@ class Forecast:
         self.first_quiet_s = self.quiet_s()  # the time of a step at present, without prompts
 
     def copy(self) -> "Forecast":
-        """Return an independent copy of this forecast."""
-        other = copy(self)
-        other._prompts = [copy(prompts) for prompts in self._prompts]
-        other._ends, other._imports_s = self._ends[:], self._imports_s[:]
+        """Return an independent copy of this forecast. Copies decode the same own sequences, if any."""
+        other = Forecast.__new__(Forecast)
+        other.__dict__.update(self.__dict__)  # copy.copy takes ten times as long
+        other._prompts, other._ends, other._imports_s = self._prompts[:], self._ends[:], self._imports_s[:]
         return other
 
     @property
@@ -134,6 +156,8 @@ class Forecast:
     def compute(self, own: PromptWork) -> None:
         """Move forward until a prompt that arrives now is computed."""
         alone_s = _alone_s(self._work, own)
+        if not self._prompts:
+            self._left = own.num_new
         self._prompts.append(_Prompts(own.num_new, own.attended / own.num_new, alone_s, self.now_s, is_own=True))
         while self._prompts:
             self._take_steps(math.inf, math.inf)
@@ -148,9 +172,9 @@ class Forecast:
         left = num_tokens
         while left > _NEGLIGIBLE and self._prompts:
             left -= self._take_steps(math.inf, left)
-        quiet_s = self.quiet_s()
-        self._record(_Step(quiet_s, quiet_s, 0.0), max(0.0, left), is_own=False)
-        self.now_s += max(0.0, left) * quiet_s
+        beside = self._beside()
+        self._record(beside, beside.quiet_s, max(0.0, left), is_own=False)
+        self.now_s += max(0.0, left) * beside.quiet_s
 
     def quiet_s(self, num_more: int = 0) -> float:
         """Return the seconds of a step without prompts, with `num_more` sequences more than run now."""
@@ -163,69 +187,79 @@ class Forecast:
         number.
         """
         prompts = self._prompts[0] if self._prompts else None
-        step = self._step(prompts)
-        if step.seconds <= 0:  # there is nothing to do before the next sequence joins
-            self._move(min([until_s, *self._imports_s[-1:]]), prompts)
+        beside, num_new = self._beside(), 0.0
+        step_s = beside.quiet_s
+        if prompts is not None:  # the step computes a part of the first one
+            waited_s = self.now_s - prompts.arrived_s
+            num_new = self._steps.chunk_tokens(beside, self._left, prompts.attended, waited_s, prompts.alone_s)
+            step_s = self._steps.seconds(beside, num_new, prompts.attended)
+        if step_s <= 0:  # there is nothing to do before the next sequence joins
+            self._move(self._next_change_s(until_s), prompts)
             return num_tokens
-        number = self._num_equal(step, prompts, until_s, num_tokens)
+        number = self._num_equal(step_s, num_new, prompts, until_s, num_tokens)
         if self.now_s >= 0:
-            self._record(step, number, is_own=prompts is not None and prompts.is_own)
-        if prompts is not None:
-            prompts.left -= number * step.num_new
-        self._move(self.now_s + number * step.seconds, prompts)
+            self._record(beside, step_s, number, is_own=prompts is not None and prompts.is_own)
+        self._left -= number * num_new
+        self._move(self.now_s + number * step_s, prompts)
         return number
 
-    def _step(self, prompts: _Prompts | None) -> _Step:
-        """Return the next step, which computes a part of the first prompt."""
-        work, quiet_s = self._work, self.quiet_s()
-        if prompts is None:
-            return _Step(quiet_s, quiet_s, 0.0)  # takes no time if nothing runs
-        num_running = min(len(self._ends) + self._num_own, work.max_running)
-        context = round(num_running * self._length)
-        waited_s = self.now_s - prompts.arrived_s
-        beside = Beside(num_running, context, quiet_s)
-        most = chunk_tokens(work, beside, prompts.left, prompts.attended, waited_s, prompts.alone_s)
-        step = StepWork(math.ceil(most), most * prompts.attended, num_running, context)
-        return _Step(max(work.times.seconds(step), LEAST_STEP_S), quiet_s, most)
+    def _beside(self) -> Beside:
+        """Return the sequences that the next step decodes."""
+        num_others, num_own = key = len(self._ends), self._num_own
+        if (known := self._besides.get(key)) is None:
+            number, others = (min(each, self._work.max_running) for each in (num_others + num_own, num_others))
+            known = self._steps.beside(number, round(number * self._length))
+            if num_own:
+                quiet_s, alone = self.quiet_s(), self._steps.beside(others, round(others * self._length))
+                known = Beside(number, known.decode_s, quiet_s, max(0.0, quiet_s - alone.decode_s))
+            self._besides[key] = known
+        return known
 
-    def _num_equal(self, step: _Step, prompts: _Prompts | None, until_s: float, num_tokens: float) -> float:
-        """Return the number of steps that are about equal from now on."""
-        number = num_tokens
+    def _next_change_s(self, until_s: float) -> float:
+        """Return when the next sequence joins, at most `until_s`."""
+        return min(until_s, self._imports_s[-1]) if self._imports_s else until_s
+
+    def _num_equal(
+        self, step_s: float, num_new: float, prompts: _Prompts | None, until_s: float, num_tokens: float
+    ) -> float:
+        """Return the number of steps that are about equal from now on. `num_new`: tokens of prompts in each."""
+        number, ends = num_tokens, self._ends
         if prompts is not None:
-            number = min(number, max(1, math.floor(prompts.left / step.num_new + _NEGLIGIBLE)))
-            if self._ends and self._work.step_limit is not None:
+            number = min(number, max(1, math.floor(self._left / num_new + _NEGLIGIBLE)))
+            if number > 1 and ends and self._work.step_limit is not None:
                 grown_s = self.now_s - prompts.arrived_s + self._work.step_limit.patience_s(prompts.alone_s)
-                number = min(number, max(1.0, AGE_SHARE * grown_s / step.seconds))
-        change_s = min([until_s, *self._imports_s[-1:]])
+                number = min(number, max(1.0, AGE_SHARE * grown_s / step_s))
+        change_s = self._next_change_s(until_s)
         if change_s < math.inf:
-            steps = max(0.0, change_s - self.now_s) / step.seconds
-            number = min(number, max(1.0, math.ceil(steps)) if step.num_new and not self._ends else steps)
-        if self._ends and self.now_s >= 0:
-            horizon = min(self._new_left, num_tokens, number)
-            first, last = self._ends[-1] - self._num_tokens, self._ends[0] - self._num_tokens
-            together = min(_TOKEN_SHARE * horizon, last)  # steps without any sequence are much shorter
+            steps = max(0.0, change_s - self.now_s) / step_s
+            number = min(number, max(1.0, math.ceil(steps)) if num_new and not ends else steps)
+        if ends and self.now_s >= 0:
+            first, last = ends[-1] - self._num_tokens, ends[0] - self._num_tokens
+            # Steps without any sequence are much shorter.
+            together = min(_TOKEN_SHARE * min(self._new_left, num_tokens, number), last)
             number = min(number, max(first, together))
-        return max(number, _NEGLIGIBLE)
+        return number if number > _NEGLIGIBLE else _NEGLIGIBLE
 
-    def _record(self, step: _Step, number: float, *, is_own: bool) -> None:
+    def _record(self, beside: Beside, step_s: float, number: float, *, is_own: bool) -> None:
+        ends = self._ends
         self.num_steps += number
-        num_others = min(len(self._ends), self._work.max_running)
         if is_own:
             self.own_steps += number
-            self.own_s += number * step.seconds
-            self.delay_s += num_others * number * (step.seconds - step.quiet_s)
-        if self._num_own:
-            alone_s = self._work.times.step_s(num_others, round(num_others * self._length))
-            self.delay_s += num_others * number * max(0.0, step.quiet_s - alone_s)
+            self.own_s += number * step_s
+            self.delay_s += min(len(ends), self._work.max_running) * number * (step_s - beside.quiet_s)
+        if beside.added_s:
+            self.delay_s += min(len(ends), self._work.max_running) * number * beside.added_s
         self._num_tokens += number
-        while self._ends and self._ends[-1] <= self._num_tokens + _NEGLIGIBLE:
-            self._ends.pop()
+        ended = self._num_tokens + _NEGLIGIBLE
+        while ends and ends[-1] <= ended:
+            ends.pop()
 
     def _move(self, to_s: float, prompts: _Prompts | None) -> None:
         """Move to a time, and let sequences join whose prompts are there by then."""
-        if prompts is not None and prompts.left <= _NEGLIGIBLE:
+        if prompts is not None and self._left <= _NEGLIGIBLE:
             to_s = max(0.0, to_s)  # what should be computed by now is about to be
             self._prompts.pop(0)
+            self._left = self._prompts[0].num_new if self._prompts else 0.0
             self._num_due += prompts.num_local
         self.now_s = to_s
         while self._imports_s and self._imports_s[-1] <= to_s + _NEGLIGIBLE:
@@ -257,7 +291,7 @@ def _prompts_ahead(work: WorkAhead) -> list[_Prompts]:
 
 
 def _alone_s(work: WorkAhead, prompt: PromptWork) -> float:
-    return work.times.seconds(StepWork(math.ceil(prompt.num_new), prompt.attended))
+    return work.times.prefill.seconds(math.ceil(prompt.num_new), prompt.attended)
 
 
 _NUM_REQUESTS = 21  # of which the median is taken

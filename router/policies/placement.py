@@ -308,12 +308,20 @@ class _Speeds:
         return pair
 
 
-def candidate_of(prefill: WorkerLoad | None, decode: WorkerLoad, request: RequestFacts) -> Candidate:
-    """Return a candidate without a prediction."""
+def candidate_of(
+    prefill: WorkerLoad | None,
+    decode: WorkerLoad,
+    request: RequestFacts,
+    prediction: Prediction | None = None,
+    num_violations: int = 0,
+    expected_misses: float = 0.0,
+) -> Candidate:
+    """Return a candidate; without a prediction where the policy does not predict."""
     computing = prefill if prefill is not None else decode
     cached = min(request.cached_tokens.get(computing.member, 0), request.num_prompt_tokens - 1)
     member = prefill.member if prefill is not None else None
-    return Candidate(member, decode.member, _depth((prefill, decode)), cached)
+    depth = _depth((prefill, decode))
+    return Candidate(member, decode.member, depth, cached, prediction, num_violations, expected_misses)
 
 
 def _members(pair: Pair) -> tuple[MemberId | None, MemberId]:

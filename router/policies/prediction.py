@@ -60,7 +60,7 @@ def predict_all(ways: Sequence[Pair], request: RequestFacts, *, after_s: float =
         computing = prefill if prefill is not None else decode
         if computing.work is None or decode.work is None:
             return None
-        computed.append(predictor.compute(computing, is_export=computing is not decode))
+        computed.append(predictor.compute(computing))
     predictions: list[Prediction | None] = [None] * len(ways)
     for i in sorted(range(len(ways)), key=lambda i: computed[i].at_s):
         predictions[i] = predictor.predict(*ways[i], computed[i])
@@ -99,21 +99,20 @@ class _Computed:
 
 class _Predictor:
     """The predictions of one request, made in the order in which its prompt would be computed. Each worker is forecast
-    once as the one that computes the prompt for another one, and once as the one that imports it."""
+    once as the one that computes the prompt, and once as the one that imports it."""
 
     def __init__(self, request: RequestFacts, after_s: float) -> None:
         self._request = request
         self._after_s = after_s
-        self._exported: dict[MemberId, _Computed] = {}
+        self._computed: dict[MemberId, _Computed] = {}
+        self._present: dict[MemberId, Forecast] = {}
         self._importing: dict[MemberId, Forecast] = {}  # moved to the latest prompt that was predicted
 
-    def compute(self, load: WorkerLoad, *, is_export: bool) -> "_Computed":
+    def compute(self, load: WorkerLoad) -> "_Computed":
         """Predict the prefill behind the worker's queue and beside its running sequences."""
-        if not is_export:
-            return self._compute(load)
-        if load.member not in self._exported:
-            self._exported[load.member] = self._compute(load)
-        return self._exported[load.member]
+        if load.member not in self._computed:
+            self._computed[load.member] = self._compute(load)
+        return self._computed[load.member]
 
     def predict(self, prefill: WorkerLoad | None, decode: WorkerLoad, computed: "_Computed") -> Prediction:
         if prefill is None:
@@ -135,7 +134,7 @@ class _Predictor:
     def _compute(self, load: WorkerLoad) -> _Computed:
         work = _work(load)
         before = work.prompts.before(self._request.tenant, work.max_chunk)
-        forecast = Forecast(work if before is work.prompts else replace(work, prompts=before))
+        forecast = self._forecast(load) if before is work.prompts else Forecast(replace(work, prompts=before))
         forecast.wait(self._after_s)
         forecast.compute(PromptWork.of(self._request.num_prompt_tokens, self._num_cached(load)))
         return _Computed(
@@ -147,18 +146,23 @@ class _Predictor:
             delay_s=forecast.delay_s,
         )
 
+    def _forecast(self, load: WorkerLoad) -> Forecast:
+        """Return a forecast of the worker that begins at present."""
+        if load.member not in self._present:
+            self._present[load.member] = Forecast(_work(load))
+        return self._present[load.member].copy()
+
     def _decode_here(self, computed: _Computed) -> "_Decoded":
         """Predict the decode batch of the worker that has computed the prompt."""
-        forecast, begun_s = computed.forecast, computed.forecast.delay_s
         if not self._num_later:
             return _NOTHING_DECODED
-        return self._decode(forecast, computed.at_s, begun_s)
+        return self._decode(computed.forecast.copy(), computed.at_s, computed.delay_s)
 
     def _decode_there(self, decode: WorkerLoad, computed: _Computed, exposed_s: float) -> "_Decoded":
         """Predict the decode batch of another worker, from the time when the KV has arrived."""
         importing = self._importing.get(decode.member)
         if importing is None:
-            importing = self._importing[decode.member] = Forecast(_work(decode))
+            importing = self._importing[decode.member] = self._forecast(decode)
             importing.join_imports_until(computed.at_s)
         importing.wait(computed.at_s)
         forecast = importing.copy()

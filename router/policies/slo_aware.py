@@ -112,13 +112,9 @@ class SloAware:
         targets = self._targets.preferring(request.targets)
         found = []
         for (prefill, decode), prediction in zip(pairs, predictions, strict=True):
-            candidate = replace(
-                candidate_of(prefill, decode, request),
-                prediction=prediction,
-                num_violations=self._num_violations(prediction, targets),
-                expected_misses=self._expected_misses((prefill, decode), prediction, targets),
-            )
-            found.append(candidate)
+            num_violations = self._num_violations(prediction, targets)
+            expected_misses = self._expected_misses((prefill, decode), prediction, targets)
+            found.append(candidate_of(prefill, decode, request, prediction, num_violations, expected_misses))
         return found
 
     def _num_violations(self, prediction: Prediction, targets: SloTargets) -> int:
