@@ -5,31 +5,37 @@ present traffic better. So the recent requests are replayed over the workers' ow
 decoding on workers of their roles, and once with every worker alone. Where one of the two keeps clearly more latency
 targets, it is the arrangement; between them workers help each other where a request gains enough (router/policies/
 slo_aware.py). A replay takes a few hundred to some thousand steps of arithmetic, a few of them with each placement, so
-that none delays the streams that its router serves meanwhile, and at most 1.5 % of the time.
+that none delays the streams that its router serves meanwhile, and at most 1.5 % of the time. Of a large cluster a few
+workers of each role are replayed with their share of the requests, so it learns as soon as a small one.
+
+Workers of both roles get a role here: as many as the recent prompts need compute prompts, the others decode. It is a
+preference as that of an operator, and each router draws the same line between the workers, in the order of their ids.
 """
 
 import heapq
 import math
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count
 from operator import attrgetter
 from statistics import fmean
 
-from cluster.messages import Role
+from cluster.messages import MemberId, Role
 from cluster.outstanding_work import PromptWork
-from cluster.service_times import StepWork
+from cluster.service_times import TARGET_SHARE, StepWork
 from router.policies.candidates import SloTargets, WorkerLoad
 from router.policies.forecast import AGE_SHARE, LEAST_STEP_S, Steps
 
+_NUM_REPLAYED = 8  # workers of a larger cluster that are replayed, if that leaves one of each role
 _NUM_PAST = 128  # requests that are replayed, for up to four workers
 _NUM_PAST_PER_WORKER = 32
 _LEAST_PAST = 16
 # Steps of a replay, which take about 15 us each: at most so many with one placement, and in a second.
 _STEPS_PER_PLACEMENT, _STEPS_PER_S = 32.0, 1000.0
 _CLEAR, _STILL_CLEAR = 0.3, 0.15  # differences of the shares of requests that keep their targets
+_HYSTERESIS = 0.25  # workers by which too many or too few may compute prompts before their number changes
 _NEGLIGIBLE = 1e-6  # tokens
 
 
@@ -41,13 +47,14 @@ class Arrangement(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PastRequest:
-    """A request that was placed. Its choices count as one sequence. Times in seconds."""
+    """A request that was placed. Times in seconds."""
 
     placed_s: float
     prompt: PromptWork
     num_prompt_tokens: int
-    num_output: float
+    num_output: float  # of each choice
     targets: SloTargets
+    num_choices: int = 1
 
 
 class Arrangements:
@@ -59,36 +66,110 @@ class Arrangements:
         self._own, self._others = 0.0, 0.0  # sequences at the workers, summed over recent placements
         self._replay: Generator[None, None, None] | None = None
         self._num_steps = _STEPS_PER_PLACEMENT  # that may be taken now
+        self._num_computing = 0  # workers that compute prompts, those of the role included
+        self._roles: Mapping[MemberId, Role] = {}  # of workers of both roles
 
     def placed(self, request: PastRequest, workers: Sequence[WorkerLoad]) -> bool:
         """Record a request, and go on with the replay. `workers`: all that may be chosen; their speeds are known.
         Returns whether the arrangement has changed."""
-        if (size := max(_NUM_PAST, _NUM_PAST_PER_WORKER * len(workers))) != self._past.maxlen:
-            self._past = deque(self._past, maxlen=size)
         elapsed_s = request.placed_s - self._past[-1].placed_s if self._past else 0.0
         self._num_steps = min(_STEPS_PER_PLACEMENT, self._num_steps + _STEPS_PER_S * elapsed_s)
         self._past.append(request)
-        self._own += 1 + sum(load.assigned for load in workers) - self._own / size
+        size = self._past.maxlen or 1
+        self._own += request.num_choices + sum(load.assigned for load in workers) - self._own / size
         self._others += sum(load.others for load in workers) - self._others / size
         before = self.current
         if self._replay is None and len(self._past) >= _LEAST_PAST:
-            self._replay = self._compare(_Traffic(tuple(self._past), self._own / (self._own + self._others)), workers)
+            self._share_roles(workers)
+            self._replay = self._compare(workers)
         while self._replay is not None and self._num_steps >= 1:
             self._num_steps -= 1
             if next(self._replay, self) is self:
                 self._replay = None
         return self.current is not before
 
-    def _compare(self, traffic: "_Traffic", workers: Sequence[WorkerLoad]) -> Generator[None, None, None]:
-        """Replay the requests with both arrangements and choose. Yields after each step."""
-        prefills = [_Replayed(load) for load in workers if load.role is Role.PREFILL]
-        decodes = [_Replayed(load) for load in workers if load.role is Role.DECODE]
-        if not prefills or not decodes or len(prefills) + len(decodes) < len(workers):
-            self.current = Arrangement.MIXED  # a worker of both roles does in either arrangement what it does now
+    def role_of(self, load: WorkerLoad) -> Role | None:
+        """Return the worker's role: that of a worker of both roles is decided here."""
+        return self._roles.get(load.member, load.role) if load.role is Role.BOTH else load.role
+
+    @property
+    def _share(self) -> float:
+        """Return the share of this router in the work of all routers."""
+        return self._own / (self._own + self._others)
+
+    def _share_roles(self, workers: Sequence[WorkerLoad]) -> None:
+        """Decide which workers of both roles compute prompts: the first ones in the order of their ids."""
+        both = sorted((load.member for load in workers if load.role is Role.BOTH), key=attrgetter("id", "incarnation"))
+        num_fixed = sum(load.role is Role.PREFILL for load in workers)
+        least, most = max(1, num_fixed), min(len(workers) - 1, num_fixed + len(both))
+        if not both or most < least:
+            self._roles = {}
             return
-        by_role_kept = yield from _kept_by_role(traffic, prefills, decodes)
-        alone_kept = yield from _kept_alone(traffic, [_Replayed(load) for load in workers])
+        seconds = max(LEAST_STEP_S, self._share * (self._past[-1].placed_s - self._past[0].placed_s))
+        median = sorted(workers, key=_prompt_s)[len(workers) // 2]
+        wanted = _num_for_prompts(self._past, seconds, median, len(workers))
+        if not self._num_computing - _HYSTERESIS <= wanted < self._num_computing + 1 + _HYSTERESIS:
+            self._num_computing = math.floor(wanted)
+        self._num_computing = min(max(least, self._num_computing), most)
+        computing = both[: self._num_computing - num_fixed]
+        self._roles = dict.fromkeys(both, Role.DECODE) | dict.fromkeys(computing, Role.PREFILL)
+
+    def _compare(self, workers: Sequence[WorkerLoad]) -> Generator[None, None, None]:
+        """Replay the requests with both arrangements and choose. Yields after each step."""
+        pools = [[load for load in workers if self.role_of(load) is role] for role in (Role.PREFILL, Role.DECODE)]
+        if not all(pools) or sum(map(len, pools)) < len(workers):
+            self.current = Arrangement.MIXED
+            return
+        scale = _scale(*map(len, pools))
+        prefills, decodes = (_every(scale, pool) for pool in pools)
+        num_past = max(_NUM_PAST, _NUM_PAST_PER_WORKER * (len(prefills) + len(decodes)))
+        self._past = deque(self._past, maxlen=math.ceil(scale * num_past))
+        if len(self._past) < scale * _LEAST_PAST:
+            return
+        traffic = _Traffic.of(self._past, scale, self._share)
+        by_role_kept = yield from _kept_by_role(traffic, _replayed(prefills), _replayed(decodes))
+        alone_kept = yield from _kept_alone(traffic, _replayed([*prefills, *decodes]))
         self.current = _better(by_role_kept, alone_kept, self.current)
+
+
+def _scale(num_prefills: int, num_decodes: int) -> float:
+    """Return how many workers one of a replay stands for."""
+    fewest, number = min(num_prefills, num_decodes), num_prefills + num_decodes
+    return max(1.0, fewest / max(1, _NUM_REPLAYED * fewest // number))
+
+
+def _every(scale: float, workers: Sequence[WorkerLoad]) -> Sequence[WorkerLoad]:
+    """Return one of so many of these workers, evenly from the fastest to the slowest."""
+    if scale <= 1:
+        return workers
+    ordered = sorted(workers, key=_prompt_s)
+    number = round(len(workers) / scale)
+    return [ordered[int((i + 0.5) * len(ordered) / number)] for i in range(number)]
+
+
+def _prompt_s(load: WorkerLoad) -> float:
+    assert load.work is not None, "workers without speeds cannot be compared"
+    return load.work.times.prefill_s(load.work.max_chunk)
+
+
+def _num_for_prompts(past: Sequence[PastRequest], seconds: float, load: WorkerLoad, num_workers: int) -> float:
+    """Return how many of these workers, which are like `load`, should compute the prompts of requests that arrive
+    within `seconds`, if the others decode in batches as large as `TARGET_SHARE` of the target for the time between
+    tokens allows. Workers that are not needed are shared by the roots of the needs (square-root staffing): the smaller
+    a pool is, the larger is the part of it that it needs for requests that come together."""
+    assert load.work is not None, "workers without speeds cannot be compared"
+    times, max_running = load.work.times, load.work.max_running
+    tokens = sum(one.num_choices * max(0.0, one.num_output - 1) for one in past)
+    length = fmean(one.num_prompt_tokens + one.num_output / 2 for one in past)
+    target_s = fmean(one.targets.itl_s for one in past)
+    added_s = max(times.decode.per_sequence_s + times.decode.per_context_token_s * length, LEAST_STEP_S)
+    batch = max(1.0, min(max_running, (TARGET_SHARE * target_s - times.decode.step_s) / added_s))
+    decoding = tokens * (times.decode.step_s / batch + added_s) / seconds
+    computing_s = sum(times.prefill.seconds(math.ceil(one.prompt.num_new), one.prompt.attended) for one in past)
+    computing = max(computing_s, LEAST_STEP_S) / seconds
+    if (spare := num_workers - computing - decoding) <= 0:
+        return num_workers * computing / (computing + decoding)
+    return computing + spare * math.sqrt(computing) / (math.sqrt(computing) + math.sqrt(decoding))
 
 
 def _better(by_role_kept: float, alone_kept: float, current: Arrangement) -> Arrangement:
@@ -109,6 +190,11 @@ class _Traffic:
 
     past: Sequence[PastRequest]
     share: float  # of this router
+
+    @staticmethod
+    def of(past: Sequence[PastRequest], scale: float, share: float) -> "_Traffic":
+        """Return every `scale`-th of these requests."""
+        return _Traffic([past[int(i * scale)] for i in range(int(len(past) / scale))], share)
 
     def placed_s(self, request: PastRequest) -> float:
         return self.share * (request.placed_s - self.past[0].placed_s)
@@ -150,13 +236,15 @@ class _Replayed:
         self._now_s = 0.0
         self._prompts: deque[_Live] = deque()
         self._running: list[tuple[float, int, _Live]] = []  # by the number of tokens after which they end
+        self._num_running = 0  # sequences: choices count one by one
         self._num_tokens, self._context = 0.0, 0.0  # that each of them generates; of all in all
         self._order = count()
         self._served: list[_Live] = []
 
     @property
     def num_live(self) -> int:
-        return len(self._prompts) + len(self._running)
+        """Return the number of sequences that are here."""
+        return sum(live.request.num_choices for live in self._prompts) + self._num_running
 
     def add(self, live: _Live) -> None:
         """Take a request that comes at `live.here_s`, up to which the worker was moved forward."""
@@ -179,8 +267,8 @@ class _Replayed:
 
     def _take_steps(self, until_s: float) -> None:
         """Take some equal steps, which count as one. Sequences above the largest batch take turns."""
-        num_running = min(len(self._running), self._work.max_running)
-        share = num_running / len(self._running) if self._running else 1.0
+        num_running = min(self._num_running, self._work.max_running)
+        share = num_running / self._num_running if self._running else 1.0
         context = round(self._context * share)
         beside, prompt, most = self._steps.beside(num_running, context), None, 0.0
         step_s = beside.quiet_s
@@ -219,14 +307,20 @@ class _Replayed:
         if live.num_output <= 1:
             self._end(live)
             return
-        self._context += live.request.num_prompt_tokens
+        self._num_running += live.request.num_choices
+        self._context += live.request.num_choices * live.request.num_prompt_tokens
         heapq.heappush(self._running, (self._num_tokens + live.num_output - 1, next(self._order), live))
 
     def _end(self, live: _Live) -> None:
         live.ended_s = self._now_s
         if live.num_output > 1:
-            self._context -= live.request.num_prompt_tokens + live.num_output - 1
+            self._num_running -= live.request.num_choices
+            self._context -= live.request.num_choices * (live.request.num_prompt_tokens + live.num_output - 1)
         self._served.append(live)
+
+
+def _replayed(workers: Sequence[WorkerLoad]) -> Sequence[_Replayed]:
+    return [_Replayed(load) for load in workers]
 
 
 _Kept = Generator[None, None, float]  # returns the share of the requests that keep their targets

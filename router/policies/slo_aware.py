@@ -61,8 +61,11 @@ class SloAware:
     ) -> Sequence[Pair]:
         if self._targets.preferring(request.targets) == NO_TARGETS:
             return candidates(prefills, decodes, request)
-        helpers = [prefill for prefill in prefills if prefill.role is Role.PREFILL]
-        return candidates(prefills, decodes, request, helpers)
+        role_of = self._arrangements.role_of
+        helpers = [prefill for prefill in prefills if role_of(prefill) is Role.PREFILL]
+        computing = [prefill for prefill in prefills if role_of(prefill) is not Role.DECODE]
+        decoding = [decode for decode in decodes if role_of(decode) is not Role.PREFILL or not prefills]
+        return candidates(computing, decoding, request, helpers)
 
     def choose(
         self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts
@@ -101,7 +104,9 @@ class SloAware:
         if targets == NO_TARGETS or any(load.work is None for load in workers):
             return None
         work = PromptWork.of(request.num_prompt_tokens, max(request.cached_tokens.values(), default=0))
-        past = PastRequest(now_s, work, request.num_prompt_tokens, request.expected_output, targets)
+        past = PastRequest(
+            now_s, work, request.num_prompt_tokens, request.expected_output, targets, request.num_choices
+        )
         return self._arrangements.current if self._arrangements.placed(past, workers) else None
 
     def _predicted(self, pairs: Sequence[Pair], request: RequestFacts) -> list[Candidate] | None:
@@ -138,7 +143,12 @@ class SloAware:
                 _miss(whole_s, self._targets.itl_s) - _miss(beside.before_s, self._targets.itl_s)
             )
         waiting = _MISSES_PER_WAIT * min(1.0, prediction.ttft_s / targets.ttft_s) if targets.ttft_s > 0 else 0.0
-        return 1 - kept + others + waiting + _MISSES_AGAINST_ROLE[arrangement] * _num_against_role(*pair)
+        return 1 - kept + others + waiting + _MISSES_AGAINST_ROLE[arrangement] * self._num_against_role(*pair)
+
+    def _num_against_role(self, prefill: WorkerLoad | None, decode: WorkerLoad) -> int:
+        """Return how many legs of the request run on a worker whose role is the other leg."""
+        role_of = self._arrangements.role_of
+        return (role_of(prefill or decode) is Role.DECODE) + (role_of(decode) is Role.PREFILL)
 
     def _best(self, found: Sequence[Candidate]) -> tuple[Candidate, PlacementReason]:
         """Return the best candidate and the criterion that left only this one."""
@@ -179,12 +189,6 @@ def _miss(predicted_s: float, target_s: float) -> float:
     if target_s == math.inf or predicted_s <= 0:
         return 0.0
     return 1.0 if target_s <= 0 else 1 / (1 + (target_s / predicted_s) ** _SHARPNESS)
-
-
-def _num_against_role(prefill: WorkerLoad | None, decode: WorkerLoad) -> int:
-    """Return how many legs of the request run on a worker whose role is the other leg."""
-    computing = prefill if prefill is not None else decode
-    return (computing.role is Role.DECODE) + (decode.role is Role.PREFILL)
 
 
 def _prediction(candidate: Candidate) -> Prediction:

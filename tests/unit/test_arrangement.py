@@ -16,9 +16,11 @@ from router.policies.arrangement import (
     Arrangements,
     PastRequest,
     _better,
+    _every,
     _kept_alone,
     _kept_by_role,
     _Live,
+    _scale,
     _Traffic,
 )
 from router.policies.arrangement import _Replayed as Replayed
@@ -28,6 +30,7 @@ from router.policies.work_ahead import WorkAhead
 from tests.unit.test_simulated_placement import COLOCATED, SEPARATE, Arm, attainment, run, targets_of
 
 BUSY_PROMPTS, BUSY_BOTH = (Workload(2048, 16), 0.68), (Workload(512, 128), 3.2)
+CLEAR = [(BUSY_PROMPTS, Arrangement.ALONE), (BUSY_BOTH, Arrangement.BY_ROLE)]
 
 
 def worker(role: Role, others: int = 0) -> WorkerLoad:
@@ -36,6 +39,10 @@ def worker(role: Role, others: int = 0) -> WorkerLoad:
 
 
 PAIR = [worker(Role.PREFILL), worker(Role.DECODE)]
+
+
+def fleet(*roles: Role) -> list[WorkerLoad]:
+    return [replace(worker(role), member=MemberId(f"w{i:03}", "1")) for i, role in enumerate(roles)]
 
 
 def arrivals(workload: Workload, rate_rps: float, count: int = 120) -> list[Arrival]:
@@ -120,8 +127,75 @@ def test_requests_of_other_routers_count_by_the_work_that_the_workers_have_of_th
     assert learned(workload, rate_rps / 4, shared)[0].current is Arrangement.ALONE
 
 
-def test_workers_of_both_roles_have_no_other_arrangement() -> None:
-    assert learned(*BUSY_PROMPTS, [worker(Role.BOTH), worker(Role.DECODE)])[0].current is Arrangement.MIXED
+@pytest.mark.parametrize(("traffic", "arrangement"), CLEAR)
+def test_workers_of_both_roles_learn_the_same_arrangement_as_those_of_one_role(
+    traffic: tuple[Workload, float], arrangement: Arrangement
+) -> None:
+    for roles in ((Role.BOTH, Role.BOTH), (Role.BOTH, Role.DECODE), (Role.PREFILL, Role.BOTH)):
+        assert learned(*traffic, fleet(*roles))[0].current is arrangement
+
+
+def test_of_workers_of_both_roles_as_many_compute_prompts_as_the_requests_need() -> None:
+    def roles(workload: Workload, rate_rps: float, workers: list[WorkerLoad]) -> list[Role | None]:
+        return [*map(learned(workload, rate_rps, workers)[0].role_of, workers)]
+
+    both = fleet(*[Role.BOTH] * 8)
+    long_prompts, long_outputs = roles(Workload(2048, 16), 3.0, both), roles(Workload(64, 128), 12.0, both)
+    assert long_prompts == [Role.PREFILL] * 7 + [Role.DECODE]
+    assert long_outputs == [Role.PREFILL] + [Role.DECODE] * 7
+    assert roles(Workload(2048, 16), 3.0, both[::-1]) == long_prompts[::-1], "every router draws the same line"
+    mixed = fleet(Role.DECODE, *[Role.BOTH] * 6, Role.PREFILL)
+    assert roles(Workload(64, 128), 12.0, mixed) == [*[Role.DECODE] * 7, Role.PREFILL], "operators' roles count"
+
+
+def test_workers_of_both_roles_have_no_other_before_requests_have_shown_what_is_needed() -> None:
+    arrangements, both = Arrangements(), fleet(Role.BOTH, Role.BOTH)
+    for request in past(*BUSY_PROMPTS, 15):
+        arrangements.placed(request, both)
+    assert arrangements.role_of(both[0]) is Role.BOTH
+    single, _ = learned(*BUSY_PROMPTS, both[:1])
+    assert single.role_of(both[0]) is Role.BOTH and single.current is Arrangement.MIXED
+
+
+@pytest.mark.parametrize(("traffic", "arrangement"), CLEAR)
+def test_a_large_cluster_learns_from_a_sample_of_its_workers(
+    traffic: tuple[Workload, float], arrangement: Arrangement
+) -> None:
+    workload, rate_rps = traffic
+    separate = fleet(*32 * (Role.PREFILL, Role.DECODE))
+    arrangements, changes = learned(workload, 40 * rate_rps, separate, count=800)
+    assert arrangements.current is arrangement
+    assert changes == [arrangement], "it does not change back and forth"
+
+
+@pytest.mark.parametrize("pools", [(1, 1), (4, 4), (7, 5), (32, 32), (60, 4), (63, 1), (100, 28)])
+def test_a_sample_has_the_shares_of_roles_and_the_speeds_of_all(pools: tuple[int, int]) -> None:
+    scale, sample = _scale(*pools), []
+    for number in pools:
+        times = [replace(TIMES, prefill=replace(TIMES.prefill, per_token_s=0.001 * (i + 1))) for i in range(number)]
+        loads = [replace(PAIR[0], work=WorkAhead(each)) for each in reversed(times)]
+        sample.append(_every(scale, loads))
+        speeds = [load.work.times.prefill.per_token_s for load in sample[-1] if load.work is not None]
+        assert sum(speeds) / len(speeds) == pytest.approx(0.001 * (number + 1) / 2, rel=0.25)
+    assert len(sample[0]) / len(sample[1]) == pytest.approx(pools[0] / pools[1], rel=0.2)
+    assert sum(map(len, sample)) <= max(8, pools[0] / pools[1] + 1)
+
+
+def test_each_choice_of_a_request_is_a_sequence() -> None:
+    def ended_s(requests: list[PastRequest], max_running: int = 64) -> list[float]:
+        replayed = Replayed(replace(PAIR[1], work=WorkAhead(TIMES, max_running=max_running)))
+        for request in requests:
+            replayed.add(_Live(request, 0.0, 0.0, 0.0, request.num_output))
+        assert replayed.num_live == sum(request.num_choices for request in requests)
+        for _ in replayed.move(math.inf):
+            pass
+        assert replayed.num_live == 0 and replayed._context == pytest.approx(0.0)
+        return [live.ended_s for live in replayed._served]
+
+    requests = past(Workload(100, 50), 1e6, 8)
+    for max_running in (64, 4):
+        in_pairs = ended_s([replace(request, num_choices=2) for request in requests[::2]], max_running)
+        assert in_pairs == pytest.approx(ended_s(requests, max_running)[::2])
 
 
 def test_sequences_above_the_largest_batch_take_turns() -> None:
@@ -152,7 +226,7 @@ def test_a_placement_and_a_second_pay_for_a_few_steps_of_a_replay(
 
     monkeypatch.setattr(Replayed, "_take_steps", counted)
     arrangements, workload = Arrangements(), Workload(64, 128)
-    requests = past(workload, 15.0 * num_pairs, 150)  # more than they can serve: queues are long
+    requests = past(workload, 15.0 * num_pairs, 150 + 6 * num_pairs)  # more than they can serve: queues are long
     for request in requests:
         taken.append(0)
         arrangements.placed(request, workers)
