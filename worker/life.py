@@ -10,6 +10,7 @@ decides what the server serves and how it drains.
 import asyncio
 import logging
 import os
+import resource
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,6 +48,7 @@ from cluster.settings.reload import SettingsReload, SettingsSource
 _LOG = logging.getLogger("tandem.worker")
 _SERVICES = tuple(f"tandem.internal.v1.{name}" for name in ("PrefillWorker", "DecodeWorker", "Worker", "KvTransfer"))
 _STOP_GRACE_S = 1.0
+_MOST_CONNECTIONS = 4096
 _STUCK_END_S = 15.0  # for one that is stuck to leave in order
 
 EventT = TypeVar("EventT")
@@ -122,6 +124,7 @@ class WorkerLife:
             service_names=service_names,
             telemetry=self.telemetry,
             gate=gate,
+            max_connections=_most_connections(),
             credentials=self.tls.member_credentials() if self.tls is not None else None,
         )
         gate.serve(self.server)
@@ -338,6 +341,13 @@ class StartPhases:
         """Return the phases as fields of a log record, in their order, and their sum."""
         named = {f"{phase}_s": round(seconds, 3) for phase, seconds in self._seconds.items()}
         return named | {"total_s": round(sum(self._seconds.values()), 3)}
+
+
+def _most_connections() -> int:
+    """Return how many connections the port for calls takes: at most a quarter of the files that this process may open,
+    so that those of strangers leave enough for hand-offs."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_CONNECTIONS if most == resource.RLIM_INFINITY else min(_MOST_CONNECTIONS, most // 4)
 
 
 def process_age_s() -> float:

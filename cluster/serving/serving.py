@@ -74,14 +74,15 @@ class GrpcServer:
         gate: grpc.aio.ServerInterceptor | None = None,
         credentials: grpc.ServerCredentials | None = None,
         max_calls: int | None = None,
+        max_connections: int | None = None,
         max_connection_age_s: float = 0.0,
     ) -> None:
         """`service_names`: full names such as `tandem.v1.Inference`. `interceptors` run inside the one that converts
         errors, so they may raise a TandemError too. `gate` runs outside of all of them and sees a request first, as
         bytes. `credentials`: for TLS; None means plaintext. `max_calls`: the
-        maximum number of calls at once; a further call ends with RESOURCE_EXHAUSTED before it is read. It also limits
-        the connections, counted before any handshake; a further connection is closed. None: no limit, for a server
-        whose callers are members. `max_connection_age_s`: about this old (gRPC varies it by a tenth), a connection
+        maximum number of calls at once; a further call ends with RESOURCE_EXHAUSTED before it is read. None: no limit,
+        for a server whose callers are members. `max_connections`: counted before any handshake; a further connection is
+        closed. None: as `max_calls`. `max_connection_age_s`: about this old (gRPC varies it by a tenth), a connection
         takes no further call and closes when its last call has ended, so that a client balances its load anew. 0: no
         such age."""
         self._interceptors = [*([gate] if gate is not None else []), ErrorInterceptor(telemetry), *interceptors]
@@ -91,7 +92,7 @@ class GrpcServer:
             options=[
                 *_SERVER_OPTIONS,
                 *_message_options(max_message_bytes),
-                *_connection_options(max_calls),
+                *_connection_options(max_calls if max_connections is None else max_connections),
                 *_age_options(max_connection_age_s),
             ],
             maximum_concurrent_rpcs=max_calls,

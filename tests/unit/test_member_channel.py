@@ -1,6 +1,7 @@
 """Calls over a channel that proves membership, to a real server: sessions are opened, shared and replaced unnoticed."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -47,10 +48,10 @@ class _Worker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvTransferServicer):
 
 
 class _Served:
-    def __init__(self, incarnation: int) -> None:
+    def __init__(self, incarnation: int, max_connections: int | None) -> None:
         self.telemetry = Telemetry()
         gate = MemberGate(_KEYS, MemberId("decode-0", str(incarnation)), self.telemetry, Audit())
-        self.server = GrpcServer(service_names=[], telemetry=self.telemetry, gate=gate)
+        self.server = GrpcServer(service_names=[], telemetry=self.telemetry, gate=gate, max_connections=max_connections)
         gate.serve(self.server)
         worker_pb2_grpc.add_WorkerServicer_to_server(_Worker(), self.server.grpc)
         kv_pb2_grpc.add_KvTransferServicer_to_server(_Worker(), self.server.grpc)
@@ -62,8 +63,10 @@ class _Served:
 
 
 @asynccontextmanager
-async def served(incarnation: int, port: int = 0) -> AsyncIterator[tuple[_Served, int]]:
-    worker = _Served(incarnation)
+async def served(
+    incarnation: int, port: int = 0, max_connections: int | None = None
+) -> AsyncIterator[tuple[_Served, int]]:
+    worker = _Served(incarnation, max_connections)
     port = worker.server.bind("127.0.0.1", port)
     await worker.server.start()
     try:
@@ -106,6 +109,26 @@ async def test_200_calls_at_once_over_a_new_channel_share_one_session() -> None:
         answers = await asyncio.gather(*(_answers(channel) for _ in range(67)))
         assert answers == [_EXPECTED] * 67
         assert worker.num_sessions == 1
+
+
+async def test_connections_of_strangers_to_a_member_are_few_and_leave_a_members_own() -> None:
+    async with served(1, max_connections=8) as (_, port), channel_to(port) as channel:
+        assert await _answers(channel) == _EXPECTED
+        strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+        ends = [asyncio.create_task(_end(reader)) for reader, _ in strangers]
+        await asyncio.gather(*ends[7:])
+        assert not all(end.done() for end in ends[:7]), "those that came within the bound are kept for a handshake"
+        assert await _answers(channel) == _EXPECTED
+        for end, (_, writer) in zip(ends, strangers, strict=True):
+            end.cancel()
+            writer.close()
+
+
+async def _end(reader: asyncio.StreamReader) -> None:
+    """Wait until the peer has closed the connection."""
+    with contextlib.suppress(ConnectionError):
+        while await reader.read(1024):
+            pass
 
 
 async def test_calls_of_each_kind_reach_a_restarted_worker_without_an_error() -> None:
