@@ -98,7 +98,7 @@ class CompiledDraw:
             banned.buffer_info()[0],
             token_ids.data_ptr(),
             self._scratch.data_ptr(),
-            masked.words.shape[1] if masked is not None else 0,
+            masked.words[0].shape[0] if masked is not None else 0,
         )
         self._draw(ctypes.byref(draws), self._widest)
         return token_ids if bool((token_ids >= 0).all()) else None
@@ -132,6 +132,5 @@ def _read_adjusted(samplings: "ctypes.Array[_Sampling]", adjusted: AdjustedRows)
 
 def _read_masks(samplings: "ctypes.Array[_Sampling]", masked: MaskedRows) -> None:
     """Let the masks be read. The pointers are valid while `masked` is."""
-    first, row_bytes = masked.words.data_ptr(), masked.words.stride(0) * masked.words.element_size()
-    for place, row in enumerate(masked.rows):
-        samplings[row].mask = first + place * row_bytes
+    for row, words in zip(masked.rows, masked.words, strict=True):
+        samplings[row].mask = words.data_ptr()

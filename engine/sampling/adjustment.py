@@ -120,12 +120,12 @@ class MaskedRows:
     """The masks of some rows of a step."""
 
     rows: list[int]  # ascending
-    words: torch.Tensor  # [rows, words], int32, on the CPU; bit i of a row: token i may be drawn
+    words: list[torch.Tensor]  # per row [words], int32, on the CPU; bit i: token i may be drawn
 
     def in_place_of(self, logits: torch.Tensor) -> torch.Tensor:
         """Return a copy of the step's `logits`, `[all rows, vocab]`, with -inf for excluded tokens."""
         index = to_device(torch.tensor(self.rows), logits.device)
-        is_allowed = _unpacked(to_device(self.words, logits.device), logits.shape[1])
+        is_allowed = _unpacked(to_device(torch.stack(self.words), logits.device), logits.shape[1])
         masked = logits.index_select(0, index).masked_fill_(~is_allowed, -torch.inf)
         return logits.index_copy(0, index, masked)
 
@@ -140,7 +140,7 @@ def masked_rows(samples: Sequence[Sample]) -> MaskedRows | None:
             assert isinstance(state.masks, torch.Tensor)
             rows.append(row)
             words.append(state.masks[len(sample.draft_tokens)])
-    return MaskedRows(rows, torch.stack(words)) if rows else None
+    return MaskedRows(rows, words) if rows else None
 
 
 def _unpacked(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
