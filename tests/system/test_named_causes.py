@@ -112,15 +112,15 @@ async def test_an_open_breaker_is_named(stage: Stage) -> None:
 
 
 @pytest.mark.timeout(1_200)
-async def test_a_worker_with_a_fifth_of_its_core_is_named(stage: Stage, tmp_path: Path) -> None:
+async def test_a_worker_with_a_tenth_of_its_core_is_named(stage: Stage, tmp_path: Path) -> None:
     slow = stage.cluster.members["decode1"]
 
     async def slow_down() -> None:
-        """Let the process run for a fifth of the time, in slices of about a step."""
+        """Let the process run for a tenth of the time, in slices of about a step."""
         try:
             while True:
                 slow.send_signal(signal.SIGSTOP)
-                await asyncio.sleep(0.04)
+                await asyncio.sleep(0.09)
                 slow.send_signal(signal.SIGCONT)
                 await asyncio.sleep(0.01)
         finally:
