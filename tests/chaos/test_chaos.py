@@ -19,7 +19,7 @@ async def test_members_that_end_at_the_worst_moments_lose_no_token() -> None:
     every = make_questions(num_mixed=6)
     # Long prompts are of other phases. Of the others one each is enough: they are asked under a salt of their own.
     few = replace(every, long_prompts=(), long_answers=every.long_answers[:1], middling=every.middling[:1])
-    run = await run_plan(plan, seed=0, cluster=forked_cluster, questions=few, num_clients=4)
+    run = await run_plan(plan, seed=0, cluster=forked_cluster, questions=few, num_clients=2)
     told = [f"{result.fault}: {what}" for result in run.results for what in result.wrong]
     assert not told and not run.broken, "\n".join([*told, run.broken])
     assert [result.fault for result in run.covered] == [fault.name for fault in _FAULTS], "a victim was not met"

@@ -71,7 +71,7 @@ class Cluster:
     async def load(self) -> AsyncIterator[list["asyncio.Task[None]"]]:
         """Run clients. On exit each one completes its present request and reports its failures."""
         ending = asyncio.Event()
-        num_answered = [0] * 3
+        num_answered = [0, 0]  # of gRPC, of HTTP
 
         async def ask_on(client: int) -> None:
             while not ending.is_set():
