@@ -124,6 +124,7 @@ def test_an_impossible_cluster_is_refused_before_it_starts(
     ("words", "said"),
     [
         (("up", "--prefill", "-1"), "--prefill must not be negative, not -1"),
+        (("demo", "--cluster-key-file", "/proc/nowhere/key"), "choose another --cluster-key-file"),
         (("certs", "/proc/nowhere"), "cannot write to /proc/nowhere"),
         (("certs", "unused", "--days", "0"), "--days must be at least 1, not 0"),
         (("estimate", "--model", "/nowhere/model"), "there is no such folder; name one"),

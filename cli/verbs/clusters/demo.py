@@ -13,6 +13,7 @@ from cli.local.local_cluster import LocalCluster
 from cli.table import ledger_text
 from cli.verbs.clusters import up
 from cli.verbs.clusters.up import plan_from, run_until_stopped, tell
+from cluster.auth.key_file import cluster_keys
 from cluster.errors import TandemError
 from cluster.process import ExitStatus
 from tandem.client import AsyncClient
@@ -32,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    plan, _ = plan_from(arguments)
+    plan, config = plan_from(arguments)
+    cluster_keys(config)  # before any member, which would refuse the same file
     logs: deque[str] = deque(maxlen=_KEPT_LINES)
     told: list[Result] = []
 
