@@ -37,10 +37,11 @@ def run(
     seed: int,
     target_s: float = 0.0,
     num_requests: int = _NUM_REQUESTS,
+    roles: tuple[Role, Role] = (Role.PREFILL, Role.DECODE),
 ) -> list[Served]:
     draws = Random(seed)
     setting = replace(SETTING, step_limit=StepLimit(target_s), noise=lambda: max(0.7, draws.lognormvariate(0, 0.05)))
-    workers = [replace(setting, role=role) for role in (Role.PREFILL, Role.DECODE)]
+    workers = [replace(setting, role=role) for role in roles]
     arrivals = poisson_arrivals(workload, rate_rps, num_requests, Random(f"{workload} {rate_rps} {seed}"))
     return Simulation(policy, workers, *arm).run(arrivals)
 
@@ -106,3 +107,12 @@ def test_where_one_arrangement_is_far_better_auto_learns_it(workload: Workload, 
     best = kept(PrefixAware(), better)
     assert best >= kept(PrefixAware(), worse) + 0.3, "the point no longer shows what it is here for"
     assert kept(SloAware(targets, Random(1).random), SEPARATE, targets.itl_s) >= best - 0.1
+
+
+def test_workers_of_both_roles_keep_about_as_many_targets_as_the_better_fixed_arrangement() -> None:
+    workload, rate_rps, both = Workload(2048, 16), 0.68, (Role.BOTH, Role.BOTH)
+    targets, everyone = targets_of(workload), ((0, 1), (0, 1))
+    auto = SloAware(targets, Random(1).random)
+    found = run(auto, everyone, workload, rate_rps, 1, targets.itl_s, 2 * _NUM_TO_LEARN, roles=both)
+    best = run(PrefixAware(), COLOCATED, workload, rate_rps, 1, num_requests=2 * _NUM_TO_LEARN)
+    assert attainment(found[_NUM_TO_LEARN:], targets) >= attainment(best[_NUM_TO_LEARN:], targets) - 0.1
