@@ -150,8 +150,9 @@ class AdmittedRequest:
     def deliver(self, choice: Choice, index: int, token: SampledToken) -> None:
         """Give a token to the client once; drop it if another execution owns the choice. Raises OutOfOrder."""
         if may_append(choice, self.execution):
-            self._outbox.put(choice.append(index, token))
-            self.account.record_token(self._clock.now_s())
+            delta, now_s = choice.append(index, token), self._clock.now_s()
+            self._outbox.put(delta, now_s)
+            self.account.record_token(now_s)
 
     def prefill_job(
         self,

@@ -155,6 +155,11 @@ class BufferShare:
         self._count(-num_tokens)
         self.unread_since_s = now_s if self.num_tokens and can_read_more else None
 
+    def subtract_last_read(self, num_tokens: int) -> None:
+        """Record that the client has read the last tokens that it could read."""
+        self._count(-num_tokens)
+        self.unread_since_s = None
+
     def clear(self) -> None:
         self._count(-self.num_tokens)
         self.unread_since_s = None

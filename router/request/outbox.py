@@ -47,7 +47,8 @@ class Outbox:
         together are one portion. Errors of the reader are raised by `next_deltas`."""
         self._reader = reader
 
-    def put(self, delta: ChoiceDelta) -> None:
+    def put(self, delta: ChoiceDelta, now_s: float | None = None) -> None:
+        """`now_s`: the present, where the caller has read the clock, which takes a microsecond on some machines."""
         if self._failure is not None:
             return
         choice, waiting = delta.choice, self._waiting.get(delta.choice)
@@ -59,7 +60,7 @@ class Outbox:
             is_readable, self._readable[choice] = True, None
             self._hand_out()
         add = self.share.add_readable if is_readable else self.share.add_unreadable
-        add(weight(delta), self._clock.now_s())
+        add(weight(delta), self._clock.now_s() if now_s is None else now_s)
 
     def put_prompt(self, prompt: ScoredPrompt) -> None:
         """Keep the prompt until the client takes its first deltas. Only the first one counts: another attempt may score
@@ -193,7 +194,7 @@ class Outbox:
             if len(waiting := self._waiting[choice]) == 1:  # most portions
                 self._readable.clear()
                 del self._waiting[choice]
-                self.share.subtract_read(weight(waiting[0]), self._clock.now_s(), can_read_more=False)
+                self.share.subtract_last_read(weight(waiting[0]))
                 return (waiting[0],)
         left, portion = MAX_PORTION_TOKENS, []
         while self._readable and left > 0:

@@ -27,9 +27,9 @@ class HoldingOutbox(Outbox):
         super().__init__(buffers, clock, stream_interval)
         self._num_delivered = next(_NUM_DELIVERED)
 
-    def put(self, delta: ChoiceDelta) -> None:
+    def put(self, delta: ChoiceDelta, now_s: float | None = None) -> None:
         if delta.first_index + len(delta.token_ids) <= self._num_delivered:
-            super().put(delta)
+            super().put(delta, now_s)
 
     def end(self) -> None:
         """Keep back the end too."""

@@ -75,7 +75,7 @@ def test_the_bound_holds_for_any_order_of_buffered_read_and_dropped_tokens() -> 
         clients.add(str(number))
     for step in range(5000):
         share = clients.shares[dice.choice(list(clients.shares))]
-        match dice.randrange(4):
+        match dice.randrange(5):
             case 0:
                 share.add_readable(dice.randrange(9), step * 0.05)
             case 1:
@@ -84,6 +84,8 @@ def test_the_bound_holds_for_any_order_of_buffered_read_and_dropped_tokens() -> 
                 share.subtract_read(dice.randint(0, share.num_tokens), step * 0.05)
             case 3:
                 share.clear()
+            case 4:
+                share.subtract_last_read(dice.randint(0, share.num_tokens))
         clients.buffers.check()
         assert clients.buffers.num_tokens <= 50
     assert {is_stopped for _, is_stopped in clients.ended} == {True, False}

@@ -44,6 +44,20 @@ async def test_waiting_deltas_are_merged_into_one_per_choice_in_order() -> None:
     live_requests.check()
 
 
+async def test_a_client_that_has_read_everything_has_not_stopped_however_late_the_next_token_comes() -> None:
+    clock = ManualClock()
+    live_requests = _live_requests(100, clock)
+    with _outbox(live_requests) as outbox:
+        for index in range(2):
+            outbox.put(delta(0, index, index), clock.now_s())
+            clock.advance(3.0)
+            assert outbox.share.stopped_s(clock.now_s()) == 3.0
+            assert await outbox.next_deltas() == (delta(0, index, index),)
+            clock.advance(5.0)
+            assert outbox.share.stopped_s(clock.now_s()) == 0.0
+    live_requests.check()
+
+
 async def test_above_the_bound_only_the_slowest_client_is_ended() -> None:
     stopped: list[str] = []
     live_requests = _live_requests(10, ManualClock())
