@@ -9,6 +9,7 @@ import pytest
 import uvloop
 from hypothesis import HealthCheck, settings
 
+from tests.open_files import OpenFiles
 from tests.reaper import start_reaper
 from tests.skip_summary import skip_lines
 from tests.stacks_of_slow_tests import StacksOfSlowTests
@@ -39,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Configure the process that was started, and each one that pytest-xdist starts."""
     start_reaper(os.environ)
     config.pluginmanager.register(StacksOfSlowTests(limit_s=float(config.getini("timeout"))))
+    config.pluginmanager.register(OpenFiles())
     gc.disable()  # until all tests are collected
 
 
