@@ -43,6 +43,7 @@ from tests.system.scripted_workers import (
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
 PROMPT = (5, 6, 7, 8)
+_DEADLINE_S = 60.0
 
 
 class Membership:
@@ -190,7 +191,7 @@ class RouterUnderTest:
         for worker in self.workers:
             peer = self.fleet.peer(worker.id)
             assert peer is not None
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(_DEADLINE_S):
                 while peer.service_times != worker.service_times:
                     await peer.inspect()  # heartbeats arrive in this time
 
@@ -199,13 +200,13 @@ class RouterUnderTest:
 
     async def _until(self, holds: Callable[[], bool], what: str) -> None:
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(_DEADLINE_S):
                 while not holds():
                     await self.fleet.changed()
         except TimeoutError:
             registered = [str(worker.id) for worker in self.workers]
             state = f"{registered=}, connected={sorted(map(str, self._connected()))}"
-            raise AssertionError(f"the router is not {what} within 10 s: {state}") from None
+            raise AssertionError(f"the router is not {what} within {_DEADLINE_S:g} s: {state}") from None
 
     def _connected(self) -> set[MemberId]:
         return {load.member for load in (*self.fleet.prefill_loads(), *self.fleet.decode_loads())}
@@ -321,6 +322,6 @@ async def ask_and_hold(
 ) -> "asyncio.Task[Answer]":
     """Send a request, and stop the tokens of its decode worker."""
     task = asyncio.create_task(answer_to(router, request))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(_DEADLINE_S):
         await decode.paused.wait()
     return task

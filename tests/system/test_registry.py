@@ -21,7 +21,7 @@ from tests.system.registry_rig import DEADLINE_S, FINGERPRINT, KEYS, kept, membe
 
 @pytest.fixture
 async def registry(redis_url: str, cluster_name: str) -> AsyncIterator[Registry]:
-    opened = Registry(url=redis_url, cluster_name=cluster_name, ttl_s=5.0, keys=KEYS)
+    opened = Registry(url=redis_url, cluster_name=cluster_name, ttl_s=5.0, keys=KEYS, timeout_s=DEADLINE_S)
     yield opened
     await opened.close()
 
@@ -42,7 +42,7 @@ async def test_a_registered_member_is_seen_with_all_its_fields(registry: Registr
 
 
 async def test_members_of_other_clusters_are_not_seen(registry: Registry, redis_url: str) -> None:
-    other = Registry(url=redis_url, cluster_name="test-another", ttl_s=5.0, keys=KEYS)
+    other = Registry(url=redis_url, cluster_name="test-another", ttl_s=5.0, keys=KEYS, timeout_s=DEADLINE_S)
     await registry.register(member())
     assert await other.members() == ()
     await other.close()
