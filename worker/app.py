@@ -271,7 +271,7 @@ class WorkerApp:
     def _release(self, ticket_id: bytes) -> None:
         """Free the blocks of a ticket that has no lease left."""
         self._decode.exports.release(ticket_id)
-        self._prefill.on_released()
+        self._prefill.released.set()
 
     async def _lease_prefix(self, ticket_id: bytes, block_hashes: tuple[bytes, ...], min_blocks: int) -> PrefixLeased:
         return await self._steps.ask(LeasePrefix(ticket_id, block_hashes, min_blocks))

@@ -41,7 +41,7 @@ class PrefillPart:
         clock: Clock,
     ) -> None:
         self._exporter = transfer.exporter
-        self._released = asyncio.Event()
+        self.released = asyncio.Event()  # to be set when a ticket has no lease left
         keeps_prefixes = life.config.prefix_caching != "off"
         # Blocks that are pulled in a quantised format would differ from computed ones.
         can_pull = keeps_prefixes and life.config.kv_wire_dtype == NATIVE
@@ -66,10 +66,6 @@ class PrefillPart:
             telemetry=life.telemetry,
         )
 
-    def on_released(self) -> None:
-        """Handle the release of a ticket, which has no lease left."""
-        self._released.set()
-
     async def drain(self, grace_s: float, *, num_frozen: Callable[[], int]) -> None:
         """Finish the calls that have begun, and wait until every ticket but those of frozen sequences is fetched or has
         lapsed. `num_frozen` returns the number of those. Raises DrainIncomplete."""
@@ -77,8 +73,8 @@ class PrefillPart:
             async with asyncio.timeout(grace_s):
                 await self.service.drain()
                 while self._exporter.num_live_tickets > num_frozen():
-                    self._released.clear()
-                    await self._released.wait()
+                    self.released.clear()
+                    await self.released.wait()
         except TimeoutError:
             raise DrainIncomplete(
                 f"{self.service.num_calls} prefill(s) and {self._exporter.num_live_tickets} ticket(s) were left after"

@@ -348,7 +348,8 @@ class Exporter:
         """Encode the blocks and return their digests, empty ones with --kv-verify off.
 
         It runs on the digest thread unless the blocks are few."""
-        self._wire.encode(block_ids)
+        if not self._wire.is_pool:
+            self._wire.encode(block_ids)
         if self._settings.kv_verify == VerifyMode.OFF:
             return (b"",) * len(block_ids)
         return digest_blocks(self._wire.memory, block_ids, seed)
