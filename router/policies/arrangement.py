@@ -8,8 +8,9 @@ slo_aware.py). A replay takes a few hundred to some thousand steps of arithmetic
 that none delays the streams that its router serves meanwhile, and at most 1.5 % of the time. Of a large cluster a few
 workers of each role are replayed with their share of the requests, so it learns as soon as a small one.
 
-Workers of both roles get a role here: as many as the recent prompts need compute prompts, the others decode. It is a
-preference as that of an operator, and each router draws the same line between the workers, in the order of their ids.
+Workers of both roles get a role here where that keeps more targets: as many as the recent prompts need compute prompts,
+the others decode. It is a preference as that of an operator, and each router draws the same line between the workers,
+in the order of their ids.
 """
 
 import heapq
@@ -18,7 +19,7 @@ from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import count
+from itertools import compress, count
 from operator import attrgetter
 from statistics import fmean
 
@@ -35,6 +36,7 @@ _LEAST_PAST = 16
 # Steps of a replay, which take about 15 us each: at most so many with one placement, and in a second.
 _STEPS_PER_PLACEMENT, _STEPS_PER_S = 32.0, 1000.0
 _CLEAR, _STILL_CLEAR = 0.3, 0.15  # differences of the shares of requests that keep their targets
+_LEAD = 0.05  # the same, from which workers of both roles share the work by roles; they do until it is negative
 _HYSTERESIS = 0.25  # workers by which too many or too few may compute prompts before their number changes
 _NEGLIGIBLE = 1e-6  # tokens
 
@@ -67,7 +69,8 @@ class Arrangements:
         self._replay: Generator[None, None, None] | None = None
         self._num_steps = _STEPS_PER_PLACEMENT  # that may be taken now
         self._num_computing = 0  # workers that compute prompts, those of the role included
-        self._roles: Mapping[MemberId, Role] = {}  # of workers of both roles
+        self._roles: Mapping[MemberId, Role] = {}  # that workers of both roles have where they share the work by roles
+        self._shares_by_role = False
 
     def placed(self, request: PastRequest, workers: Sequence[WorkerLoad]) -> bool:
         """Record a request, and go on with the replay. `workers`: all that may be chosen; their speeds are known.
@@ -89,8 +92,9 @@ class Arrangements:
         return self.current is not before
 
     def role_of(self, load: WorkerLoad) -> Role | None:
-        """Return the worker's role: that of a worker of both roles is decided here."""
-        return self._roles.get(load.member, load.role) if load.role is Role.BOTH else load.role
+        """Return the worker's role: whether a worker of both roles has only one of them is decided here."""
+        is_shared = self._shares_by_role and load.role is Role.BOTH
+        return self._roles.get(load.member, load.role) if is_shared else load.role
 
     @property
     def _share(self) -> float:
@@ -116,9 +120,10 @@ class Arrangements:
 
     def _compare(self, workers: Sequence[WorkerLoad]) -> Generator[None, None, None]:
         """Replay the requests with both arrangements and choose. Yields after each step."""
-        pools = [[load for load in workers if self.role_of(load) is role] for role in (Role.PREFILL, Role.DECODE)]
+        roles = [self._roles.get(load.member, load.role) for load in workers]
+        pools = [[*compress(workers, [each is role for each in roles])] for role in (Role.PREFILL, Role.DECODE)]
         if not all(pools) or sum(map(len, pools)) < len(workers):
-            self.current = Arrangement.MIXED
+            self.current, self._shares_by_role = Arrangement.MIXED, False
             return
         scale = _scale(*map(len, pools))
         prefills, decodes = (_every(scale, pool) for pool in pools)
@@ -130,6 +135,7 @@ class Arrangements:
         by_role_kept = yield from _kept_by_role(traffic, _replayed(prefills), _replayed(decodes))
         alone_kept = yield from _kept_alone(traffic, _replayed([*prefills, *decodes]))
         self.current = _better(by_role_kept, alone_kept, self.current)
+        self._shares_by_role = by_role_kept - alone_kept >= (0.0 if self._shares_by_role else _LEAD)
 
 
 def _scale(num_prefills: int, num_decodes: int) -> float:
@@ -154,9 +160,10 @@ def _prompt_s(load: WorkerLoad) -> float:
 
 def _num_for_prompts(past: Sequence[PastRequest], seconds: float, load: WorkerLoad, num_workers: int) -> float:
     """Return how many of these workers, which are like `load`, should compute the prompts of requests that arrive
-    within `seconds`, if the others decode in batches as large as `TARGET_SHARE` of the target for the time between
-    tokens allows. Workers that are not needed are shared by the roots of the needs (square-root staffing): the smaller
-    a pool is, the larger is the part of it that it needs for requests that come together."""
+    within `seconds`, if they may be busy for `TARGET_SHARE` of the time, and the others decode in batches as large as
+    that share of the target for the time between tokens allows. Workers that are not needed are shared by the roots of
+    the needs (square-root staffing): the smaller a pool is, the larger is the part of it that it needs for requests
+    that come together."""
     assert load.work is not None, "workers without speeds cannot be compared"
     times, max_running = load.work.times, load.work.max_running
     tokens = sum(one.num_choices * max(0.0, one.num_output - 1) for one in past)
@@ -166,7 +173,7 @@ def _num_for_prompts(past: Sequence[PastRequest], seconds: float, load: WorkerLo
     batch = max(1.0, min(max_running, (TARGET_SHARE * target_s - times.decode.step_s) / added_s))
     decoding = tokens * (times.decode.step_s / batch + added_s) / seconds
     computing_s = sum(times.prefill.seconds(math.ceil(one.prompt.num_new), one.prompt.attended) for one in past)
-    computing = max(computing_s, LEAST_STEP_S) / seconds
+    computing = max(computing_s, LEAST_STEP_S) / TARGET_SHARE / seconds
     if (spare := num_workers - computing - decoding) <= 0:
         return num_workers * computing / (computing + decoding)
     return computing + spare * math.sqrt(computing) / (math.sqrt(computing) + math.sqrt(decoding))

@@ -132,12 +132,16 @@ def test_workers_of_both_roles_learn_the_same_arrangement_as_those_of_one_role(
     traffic: tuple[Workload, float], arrangement: Arrangement
 ) -> None:
     for roles in ((Role.BOTH, Role.BOTH), (Role.BOTH, Role.DECODE), (Role.PREFILL, Role.BOTH)):
-        assert learned(*traffic, fleet(*roles))[0].current is arrangement
+        arrangements, workers = learned(*traffic, fleet(*roles))[0], fleet(*roles)
+        assert arrangements.current is arrangement
+        is_shared = {arrangements.role_of(load) for load in workers} == {Role.PREFILL, Role.DECODE}
+        assert is_shared == (arrangement is Arrangement.BY_ROLE), "a role only where it keeps more targets"
 
 
 def test_of_workers_of_both_roles_as_many_compute_prompts_as_the_requests_need() -> None:
     def roles(workload: Workload, rate_rps: float, workers: list[WorkerLoad]) -> list[Role | None]:
-        return [*map(learned(workload, rate_rps, workers)[0].role_of, workers)]
+        known = learned(workload, rate_rps, workers)[0]._roles
+        return [known.get(load.member, load.role) for load in workers]
 
     both = fleet(*[Role.BOTH] * 8)
     long_prompts, long_outputs = roles(Workload(2048, 16), 3.0, both), roles(Workload(64, 128), 12.0, both)
