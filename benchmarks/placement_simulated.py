@@ -158,7 +158,8 @@ def page(found: Sequence[Row], large: Mapping[int, Sequence[Row]], count: int, l
     lines += ["| mean | " + " | ".join(means) + " | | |", "", "## Larger clusters", ""]
     lines += [
         f"The same with {large_count} requests for every two workers, and the same load of each. Half of the workers",
-        "have each role, except with `role both`: there `auto` decides how many do which work.",
+        "have each role, except with `role both`: there `auto` decides how many do which work. The requests from which",
+        "`auto` learns count too.",
         "",
         "| workers | prompt/output | " + " | ".join(_ARMS) + " |",
         "|" + "---|" * (len(_ARMS) + 2),
