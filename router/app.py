@@ -27,6 +27,7 @@ from cluster.registry.registration import Registration, advertised_host, new_mem
 from cluster.registry.registry import Registry
 from cluster.registry.scale_registry import ScaleTargets
 from cluster.request_size import LengthLimits
+from cluster.serving.frame_channel import FIRST_S
 from cluster.serving.serving import MAX_MESSAGE_BYTES, join_address
 from cluster.serving.tls import load_tls
 from cluster.settings.config import RouterConfig, echo
@@ -118,8 +119,10 @@ class Router:
         self._telemetry.gauge("tandem_insecure_ports", float(config.is_insecure))
         self._telemetry.gauge("tandem_slo_seconds", config.slo_ttft_ms / 1000, latency="ttft")
         self._telemetry.gauge("tandem_slo_seconds", config.slo_tpot_ms / 1000, latency="itl")
-        caller = str(self._member.id)
-        self._connect = partial(open_member_channel, keys=self._keys, caller=caller, tls=tls)  # to members, by address
+        wait_s = min(FIRST_S, config.stream_grace_s / 2)  # a stream begins within the grace where frames are dropped
+        self._connect = partial(  # to members, by address
+            open_member_channel, keys=self._keys, caller=str(self._member.id), tls=tls, frames_wait_s=wait_s
+        )
         self._prefix_index = PrefixIndex()
         self._fleet = self._make_fleet()
         self._policy = policy(config.placement, targets, draw=random.random, explore=config.explore)

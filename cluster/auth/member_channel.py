@@ -21,7 +21,7 @@ from cluster.auth.keys import ClusterKeys
 from cluster.auth.sessions import OpeningSession, Session
 from cluster.errors import MalformedMessage, MemberRefused
 from cluster.protocol.received import checked
-from cluster.serving.frame_channel import MAX_REQUEST_BYTES, CallerConnection, FrameCall, FrameChannel
+from cluster.serving.frame_channel import FIRST_S, MAX_REQUEST_BYTES, CallerConnection, FrameCall, FrameChannel
 from cluster.serving.rpc_errors import REASON
 from cluster.serving.serving import open_channel
 from cluster.serving.tls import ClusterTls
@@ -36,11 +36,17 @@ Begin = Callable[[Session | None], Any]  # starts the call with the session's pr
 
 
 def open_member_channel(
-    address: str, *, keys: ClusterKeys, caller: str, tls: ClusterTls | None = None
+    address: str,
+    *,
+    keys: ClusterKeys,
+    caller: str,
+    tls: ClusterTls | None = None,
+    frames_wait_s: float = FIRST_S,
 ) -> "MemberChannel":
-    """Return a channel to the member at host:port. `caller`: the name of this process, "id@incarnation"."""
+    """Return a channel to the member at host:port. `caller`: the name of this process, "id@incarnation". If no
+    connection for frames opens within `frames_wait_s`, the first calls go over gRPC."""
     host = address.rpartition(":")[0].strip("[]")
-    frames = FrameChannel(host, keys, caller) if tls is None else None  # which would be plaintext
+    frames = FrameChannel(host, keys, caller, frames_wait_s) if tls is None else None  # which would be plaintext
     return MemberChannel(open_channel(address, tls), keys, caller, frames)
 
 

@@ -36,7 +36,7 @@ _CONNECT_S = 2.0  # with the proofs
 _PAUSE_S = 1.0  # doubled with each attempt that gives no lasting connection
 _MAX_PAUSE_S = 8.0
 _LAST_NUMBER = (1 << 32) - 1
-_FIRST_S = 1.0  # calls wait for the first attempt to connect
+FIRST_S = 1.0  # calls wait for the first attempt to connect
 _LOST = Status(grpc.StatusCode.UNAVAILABLE, "the connection broke")
 _LATE = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 _CANCELLED = Status(grpc.StatusCode.CANCELLED, "Locally cancelled by application!")
@@ -45,9 +45,9 @@ _CANCELLED = Status(grpc.StatusCode.CANCELLED, "Locally cancelled by application
 class FrameChannel:
     """The connection to the member at a host."""
 
-    def __init__(self, host: str, keys: ClusterKeys, caller: str) -> None:
-        """`caller`: the name of this process, "id@incarnation"."""
-        self._host, self._keys, self._caller = host, keys, caller
+    def __init__(self, host: str, keys: ClusterKeys, caller: str, first_s: float = FIRST_S) -> None:
+        """`caller`: the name of this process, "id@incarnation". `first_s`: how long an offer waits at most."""
+        self._host, self._keys, self._caller, self._first_s = host, keys, caller, first_s
         self._offered = (0, "")  # the port, and who offered it
         self._connecting: asyncio.Task[None] | None = None
         self._connection: CallerConnection | None = None
@@ -59,7 +59,7 @@ class FrameChannel:
 
     async def offer(self, port: int, callee: str) -> None:
         """Keep a connection to this port of `callee` ("id@incarnation") from now on; port 0: keep none. Returns when
-        the first attempt to connect is over, after at most `_FIRST_S`."""
+        the first attempt to connect is over, after at most `first_s`."""
         if (port, callee) == self._offered:
             return
         self.close()
@@ -67,7 +67,7 @@ class FrameChannel:
         if port:
             first = asyncio.get_running_loop().create_future()
             self._connecting = asyncio.create_task(self._keep(port, callee, first), name=f"calls to {callee}")
-            await asyncio.wait({first}, timeout=_FIRST_S)
+            await asyncio.wait({first}, timeout=self._first_s)
 
     def close(self) -> None:
         """Close the connection and make no other one before the next offer."""

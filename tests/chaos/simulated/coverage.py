@@ -29,6 +29,7 @@ from router.fleet.worker_stream import WorkerStream
 from router.policies import breakers
 from router.policies.placement import PlacementReason
 from router.request.account import RequestAccount
+from tests.chaos.simulated import frame_calls
 
 LABELS = ("side", "leg", "action", "source", "finder", "outcome", "reason")  # those that name a cause
 _NOT_COUNTED = frozenset({"tandem_http_responses_total"})
@@ -87,6 +88,7 @@ def known() -> tuple[str, ...]:
     names += [f"step: {' + '.join(work)}" for work in works]
     names += ["prompt time: limited", *(f"counted: placement_decisions {reason}" for reason in PlacementReason)]
     names += ["direct request: ok", "flip: ok", "scored prompt: ok", "scored prompt: direct", "tenants: ordered"]
+    names += frame_calls.KNOWN
     names.remove("lease: running > running")
     return (*dict.fromkeys(names), "lease: renewed")
 
@@ -122,6 +124,7 @@ def _wrappers(count: Count) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield StepsInFlight, "begin", lambda begun: _before(begun, functools.partial(_count_step, count))
     yield FairQueue, "starts", lambda starts: _before(starts, lambda *_: count("tenants: ordered"))
     yield PromptTime, "take", functools.partial(_counting_limits, count)
+    yield from frame_calls.wrappers(count)
     for owner, methods in _SCHEDULER_MOVES.items():
         for method in methods:
             yield owner, method, functools.partial(_after, count=count, name=f"scheduler: {method.strip('_')}")

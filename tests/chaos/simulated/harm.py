@@ -15,10 +15,11 @@ from tandem.enum_words import MEMBER_ROLES
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tandem.v1 import admin_pb2, admin_pb2_grpc
 from tests.chaos.simulated.calls import Channel, member_channel
+from tests.chaos.simulated.connections import End
 from tests.chaos.simulated.member import Member
+from tests.chaos.simulated.mishaps import NUM_REFUSALS, Kind, Mishap
 from tests.chaos.simulated.mix import Flip
 from tests.chaos.simulated.redis import PLACE
-from tests.chaos.simulated.schedule import NUM_REFUSALS, Kind, Mishap
 from tests.chaos.simulated.tenants import AS_OPERATOR
 
 if TYPE_CHECKING:
@@ -49,6 +50,9 @@ class Harm:
             Kind.MOVE: self._move,
             Kind.JOIN: self._join,
             Kind.LEAVE: self._leave,
+            Kind.TORN: self._tear,
+            Kind.SILENT: self._silence,
+            Kind.DEAF: self._deafen,
         }
 
     async def perform(self, mishap: Mishap, place: str) -> None:
@@ -213,6 +217,31 @@ class Harm:
                 world.say(member.place, f"has handed {answer.num_moved} of {asked.place} on, kept {answer.num_kept}")
             except grpc.aio.AioRpcError as error:
                 world.say(member.place, f"hands nothing on: {error.details()}")
+
+    async def _tear(self, member: Member, mishap: Mishap) -> None:
+        for end in self._ends(member, mishap):
+            self._world.dice.choice((end, end.peer)).incoming.die_after(mishap.after_bytes)
+
+    async def _silence(self, member: Member, mishap: Mishap) -> None:
+        for end in self._ends(member, mishap):
+            end.connection.is_silent = True
+
+    async def _deafen(self, member: Member, mishap: Mishap) -> None:
+        ends = self._ends(member, mishap)
+        for end in ends:
+            end.is_deaf = True
+        await asyncio.sleep(mishap.for_s)
+        for end in ends:
+            self._world.loop.call_soon(end.listen_again, context=end.process.context)
+
+    def _ends(self, member: Member, mishap: Mishap) -> list[End]:
+        """Return the member's ends of all of its connections, or of one."""
+        every = self._world.connections.ends
+        ends = [end for end in every if end.process is member.process and not end.is_over]
+        if ends and self._world.dice.random() < 0.5:
+            ends = [self._world.dice.choice(ends)]
+        self._world.reached[f"connections: {mishap.kind.name.lower()}"] += len(ends)
+        return ends
 
     async def _harm_redis(self, mishap: Mishap) -> None:
         redis = self._world.redis

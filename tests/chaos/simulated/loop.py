@@ -112,7 +112,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._serial = itertools.count()
         self._runnable: list[Process] = []
         self.num_run = 0
-        self.connect: Callable[[str], Coroutine[Any, Any, None]]  # of the network; raises OSError
+        # Connects a protocol of this factory to an address, as `create_connection` does; raises OSError.
+        self.connect: Callable[[Callable[[], Any], str], Coroutine[Any, Any, Any]]
         self.world = Process("world")
         self.set_exception_handler(lambda _, context: self.errors.append(context))
         self.errors: list[dict[str, Any]] = []  # unhandled exceptions
@@ -164,12 +165,12 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return asyncio.wrap_future(threads.submit(func, *args), loop=self)
 
     async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:
-        """Connect without sending data, for callers that only check whether a process listens."""
-        await self.connect(f"{host}:{port}")
-        protocol = protocol_factory()
-        transport = _Connected(protocol)
-        protocol.connection_made(transport)
-        return transport, protocol
+        return await self.connect(protocol_factory, f"{host}:{port}")
+
+    async def create_server(self, protocol_factory: Any, *_: Any, sock: Any = None, **__: Any) -> Any:
+        """Accept connections at a simulated socket, which is its own server."""
+        sock.factory = protocol_factory
+        return sock
 
     def spawn(self, process: Process, work: Coroutine[Any, Any, Any], name: str) -> "asyncio.Task[Any]":
         """Start a task of another process."""
@@ -254,20 +255,6 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             timer = heapq.heappop(timers)[2]
             if not timer._cancelled:
                 self._put(timer)
-
-
-class _Connected(asyncio.Transport):
-    """The transport of a connection that carries no data."""
-
-    def __init__(self, protocol: asyncio.BaseProtocol) -> None:
-        super().__init__()
-        self._protocol = protocol
-
-    def close(self) -> None:
-        asyncio.get_running_loop().call_soon(self._protocol.connection_lost, None)
-
-    def is_closing(self) -> bool:
-        return False
 
 
 class Threads(Executor):

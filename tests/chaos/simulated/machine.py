@@ -19,6 +19,7 @@ from cluster.auth.sessions import Session
 from cluster.clock import Clock
 from cluster.member import from_json, to_json
 from cluster.service_times import StepWork, TimedStep
+from cluster.serving.frame_server import FrameServer
 from cluster.settings.config import WorkerConfig
 from engine.kv.host_blocks import SwappingRunner
 from kvtransfer.exporter.exporter import Exporter
@@ -28,6 +29,7 @@ from router.fleet.decode_events import Sequences
 from router.overview.overview import Overview
 from router.request.live_requests import LiveRequests
 from router.text.tokenization import Tokenization
+from tests.chaos.simulated import frame_calls
 from tests.chaos.simulated.calls import KEY, Channel
 from tests.chaos.simulated.coverage import counted
 from tests.chaos.simulated.disk import SimulatedBlockFiles
@@ -48,6 +50,7 @@ _STEPS_AT_LOAD = tuple(
     for num_new, attended, batch, context in ((16, 136, 0, 0), (64, 2080, 0, 0), (0, 0, 1, 16), (0, 0, 8, 128))
 )
 _MAC = Session._mac
+_BIND_FRAMES = FrameServer.bind
 _COLLECTIONS = 3  # one collection frees objects that the next one collects
 _WALL_S = 1_800_000_000.0
 
@@ -106,11 +109,13 @@ def world() -> Any:
 
 @contextmanager
 def inside(running: Any) -> Iterator[None]:
-    _worlds.append(running)
-    try:
-        yield
-    finally:
-        _worlds.pop()
+    wires = running.connections.wires
+    with frame_calls.bounds(wires.max_unsent_bytes, wires.max_unread_bytes, wires.max_request_bytes):
+        _worlds.append(running)
+        try:
+            yield
+        finally:
+            _worlds.pop()
 
 
 def vocab_size() -> int:
@@ -161,6 +166,12 @@ def _live_requests(**about: Any) -> LiveRequests:
     return live
 
 
+def _bind_frames(server: FrameServer, host: str) -> None:
+    """Take calls as frames, if the world has connections that carry them; else all calls use the simulated gRPC."""
+    if world().schedule.mix.wires is not None:
+        _BIND_FRAMES(server, host)
+
+
 def _copy_s(*_: object) -> float:
     return float(world().schedule.copy_s)
 
@@ -198,7 +209,10 @@ def _of_every_member(dice: _Dice) -> dict[str, object]:
         # A faulty member proves what it sends.
         "cluster.auth.sessions.Session._mac": lambda session, counter, method, _: _MAC(session, counter, method, b""),
         "cluster.serving.serving._refuse_taken": lambda host, port: None,
-        "cluster.serving.frame_server.FrameServer.bind": lambda server, host: None,  # all calls use the simulated gRPC
+        "cluster.serving.frame_server.FrameServer.bind": _bind_frames,
+        "cluster.serving.frame_server.socket": frame_calls.sockets(
+            lambda *about, **_: world().connections.listen(*about)
+        ),
         "cluster.serving.serving.reflection.enable_server_reflection": lambda *_: None,
         "cluster.process.gc": SimpleNamespace(disable=_nothing, freeze=_nothing, enable=_nothing),
         "cluster.registry.registry.open_redis": lambda *_: RedisClient(world().redis),
@@ -277,6 +291,7 @@ def simulated_machine() -> Iterator[None]:
         stack.enter_context(mock.patch.object(SwappingRunner.__init__, "__defaults__", now_s))
         stack.enter_context(mock.patch.dict(Exporter.__init__.__kwdefaults__, wall_clock=_wall_s))
         stack.enter_context(mock.patch.dict(Overview.__init__.__kwdefaults__, wall_clock=_wall_s))
+        stack.enter_context(frame_calls.watched(lambda *about: world().watch(*about)))
         stack.enter_context(counted(lambda: _worlds[-1].reached if _worlds else None))
         stack.enter_context(_unheard_ends())
         yield

@@ -38,6 +38,19 @@ class Flip:
 
 
 @dataclass(frozen=True, slots=True)
+class Wires:
+    """The connections that carry members' calls as frames, and the bounds that the frame layer has on them."""
+
+    window_bytes: int = 64 << 10  # of each direction, in both kernels
+    high_water_bytes: int = 64 << 10  # that wait for the window; more of them pause their writer
+    cut_share: float = 0.0  # of segments and reads that end between two random bytes
+    blocked_share: float = 0.0  # of attempts to connect that are never answered
+    max_unsent_bytes: int = 64 << 20
+    max_unread_bytes: int = 64 << 20
+    max_request_bytes: int = 64 << 10  # a larger request goes over gRPC
+
+
+@dataclass(frozen=True, slots=True)
 class Mix:
     placement: str = "prefix-aware"
     slo_ttft_ms: float = 0.0
@@ -48,6 +61,7 @@ class Mix:
     of_both: tuple[str, ...] = ()  # places of workers that start with the role `both`
     flips: tuple[Flip, ...] = ()
     is_keyed: bool = False  # KV has keyed digests
+    wires: Wires | None = None  # None: members' calls use gRPC, as in a cluster with TLS
 
     def first_role(self, place: str, role: str) -> str:
         """Return the role with which each process at this place starts. `role`: of its pool."""
@@ -56,6 +70,7 @@ class Mix:
 
 SEPARATE = Mix()  # nothing is mixed
 
+_WIRED_SHARE = 0.8  # of schedules in which members' calls are frames
 _COLOCATED_SHARE = 0.06
 _BOTH_SHARE = 0.3  # of schedules in which some workers do the work of both roles
 _FLIPPED_SHARE = 0.3  # of schedules in which workers change their role
@@ -97,6 +112,20 @@ def draw_mix(dice: Random, num_prefills: int, num_decodes: int) -> Mix:
         is_colocated=is_colocated,
         direct_asks=tuple(sorted(direct, key=lambda ask: ask.at_s)),
         is_keyed=dice.random() < _KEYED_SHARE,
+    )
+
+
+def draw_wires(dice: Random) -> Wires | None:
+    if dice.random() >= _WIRED_SHARE:
+        return None
+    return Wires(
+        window_bytes=dice.choice((64 << 10, 64 << 10, 4096, 600)),
+        high_water_bytes=dice.choice((64 << 10, 64 << 10, 4096, 300)),
+        cut_share=dice.choice((0.0, 0.0, 0.1, 0.5)),
+        blocked_share=dice.choice((*(0.0,) * 6, 0.2, 1.0)),
+        max_unsent_bytes=dice.choice((64 << 20, 64 << 20, 16 << 10)),
+        max_unread_bytes=dice.choice((64 << 20, 64 << 20, 16 << 10)),
+        max_request_bytes=dice.choice((64 << 10, 64 << 10, 400)),
     )
 
 

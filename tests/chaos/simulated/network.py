@@ -1,7 +1,8 @@
 """The simulated network: who listens where, which links are cut, and how messages arrive or are lost.
 
-Messages of one connection arrive in order. A cut link holds everything back until it is healed, as TCP does. The end of
-a process breaks its connections at the other side once that side is reachable; a client detects a silent server by
+Calls of simulated gRPC are conversations, which carry messages; connections.py has the connections that carry bytes.
+Messages of one conversation arrive in order. A cut link holds everything back until it is healed, as TCP does. The end
+of a process breaks its connections at the other side once that side is reachable; a client detects a silent server by
 gRPC's keepalive.
 """
 
@@ -21,6 +22,22 @@ class Listener(Protocol):
     """A server, at one address."""
 
     process: Process
+
+
+class Link(Protocol):
+    """What two processes have between them, and the network may cut, break or end."""
+
+    client: Process
+    server: Process
+
+    def flush(self) -> None:
+        """Send again what a cut link held back."""
+
+    def break_at(self, end: Process) -> None:
+        """Tell this end that the link is broken."""
+
+    def die_with(self, process: Process) -> None:
+        """Close the end of a dead process, as its kernel does."""
 
 
 class Conversation:
@@ -56,6 +73,9 @@ class Conversation:
         if receive is not None:
             self.say(end, receive)
 
+    def die_with(self, process: Process) -> None:
+        self.break_at(self.client if process is self.server else self.server)
+
     def end(self, end: Process) -> None:
         """Close this end: it sends and receives nothing more."""
         self.on_broken.pop(end, None)
@@ -74,11 +94,15 @@ class Network:
         self.listeners: dict[str, Listener] = {}
         self._places: dict[str, str] = {}  # by address: the place that listens there
         self.conversations: dict[Conversation, None] = {}
+        self.connections: dict[Link, None] = {}  # that carry bytes
         self._cuts: dict[frozenset[str], int] = {}
         self._num_cuts = 0
         self._next_port = 20_000
         self._changed = asyncio.Event()
-        loop.connect = self.connect
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        return (*self.conversations, *self.connections)
 
     def latency_s(self) -> float:
         return 0.00005 + self.loop.soon_s(self._latency_s)
@@ -105,14 +129,15 @@ class Network:
             return False
         return any(frozenset(ends) in self._cuts for ends in ((place, other), (place,), (other,)))
 
-    async def connect(self, address: str) -> None:
-        """Open a TCP connection. A stopped process accepts, because its kernel answers. Raises
-        ConnectionRefusedError."""
+    async def connect(self, address: str) -> Listener:
+        """Wait until a kernel answers at the address, also that of a stopped process, and return who listens there.
+        Raises ConnectionRefusedError."""
         await asyncio.sleep(self.latency_s())
         while self.is_cut(current().place, self._places.get(address, "")):
             await self.until_changed()
         if address not in self.listeners:
             raise ConnectionRefusedError(address)
+        return self.listeners[address]
 
     def close(self, listener: Listener) -> None:
         """Stop listening at every address of this listener."""
@@ -139,9 +164,9 @@ class Network:
 
     def heal(self, ends: frozenset[str]) -> None:
         self._cuts.pop(ends, None)
-        for conversation in tuple(self.conversations):
-            if not self.is_cut(conversation.client.place, conversation.server.place):
-                conversation.flush()
+        for link in self.links:
+            if not self.is_cut(link.client.place, link.server.place):
+                link.flush()
         self.on_change()
 
     async def until_changed(self) -> None:
@@ -154,11 +179,11 @@ class Network:
 
     def reset(self, ends: frozenset[str]) -> None:
         """Break every connection between two places, at both ends."""
-        for conversation in tuple(self.conversations):
-            if frozenset((conversation.client.place, conversation.server.place)) == ends:
-                for end in (conversation.client, conversation.server):  # one may learn it long before the other
+        for link in self.links:
+            if frozenset((link.client.place, link.server.place)) == ends:
+                for end in (link.client, link.server):  # one may learn it long before the other
                     delay_s = self._dice.choice((0.0, self._dice.random() * _RESET_S))
-                    self.loop.call_later(delay_s, conversation.break_at, end, context=end.context)
+                    self.loop.call_later(delay_s, link.break_at, end, context=end.context)
 
     def on_stopped(self, process: Process) -> None:
         self._expect_keepalive([c for c in self.conversations if c.server is process])
@@ -168,15 +193,9 @@ class Network:
         self.on_change()
         for address in [a for a, listener in self.listeners.items() if listener.process is process]:
             del self.listeners[address]
-        for conversation in tuple(self.conversations):
-            if conversation.server is process:
-                self._break(conversation, conversation.client)
-            elif conversation.client is process:
-                self._break(conversation, conversation.server)
-
-    def _break(self, conversation: Conversation, *ends: Process) -> None:
-        for end in ends:
-            conversation.break_at(end)
+        for link in self.links:
+            if process in (link.client, link.server):
+                link.die_with(process)
 
     def _expect_keepalive(self, conversations: list[Conversation]) -> None:
         """Break the connection at the client if the server is still silent after the client's keepalive timeout."""

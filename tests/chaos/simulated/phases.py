@@ -3,7 +3,7 @@
 from typing import Any
 
 from tandem.internal.v1 import kv_pb2, worker_pb2
-from tests.chaos.simulated.schedule import Phase
+from tests.chaos.simulated.mishaps import Phase
 
 ENDS_WITH: dict[Phase, Phase | None] = {
     Phase.QUEUED: Phase.PREFILLING,

@@ -15,7 +15,8 @@ from pathlib import Path
 from benchmarks.machine import about
 from tests.chaos.simulated.coverage import known
 from tests.chaos.simulated.failover_rows import ELSEWHERE, reached
-from tests.chaos.simulated.schedule import DISTRIBUTION, KINDS, Phase
+from tests.chaos.simulated.mishaps import KINDS, Phase
+from tests.chaos.simulated.schedule import DISTRIBUTION
 
 _ROOT = Path(__file__).parents[3]
 RESULTS = _ROOT / "benchmarks" / "results" / "chaos_simulated.json"

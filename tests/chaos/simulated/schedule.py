@@ -5,49 +5,22 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from random import Random
 
-from tests.chaos.simulated.mix import SEPARATE, Mix, draw_mix, draw_roles
+from tests.chaos.simulated.mishaps import (
+    OPERATIONS,
+    Kind,
+    Mishap,
+    draw_connection_fault,
+    draw_fault,
+    draw_operation,
+    num_failures,
+)
+from tests.chaos.simulated.mix import SEPARATE, Mix, draw_mix, draw_roles, draw_wires
 from tests.chaos.simulated.mutations import Mutation, draw_mutations
 
-DISTRIBUTION = 8
+DISTRIBUTION = 9
 MAX_MODEL_LEN = 96
-
-
-class Phase(StrEnum):
-    """A phase of a request's life, at which a fault may happen."""
-
-    QUEUED = "queued"  # the prefill worker has been called
-    PREFILLING = "prefilling"  # it has returned its ticket
-    FIRST_TOKEN = "first token out"
-    PULLING = "pulling"  # the decode worker has attached
-    SETTLING = "settling"
-    DECODING = "decoding"
-
-
-class Kind(StrEnum):
-    KILL = "is killed"
-    STOP = "is stopped"
-    DRAIN = "is asked to leave"
-    CUT = "is cut off"
-    RESET = "loses its connections"
-    EMPTY = "loses what it kept"
-    CLOCK = "has its clock set wrong"
-    MEMORY = "gets no more memory"
-    FULL = "has a full disk"
-    PAIR = "does not reach another"
-    SUPERSEDED = "is stopped, and another takes its name"
-    RAISE = "fails in a step"
-    HANG = "hangs in a step"
-    UNREADABLE = "cannot read the KV of others"
-    MOVE = "is to hand its sequences on"
-    JOIN = "is joined by another of its role"
-    LEAVE = "leaves for good"
-
-
-OPERATIONS = frozenset({Kind.MOVE, Kind.JOIN, Kind.LEAVE})  # an operator's, not faults
-ROLES = ("router", "prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +39,6 @@ class Ask:
     grammar: str = ""  # the name of the grammar that its answer follows
     tenant: int = 0  # number of the tenant, if the schedule has some
     prompt_logprobs: int | None = None  # as of a request
-
-
-@dataclass(frozen=True, slots=True)
-class Mishap:
-    """A fault, or an operation of an operator."""
-
-    kind: Kind
-    role: str  # "redis" too
-    number: int  # which member of the role, unless the phase decides
-    at_s: float  # after the start, or after the phase
-    for_s: float  # after this time the victim is woken, healed or restarted
-    phase: Phase | None = None
-    occurrence: int = 0  # of the phase
-    jump_s: float = 0.0  # of its clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +84,6 @@ class Schedule:
         return cannot_read and (self.read_faults or num_faults > 1)
 
 
-_DOWN_S = (0.2, 1.0, 2.5, 4.0, 8.0)
-_SILENT_S = (0.05, 0.5, 1.5, 3.5, 7.0, 18.0)
-_STOPPED_S = (*_SILENT_S, 30.0)  # after 30 s, responses and call deadlines are due at the same moment
-_JUMPS_S = (-86_400.0, -60.0, 5.0, 60.0, 3600.0, 31_536_000.0)
 _DEFAULT_ATTEMPTS = 3
 _WATERMARK_BLOCKS = 2  # at most, of the pools drawn here
 _SMALL_SHARE = 0.3  # of schedules in which some pools are too small for some requests
@@ -146,7 +101,24 @@ def make_schedule(seed: int) -> Schedule:
     mix = draw_roles(Random(f"{seed} roles"), draw_mix(Random(f"{seed} mix"), *counts), *counts)
     separate = _constrained(Random(f"{seed} grammars"), separate)
     schedule = replace(_colocated(separate) if mix.is_colocated else separate, mix=mix)
-    return _scored(Random(f"{seed} scores"), _of_tenants(Random(f"{seed} tenants"), schedule))
+    schedule = _scored(Random(f"{seed} scores"), _of_tenants(Random(f"{seed} tenants"), schedule))
+    return _wired(Random(f"{seed} wires"), schedule)
+
+
+def _wired(dice: Random, schedule: Schedule) -> Schedule:
+    """Draw the connections that carry members' calls as frames, and their faults, from a generator of its own."""
+    wires = draw_wires(dice)
+    if wires is None:
+        return schedule
+    counts = schedule.num_routers, schedule.num_prefills or 1, schedule.num_decodes
+    drawn = [draw_connection_fault(dice, counts) for _ in range(dice.choice((0, 0, 1, 1, 2)))]
+    faults = [fault for fault in drawn if fault.role != "prefill" or schedule.num_prefills]
+    return replace(
+        schedule,
+        mix=replace(schedule.mix, wires=wires),
+        mishaps=(*schedule.mishaps, *faults),
+        max_attempts=schedule.max_attempts + sum(map(num_failures, faults)),
+    )
 
 
 def _of_tenants(dice: Random, schedule: Schedule) -> Schedule:
@@ -192,8 +164,8 @@ def _separate(seed: int) -> Schedule:
     block_size = dice.choice((1, 2, 4, 4, 8, 16))
     workload = dice.choice((_mixed, _mixed, _long, _alike, _crowd))
     asks = workload(dice, num_routers)
-    faults = tuple(_fault(dice, counts) for _ in range(dice.choice((0, 1, 1, 1, 2, 2, 3, 4))))
-    operations = tuple(each for _ in range(dice.choice((0, 0, 1, 1, 2))) for each in _operation(dice, counts))
+    faults = tuple(draw_fault(dice, counts) for _ in range(dice.choice((0, 1, 1, 1, 2, 2, 3, 4))))
+    operations = tuple(each for _ in range(dice.choice((0, 0, 1, 1, 2))) for each in draw_operation(dice, counts))
     read_faults = dice.random() < 0.2
     mutations = draw_mutations(dice) if dice.random() < _MUTATED_SHARE else ()
     has_tiers = dice.random() < 0.5 or any(fault.kind is Kind.FULL for fault in faults)
@@ -247,29 +219,6 @@ def plain_schedule(seed: int) -> Schedule:
         drain_grace_s=0.2,
         max_attempts=_DEFAULT_ATTEMPTS,
     )
-
-
-def num_failures(mishap: Mishap) -> int:
-    """Return the maximum number of attempts of one request that a fault may fail."""
-    return _NUM_FAILURES.get(mishap.kind, int(mishap.kind not in OPERATIONS))
-
-
-NUM_REFUSALS = 2  # refused large allocations of a worker without memory
-_NUM_FAILURES = {Kind.MEMORY: NUM_REFUSALS, Kind.UNREADABLE: 2}  # then the decode worker prefills
-
-_ALL = (Kind.KILL, Kind.KILL, Kind.STOP, Kind.DRAIN, Kind.CUT, Kind.RESET, Kind.PAIR, Kind.SUPERSEDED)
-_OF_WORKERS = (*_ALL, Kind.RAISE, Kind.HANG, Kind.CLOCK, Kind.MEMORY)
-FAULTS = {
-    "router": (*_ALL, Kind.CLOCK),
-    "prefill": (*_OF_WORKERS, Kind.FULL),
-    "decode": (*_OF_WORKERS, Kind.RESET, Kind.UNREADABLE),
-    "redis": (Kind.KILL, Kind.STOP, Kind.EMPTY, Kind.CUT),
-}
-_OF_OPERATORS = (
-    *((Kind.MOVE, "decode"),) * 4,
-    *((kind, role) for kind in (Kind.JOIN, Kind.LEAVE) for role in ROLES),
-)
-KINDS = {role: (*kinds, *(kind for kind, of in _OF_OPERATORS if of == role)) for role, kinds in FAULTS.items()}
 
 
 def holds(num_blocks: int, block_size: int, ask: Ask) -> bool:
@@ -351,36 +300,4 @@ def _ask(dice: Random, num_routers: int, *, num_tokens: int, max_tokens: int, n:
         n=n,
         cancel_after=dice.choice((None,) * 7 + (dice.randint(0, 6),)),
         reconnect_after=dice.choice((None,) * 7 + (dice.randint(1, 12),)),
-    )
-
-
-def _fault(dice: Random, counts: Sequence[int]) -> Mishap:
-    role = dice.choice((*ROLES, *ROLES, "prefill", "decode", "decode", "redis"))
-    return _mishap(dice, dice.choice(FAULTS[role]), role, counts)
-
-
-def _operation(dice: Random, counts: Sequence[int]) -> tuple[Mishap, ...]:
-    """Draw an operation. The target of a move may be unable to read; the sequence is then thawed."""
-    operation = _mishap(dice, *dice.choice(_OF_OPERATORS), counts)
-    if operation.kind is not Kind.MOVE or dice.random() < 0.5:
-        return (operation,)
-    target = (operation.number + 1) % counts[ROLES.index("decode")]
-    trouble = dice.choice((Kind.UNREADABLE, Kind.UNREADABLE, Kind.KILL, Kind.STOP, Kind.CUT))
-    return operation, replace(operation, kind=trouble, number=target, role="decode", for_s=dice.choice(_SILENT_S))
-
-
-def _mishap(dice: Random, kind: Kind, role: str, counts: Sequence[int]) -> Mishap:
-    down = kind in (Kind.KILL, Kind.DRAIN, Kind.LEAVE)
-    phase = dice.choice(tuple(Phase)) if role != "redis" and dice.random() < 0.8 else None
-    if kind is Kind.MOVE:
-        phase = Phase.DECODING
-    return Mishap(
-        kind=kind,
-        role=role,
-        number=dice.randrange(counts[ROLES.index(role)] if role in ROLES else 1),
-        at_s=dice.choice((0.0, dice.random() * 0.005)) if phase else dice.random(),
-        for_s=dice.choice(_DOWN_S if down else _STOPPED_S if kind is Kind.STOP else _SILENT_S),
-        phase=phase,
-        occurrence=dice.choice((0, 0, 1, 3)),
-        jump_s=dice.choice(_JUMPS_S) if kind is Kind.CLOCK else 0.0,
     )

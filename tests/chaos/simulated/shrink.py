@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from tests.chaos.simulated.mix import SEPARATE
-from tests.chaos.simulated.schedule import Ask, Mishap, Schedule
+from tests.chaos.simulated.mishaps import Mishap
+from tests.chaos.simulated.mix import SEPARATE, Wires
+from tests.chaos.simulated.schedule import Ask, Schedule
 from tests.chaos.simulated.world import Result
 
 _MAX_RUNS = 200
@@ -73,6 +74,8 @@ def _less_mixed(schedule: Schedule) -> Iterator[Schedule]:
         replace(mix, slo_ttft_ms=0.0),
         replace(mix, slo_tpot_ms=0.0),
         replace(mix, warm_up_s=0.0),
+        replace(mix, wires=None),
+        replace(mix, wires=mix.wires and Wires()),
     ):
         if simpler != mix:
             yield replace(schedule, mix=simpler)

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from cluster.observe.logs import TextFormatter
 from tests.chaos.simulated.loop import current
 from tests.chaos.simulated.machine import world
+from tests.chaos.simulated.mishaps import Kind, Mishap
 from tests.chaos.simulated.mix import DirectAsk
-from tests.chaos.simulated.schedule import Ask, Mishap, Schedule
+from tests.chaos.simulated.schedule import Ask, Schedule
 from tests.chaos.simulated.world import Result
 
 
@@ -29,6 +30,7 @@ def describe(schedule: Schedule) -> str:
         "sequences draft token ahead": schedule.speculates,
         "reads go wrong": schedule.read_faults,
         "KV has keyed digests": schedule.mix.is_keyed,
+        f"members' calls are frames: {schedule.mix.wires}": schedule.mix.wires,
         f"tenants of weight {_numbers(schedule.tenants)}": schedule.tenants,
         f"{schedule.host_blocks} blocks of host memory for prefixes, {schedule.disk_blocks} of disk": (
             schedule.host_blocks
@@ -102,5 +104,6 @@ def _mishap(mishap: Mishap) -> str:
     when = f"at {mishap.at_s:.4f} s"
     if mishap.phase is not None:
         when = f"{mishap.at_s:.4f} s after {mishap.phase}, time {mishap.occurrence + 1}"
-    jump = f" by {mishap.jump_s:+g} s" if mishap.jump_s else ""
+    jump = f" ({mishap.after_bytes} bytes later)" if mishap.kind is Kind.TORN else ""
+    jump += f" by {mishap.jump_s:+g} s" if mishap.jump_s else ""
     return f"  {mishap.role} {mishap.number} {mishap.kind}{jump} {when}, for {mishap.for_s:g} s"

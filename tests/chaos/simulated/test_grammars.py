@@ -18,8 +18,9 @@ from tandem.v1 import inference_pb2
 from tests.chaos.simulated.clients import Client
 from tests.chaos.simulated.grammars import END, GRAMMARS, compiled_grammars
 from tests.chaos.simulated.machine import simulated_machine
+from tests.chaos.simulated.mishaps import Kind, Mishap, Phase
 from tests.chaos.simulated.real_engine import BLOCK_SIZE, tiny_engine, tiny_model, tiny_runner
-from tests.chaos.simulated.schedule import MAX_MODEL_LEN, Ask, Kind, Mishap, Phase, Schedule, plain_schedule
+from tests.chaos.simulated.schedule import MAX_MODEL_LEN, Ask, Schedule, plain_schedule
 from tests.chaos.simulated.world import Result, run_schedule
 
 NUM_PROMPT = 6

@@ -9,7 +9,8 @@ from unittest import mock
 
 from tests.chaos.simulated.calls import Call, Stream
 from tests.chaos.simulated.machine import simulated_machine
-from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, Schedule, make_schedule, plain_schedule
+from tests.chaos.simulated.mishaps import Kind, Mishap, Phase
+from tests.chaos.simulated.schedule import Ask, Schedule, make_schedule, plain_schedule
 from tests.chaos.simulated.served_calls import Served
 from tests.chaos.simulated.world import Result, run_schedule
 from tests.later_version import UNKNOWN, suspended, with_unknown_fields

@@ -5,7 +5,8 @@ from dataclasses import replace
 from random import Random
 
 from tests.chaos.simulated.machine import simulated_machine
-from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, Schedule, plain_schedule
+from tests.chaos.simulated.mishaps import Kind, Mishap, Phase
+from tests.chaos.simulated.schedule import Ask, Schedule, plain_schedule
 from tests.chaos.simulated.world import run_schedule
 
 _FIXED = range(12)

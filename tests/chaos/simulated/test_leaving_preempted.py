@@ -7,7 +7,8 @@ import pytest
 
 from router.fleet.worker_stream import WorkerStream
 from tests.chaos.simulated.machine import simulated_machine
-from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, Schedule, plain_schedule
+from tests.chaos.simulated.mishaps import Kind, Mishap, Phase
+from tests.chaos.simulated.schedule import Ask, Schedule, plain_schedule
 from tests.chaos.simulated.world import run_schedule
 
 _SEEDS = range(1, 24)  # a third of them has one

@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 
 from tests.chaos.simulated.machine import simulated_machine
-from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, plain_schedule
+from tests.chaos.simulated.mishaps import Kind, Mishap, Phase
+from tests.chaos.simulated.schedule import Ask, plain_schedule
 from tests.chaos.simulated.world import Result, run_schedule
 
 _ASKS = (Ask(0.0, 0, 0, 8, 20, 28), Ask(0.0, 0, 0, 8, 30, 20, n=2), Ask(0.1, 0, 1, 0, 6, 40), Ask(0.2, 0, 1, 0, 9, 1))

@@ -14,7 +14,8 @@ from cluster.auth.keys import ClusterKeys
 from cluster.messages import MemberId, Ticket
 from cluster.protocol import tickets
 from tests.chaos.simulated.machine import simulated_machine
-from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, Schedule, plain_schedule
+from tests.chaos.simulated.mishaps import Kind, Mishap, Phase
+from tests.chaos.simulated.schedule import Ask, Schedule, plain_schedule
 from tests.chaos.simulated.world import run_schedule
 
 _FIXED = range(16)

@@ -30,7 +30,8 @@ from tests.chaos.simulated.grammars import GRAMMARS
 from tests.chaos.simulated.loop import Process, SimulatedLoop
 from tests.chaos.simulated.machine import simulated_machine
 from tests.chaos.simulated.member import READ_TIMEOUT_S
-from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, Schedule, plain_schedule
+from tests.chaos.simulated.mishaps import Kind, Mishap, Phase
+from tests.chaos.simulated.schedule import Ask, Schedule, plain_schedule
 from tests.chaos.simulated.world import run_schedule
 
 _FIXED = range(50)

@@ -6,7 +6,8 @@ import pytest
 
 from router.fleet.membership import ABSENCE_S
 from tests.chaos.simulated.machine import simulated_machine
-from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, plain_schedule
+from tests.chaos.simulated.mishaps import Kind, Mishap, Phase
+from tests.chaos.simulated.schedule import Ask, plain_schedule
 from tests.chaos.simulated.world import Result, run_schedule
 
 _BACK_S, _NEVER_S = 8.0, 200.0  # the latter is longer than any request's time

@@ -11,17 +11,20 @@ from typing import Any
 from cluster.errors import DrainIncomplete, Unhealthy
 from router.request.live_requests import LiveRequests
 from tests.chaos.simulated.clients import Client
+from tests.chaos.simulated.connections import Connections
 from tests.chaos.simulated.direct_client import DirectClient
 from tests.chaos.simulated.disk import Disk
 from tests.chaos.simulated.harm import LEAVE_S, Harm
 from tests.chaos.simulated.loop import Process, SimulatedLoop, Stuck
 from tests.chaos.simulated.machine import inside
 from tests.chaos.simulated.member import Member
+from tests.chaos.simulated.mishaps import Kind, Mishap, Phase
+from tests.chaos.simulated.mix import Wires
 from tests.chaos.simulated.mutations import Mutations
 from tests.chaos.simulated.network import Network
 from tests.chaos.simulated.phases import BEGINS, ENDS_WITH, kind_of
 from tests.chaos.simulated.redis import PLACE, RedisServer
-from tests.chaos.simulated.schedule import Ask, Kind, Mishap, Phase, Schedule, holds
+from tests.chaos.simulated.schedule import Ask, Schedule, holds
 from tests.loopback import Fault, LoopbackNetwork
 
 _CLIENTS_S = 150.0
@@ -52,6 +55,7 @@ class World:
         self.dice, self.ids = Random(f"{schedule.seed} run"), Random(f"{schedule.seed} ids")
         self.loop = SimulatedLoop(self.dice)
         self.network = Network(self.loop, self.dice, latency_s=schedule.latency_s)
+        self.connections = Connections(self.network, self.dice, schedule.mix.wires or Wires())
         self.redis = RedisServer(self.network)
         self.pools, self.owners = LoopbackNetwork(), dict[bytes, Process]()
         self.odds = _HARMLESS if schedule.read_faults else {}
