@@ -7,21 +7,27 @@ arrivals follow that rate, and a round in which it changed by more than half doe
 (Poisson), those of the measured tenant the same in both arms. Prompts are random tokens, so no prefix is shared; one
 token is asked for.
 
+The flood comes from a process that gives way to all others, and the worker has a core to itself (it needs two):
+otherwise the work of sending the flood would count as its effect on the worker.
+
     python -m benchmarks.tenants [--write]
 """
 
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import random
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median, quantiles
 
+from benchmarks.engine.parties import MODEL_CORE, OTHER_CORE, descendants, pin
 from benchmarks.machine import about
 from cluster.serving.serving import open_channel
 from tandem.client import AsyncClient
@@ -35,6 +41,7 @@ _CHUNK = 256  # --max-prefill-tokens
 _LOAD, _FLOOD = 0.7, 10
 _CAPACITY_S, _MOST_AT_ONCE, _STEADY = 3.0, 8, 1.5
 ADMIN_KEY = "operator"
+_SPAWN = multiprocessing.get_context("spawn")
 _AT_SHARE, _FLOODED = "both at their share", "the other at ten times its share"
 
 
@@ -54,11 +61,50 @@ class Round:
         return _CHUNK / (median(self.requests_per_s) * sum(_LENGTHS) / 2)
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests at random times, at `rate` per second in the mean."""
+
+    seed: float
+    rate: float
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Flood:
+    """Sends requests with a key from a process of the lowest priority."""
+
+    address: str
+    key: str
+
+    @asynccontextmanager
+    async def started(self, load: Load) -> AsyncIterator[None]:
+        """Return once the process sends. At the end it is ended, with the requests that it waits for."""
+        here, there = _SPAWN.Pipe()
+        process = _SPAWN.Process(target=self._run, args=(load, there), daemon=True)
+        process.start()
+        try:
+            await asyncio.to_thread(here.recv)
+            yield
+        finally:
+            process.kill()
+            await asyncio.to_thread(process.join)
+
+    def _run(self, load: Load, parent: Connection) -> None:
+        os.nice(19)
+        asyncio.run(self._send(load, parent))
+
+    async def _send(self, load: Load, parent: Connection) -> None:
+        async with AsyncClient(self.address, self.key) as client:
+            parent.send(None)
+            await _send(client, load)
+
+
 class Bench:
     """Two tenants of a running cluster."""
 
-    def __init__(self, measured: AsyncClient, other: AsyncClient, dice: random.Random) -> None:
-        self._measured, self._other, self._dice = measured, other, dice
+    def __init__(self, measured: AsyncClient, other: AsyncClient, flood: Flood, dice: random.Random) -> None:
+        self._measured, self._other, self._flood, self._dice = measured, other, flood, dice
 
     async def round(self, arms: Sequence[str], duration_s: float) -> Round:
         rates, seed, ttft_s = [await self._capacity()], self._dice.random(), dict[str, list[float]]()
@@ -74,7 +120,7 @@ class Bench:
 
         async def ask_on(client: AsyncClient) -> None:
             while True:
-                await self._ask(client, self._dice)
+                await _ask(client, self._dice)
                 ends.append(time.monotonic())
 
         clients = (self._measured, self._other) * (_MOST_AT_ONCE // 2)
@@ -85,32 +131,32 @@ class Bench:
 
     async def _arm(self, seed: float, rate: float, other_rate: float, duration_s: float) -> list[float]:
         """Return the times to first token of the measured tenant's requests."""
-        flood = asyncio.create_task(self._send(self._other, random.Random(self._dice.random()), other_rate, duration_s))
-        try:
-            return await self._send(self._measured, random.Random(seed), rate, duration_s)
-        finally:
-            await _cancel([flood])
-            await self._ask(self._measured, self._dice)  # cancelled requests have left
+        async with self._flood.started(Load(self._dice.random(), other_rate, duration_s)):
+            ttft_s = await _send(self._measured, Load(seed, rate, duration_s))
+        await _ask(self._measured, self._dice)  # cancelled requests have left
+        return ttft_s
 
-    async def _send(self, client: AsyncClient, dice: random.Random, rate: float, duration_s: float) -> list[float]:
-        """Send requests for `duration_s`; return the times to first token of those that were not refused."""
-        end_s = time.monotonic() + duration_s
-        async with asyncio.TaskGroup() as asking:
-            tasks = []
-            while (now_s := time.monotonic()) < end_s:
-                tasks.append(asking.create_task(self._ask(client, dice)))
-                await asyncio.sleep(min(dice.expovariate(rate), end_s - now_s))
-        return [task.result() for task in tasks if task.result() >= 0]
 
-    async def _ask(self, client: AsyncClient, dice: random.Random) -> float:
-        """Return the time to first token; -1 if the cluster refuses the request. It counts from the arrival at the
-        router: before, both tenants' requests wait for this process, which sends the flood."""
-        tokens = [dice.randrange(10, 500) for _ in range(dice.choice(_LENGTHS))]
-        asked = client.generate(token_ids=tokens, max_tokens=1, temperature=0.0, timeout_s=120.0)
-        try:
-            return (await asked.result()).ledger.ttft_s
-        except TandemError:
-            return -1.0
+async def _send(client: AsyncClient, load: Load) -> list[float]:
+    """Send a load; return the times to first token of those that were not refused."""
+    dice, end_s = random.Random(load.seed), time.monotonic() + load.duration_s
+    async with asyncio.TaskGroup() as asking:
+        tasks = []
+        while (now_s := time.monotonic()) < end_s:
+            tasks.append(asking.create_task(_ask(client, dice)))
+            await asyncio.sleep(min(dice.expovariate(load.rate), end_s - now_s))
+    return [task.result() for task in tasks if task.result() >= 0]
+
+
+async def _ask(client: AsyncClient, dice: random.Random) -> float:
+    """Return the time to first token; -1 if the cluster refuses the request. It counts from the arrival at the router:
+    before, requests wait for this process."""
+    tokens = [dice.randrange(10, 500) for _ in range(dice.choice(_LENGTHS))]
+    asked = client.generate(token_ids=tokens, max_tokens=1, temperature=0.0, timeout_s=120.0)
+    try:
+        return (await asked.result()).ledger.ttft_s
+    except TandemError:
+        return -1.0
 
 
 async def _cancel(tasks: Sequence["asyncio.Task[None] | asyncio.Task[list[float]]"]) -> None:
@@ -134,7 +180,7 @@ async def tenant_key(address: str, tenant: str) -> str:
 async def _measure(address: str, num_rounds: int, duration_s: float) -> list[Round]:
     keys = [await tenant_key(address, tenant) for tenant in ("measured", "other")]
     async with AsyncClient(address, keys[0]) as measured, AsyncClient(address, keys[1]) as other:
-        bench, arms = Bench(measured, other, random.Random(18)), (_AT_SHARE, _FLOODED)
+        bench, arms = Bench(measured, other, Flood(address, keys[1]), random.Random(18)), (_AT_SHARE, _FLOODED)
         return [await bench.round(arms[:: 1 - 2 * (number % 2)], duration_s) for number in range(num_rounds)]
 
 
@@ -173,7 +219,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parsed = parser.parse_args(arguments)
     environment = os.environ | {"TANDEM_ADMIN_KEY": ADMIN_KEY, "TANDEM_KEYS": "redis"}
     flags = (f"--max-prefill-tokens={_CHUNK}",)
+    os.sched_setaffinity(0, {OTHER_CORE})  # inherited by the cluster
     with LocalCluster(colocated=1, flags=flags, environment=environment) as cluster:
+        (worker,) = (pid for pid, command in descendants(os.getpid()) if "worker" in command.split())
+        pin(worker, MODEL_CORE)
         rounds = asyncio.run(_measure(cluster.grpc, parsed.rounds, parsed.duration_s))
     figures = summary(rounds)
     for name, value in figures.items():
