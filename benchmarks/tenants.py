@@ -5,7 +5,7 @@ both tenants at their share of the load, and the other one at ten times its shar
 one it measures the rate at which the worker serves both, because other processes of the machine change it: an arm's
 arrivals follow that rate, and a round in which it changed by more than half does not count. Arrivals are random
 (Poisson), those of the measured tenant the same in both arms. Prompts are random tokens, so no prefix is shared; one
-token is asked for.
+token is asked for. The model has the shape of SmolLM2-135M, so that the worker is busy long before the router is.
 
 The flood comes from a process that gives way to all others, and the worker has a core to itself (it needs two):
 otherwise the work of sending the flood would count as its effect on the worker.
@@ -26,8 +26,10 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median, quantiles
+from tempfile import TemporaryDirectory
 
 from benchmarks.engine.parties import MODEL_CORE, OTHER_CORE, descendants, pin
+from benchmarks.engine.shapes import MODELS
 from benchmarks.machine import about
 from cluster.serving.serving import open_channel
 from tandem.client import AsyncClient
@@ -36,8 +38,12 @@ from tandem.local_cluster import LocalCluster
 from tandem.v1 import admin_pb2, admin_pb2_grpc
 
 _RESULT = Path(__file__).parent / "results" / "tenants.json"
-_LENGTHS = 256, 768  # tokens of a prompt
-_CHUNK = 256  # --max-prefill-tokens
+_LENGTHS = 128, 384  # tokens of a prompt
+_CHUNK = 128  # --max-prefill-tokens
+_FLAGS = (
+    *("--load-format=dummy", "--dtype=bfloat16", "--num-threads=1", "--kv-cache-memory=1GiB", "--max-model-len=2048"),
+    f"--max-prefill-tokens={_CHUNK}",
+)
 _LOAD, _FLOOD = 0.7, 10
 _CAPACITY_S, _MOST_AT_ONCE, _STEADY = 3.0, 8, 1.5
 ADMIN_KEY = "operator"
@@ -50,7 +56,10 @@ class Round:
     """Times in seconds."""
 
     requests_per_s: list[float]  # that the worker served when both tenants always had requests waiting
-    ttft_s: dict[str, list[float]]  # of the measured tenant, by arm
+    ttft_s: dict[str, list[float]]  # of the measured tenant, by arm; -1 for a request that was not served
+
+    def served_s(self, arm: str) -> list[float]:
+        return [ttft_s for ttft_s in self.ttft_s[arm] if ttft_s >= 0]
 
     @property
     def is_steady(self) -> bool:
@@ -138,18 +147,18 @@ class Bench:
 
 
 async def _send(client: AsyncClient, load: Load) -> list[float]:
-    """Send a load; return the times to first token of those that were not refused."""
+    """Send a load; return the times to first token, -1 for a request that was not served."""
     dice, end_s = random.Random(load.seed), time.monotonic() + load.duration_s
     async with asyncio.TaskGroup() as asking:
         tasks = []
         while (now_s := time.monotonic()) < end_s:
             tasks.append(asking.create_task(_ask(client, dice)))
             await asyncio.sleep(min(dice.expovariate(load.rate), end_s - now_s))
-    return [task.result() for task in tasks if task.result() >= 0]
+    return [task.result() for task in tasks]
 
 
 async def _ask(client: AsyncClient, dice: random.Random) -> float:
-    """Return the time to first token; -1 if the cluster refuses the request. It counts from the arrival at the router:
+    """Return the time to first token; -1 if the request is not served. It counts from the arrival at the router:
     before, requests wait for this process."""
     tokens = [dice.randrange(10, 500) for _ in range(dice.choice(_LENGTHS))]
     asked = client.generate(token_ids=tokens, max_tokens=1, temperature=0.0, timeout_s=120.0)
@@ -193,14 +202,15 @@ def summary(all_rounds: Sequence[Round]) -> dict[str, float]:
     rounds = [each for each in all_rounds if each.is_steady]
     if not rounds:
         return {"rounds": len(all_rounds), "steady_rounds": 0}
-    at_share, flooded = ([ttft for each in rounds for ttft in each.ttft_s[arm]] for arm in (_AT_SHARE, _FLOODED))
+    at_share, flooded = ([ttft for each in rounds for ttft in each.served_s(arm)] for arm in (_AT_SHARE, _FLOODED))
     chunk_s = median(each.chunk_s for each in rounds)
-    pairs = [(_p99(each.ttft_s[_FLOODED]) - each.chunk_s) / _p99(each.ttft_s[_AT_SHARE]) for each in rounds]
+    pairs = [(_p99(each.served_s(_FLOODED)) - each.chunk_s) / _p99(each.served_s(_AT_SHARE)) for each in rounds]
     return {
         "rounds": len(all_rounds),
         "steady_rounds": len(rounds),
         "requests": len(at_share),
         "requests_flooded": len(flooded),
+        "not_served": sum(ttft < 0 for each in rounds for ttfts in each.ttft_s.values() for ttft in ttfts),
         "chunk_s": chunk_s,
         "p50_s": median(at_share),
         "p50_flooded_s": median(flooded),
@@ -214,13 +224,15 @@ def summary(all_rounds: Sequence[Round]) -> dict[str, float]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="What a flooding tenant does to another tenant's first tokens.")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--duration-s", type=float, default=10.0, help="of each arm of a round")
+    parser.add_argument("--duration-s", type=float, default=25.0, help="of each arm of a round")
     parser.add_argument("--write", action="store_true", help=f"keep the figures in {_RESULT.name}")
     parsed = parser.parse_args(arguments)
     environment = os.environ | {"TANDEM_ADMIN_KEY": ADMIN_KEY, "TANDEM_KEYS": "redis"}
-    flags = (f"--max-prefill-tokens={_CHUNK}",)
     os.sched_setaffinity(0, {OTHER_CORE})  # inherited by the cluster
-    with LocalCluster(colocated=1, flags=flags, environment=environment) as cluster:
+    with (
+        TemporaryDirectory(prefix="tandem-tenants-") as folder,
+        LocalCluster(str(MODELS[0].save(Path(folder))), colocated=1, flags=_FLAGS, environment=environment) as cluster,
+    ):
         (worker,) = (pid for pid, command in descendants(os.getpid()) if "worker" in command.split())
         pin(worker, MODEL_CORE)
         rounds = asyncio.run(_measure(cluster.grpc, parsed.rounds, parsed.duration_s))
