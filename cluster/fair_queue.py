@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from cluster.messages import TenantShare
 
 MAX_IDLE_TENANTS = 1024  # whose virtual time is kept while they have no work here
-# How far ahead of the others a tenant may begin, in tokens of output: 512 tokens of a prompt, a chunk of most workers.
+# How far ahead of the others a tenant may begin, in tokens of output: 1,024 tokens of a prompt, a few requests of most.
 # A tenant that comes back delays the others by no more.
-CREDIT = 64.0
+CREDIT = 128.0
 _KEPT_PART = 8  # beyond a full queue, one place for so many is kept for tenants below their share
 
 
