@@ -127,7 +127,8 @@ async def test_processes_use_new_certificates_without_a_restart(
                 deadline_s=DEADLINE_S,
             )
         assert len((await stream.result()).choices[0].token_ids) == 48
-        assert len((await client.generate("class A:\n", max_tokens=8).result()).choices[0].token_ids) == 8
+        drawn = await client.generate("class A:\n", max_tokens=8, ignore_eos=True).result()
+        assert len(drawn.choices[0].token_ids) == 8
     after = http.client.HTTPSConnection(host, int(port), context=trusting, timeout=DEADLINE_S)
     after.connect()
     assert _serial(after) != old
