@@ -62,9 +62,12 @@ class SloAware:
         if self._targets.preferring(request.targets) == NO_TARGETS:
             return candidates(prefills, decodes, request)
         role_of = self._arrangements.role_of
-        helpers = [prefill for prefill in prefills if role_of(prefill) is Role.PREFILL]
+        decoding = [decode for decode in decodes if role_of(decode) is not Role.PREFILL]
+        if not decoding or not prefills:  # a role is a preference
+            decoding = [*decodes]
         computing = [prefill for prefill in prefills if role_of(prefill) is not Role.DECODE]
-        decoding = [decode for decode in decodes if role_of(decode) is not Role.PREFILL or not prefills]
+        here = {decode.member for decode in decoding}
+        helpers = [load for load in prefills if role_of(load) is Role.PREFILL and load.member not in here]
         return candidates(computing, decoding, request, helpers)
 
     def choose(

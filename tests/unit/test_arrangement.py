@@ -24,8 +24,9 @@ from router.policies.arrangement import (
     _Traffic,
 )
 from router.policies.arrangement import _Replayed as Replayed
-from router.policies.candidates import WorkerLoad
+from router.policies.candidates import RequestFacts, WorkerLoad
 from router.policies.placement import PrefixAware
+from router.policies.slo_aware import SloAware
 from router.policies.work_ahead import WorkAhead
 from tests.unit.test_simulated_placement import COLOCATED, SEPARATE, Arm, attainment, run, targets_of
 
@@ -236,3 +237,14 @@ def test_a_placement_and_a_second_pay_for_a_few_steps_of_a_replay(
         arrangements.placed(request, workers)
     most = 32 + 1000 * (requests[-1].placed_s - requests[0].placed_s)
     assert max(taken) <= 32 and most / 8 < sum(taken) <= most
+
+
+def test_a_sequence_moves_to_a_worker_that_computes_prompts_if_there_is_no_other() -> None:
+    policy, (computing, decoding) = SloAware(targets_of(BUSY_BOTH[0]), Random(1).random), fleet(Role.BOTH, Role.BOTH)
+    policy._arrangements = learned(*BUSY_BOTH, [computing, decoding])[0]
+    assert [policy._arrangements.role_of(load) for load in (computing, decoding)] == [Role.PREFILL, Role.DECODE]
+    request = RequestFacts(64, 16, 1)
+    moved = policy.choose([WorkerLoad(decoding.member, "a", 0)], [computing], request)
+    assert moved is not None and (moved.prefill, moved.decode) == (decoding.member, computing.member)
+    (alone,) = policy.ways([computing], [computing], request)
+    assert alone == (None, computing), "once"
