@@ -126,9 +126,7 @@ class Router:
         self._prefix_index = PrefixIndex()
         self._fleet = self._make_fleet()
         self._policy = policy(config.placement, targets, draw=random.random, explore=config.explore)
-        self._migrations = Migrations(
-            router=self._member.id, fleet=self._fleet, policy=self._policy, telemetry=self._telemetry
-        )
+        self._migrations = Migrations(router=self._member.id, fleet=self._fleet, telemetry=self._telemetry)
         self._evacuation = Evacuation(fleet=self._fleet, migrations=self._migrations)
         self._grammars = grammar_checker(config.model, config.revision)
         self._pipeline = self._make_pipeline()

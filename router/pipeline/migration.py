@@ -37,7 +37,7 @@ from router.pipeline.decode_leg import DecodeLeg
 from router.pipeline.failures import DECODE, AttemptFailed, leg
 from router.pipeline.worker_choice import facts_of
 from router.policies.candidates import WorkerLoad
-from router.policies.placement import Policy
+from router.policies.placement import Importers
 from router.policies.work_ahead import SequenceProgress, sequences_to_move
 from router.request.admitted_request import AdmittedRequest
 from router.running import branches
@@ -77,13 +77,12 @@ class Migrations:
         *,
         router: MemberId,
         fleet: Fleet,
-        policy: Policy,
         telemetry: Telemetry,
         timeout_s: float = MOVE_TIMEOUT_S,  # for what the source has sent to arrive, and for the target to begin
     ) -> None:
         self._router = router
         self._fleet = fleet
-        self._policy = policy
+        self._importers = Importers()
         self._telemetry = telemetry
         self._timeout_s = timeout_s
 
@@ -161,10 +160,10 @@ class Migrations:
         roomy = [load for load in large if _has_room(load, num_tokens)]
         if large and not roomy:
             raise Overloaded(f"no other decode worker has room for {num_tokens} tokens now")
-        placement = self._policy.choose([exporter_load(source.decode)], roomy, facts)
-        if placement is None or placement.prefill is None:
+        chosen = self._importers.choose(exporter_load(source.decode), roomy, facts)
+        if chosen is None:
             raise NoWorkers("no other decode worker can take the sequence now")
-        return self._fleet.connected_peer(placement.decode)
+        return self._fleet.connected_peer(chosen)
 
     def _decode(self, name: str) -> Peer:
         peer = self._fleet.peer_by_name(name)

@@ -27,7 +27,7 @@ from router.policies.admission import early_refusal
 from router.policies.breakers import BreakerPolicy, BreakerState, Pair, PairBreakers, Trial
 from router.policies.candidates import RequestFacts, WorkerLoad, has_large_pair, is_servable
 from router.policies.forecast import ModelledRequest
-from router.policies.placement import Candidate, LeastLoaded, Placement, Policy
+from router.policies.placement import Candidate, Importers, Placement, Policy
 from router.request.admitted_request import AdmittedRequest
 from router.request.choice import Choice
 
@@ -157,7 +157,7 @@ class WorkerChoice:
         self._prefixes = prefixes
         self._pairs = pairs
         self._telemetry = telemetry
-        self._importers = LeastLoaded()  # of its own: turns are taken among those that were asked for
+        self._importers = Importers()
 
     async def refuse_early(self, admitted: AdmittedRequest) -> Options:
         """Refuse a new request before any worker is asked, or return the options from which it was not refused, for its
@@ -325,10 +325,8 @@ class WorkerChoice:
         Returns None if there is no other now."""
         others = [load for load in self._fleet.decode_loads() if load.member not in besides]
         facts = replace(_facts(admitted, choices, num_committed), excluded_pairs=self._pairs.excluded_pairs())
-        placement = self._importers.choose([exporter_load(exporter)], others, facts)
-        if placement is None or placement.prefill is None:
-            return None
-        return self._fleet.connected_peer(placement.decode)
+        chosen = self._importers.choose(exporter_load(exporter), others, facts)
+        return self._fleet.connected_peer(chosen) if chosen is not None else None
 
     def _shortage(self, facts: RequestFacts) -> NoWorkerLargeEnough | None:
         """Return why no worker can hold a request without a placement; None if there is no decode worker at all that

@@ -6,7 +6,7 @@ times (router/policies/slo_aware.py); the policies here compare loads.
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
@@ -159,6 +159,20 @@ class LeastLoaded(_OfPairs):
         found = _Found(prefills, decodes, request)
         best = self._speeds.without_slow(found.cheapest(found.depths), request.num_prompt_tokens)
         return self._turns.choose(best, found, PlacementReason.LOWEST_LOAD)
+
+
+class Importers:
+    """Chooses the worker that imports KV which another one has: the least loaded one, whatever its role. Each owner has
+    one of its own: turns are taken among those that were asked for."""
+
+    def __init__(self) -> None:
+        self._policy = LeastLoaded()
+
+    def choose(self, exporter: WorkerLoad, decodes: Sequence[WorkerLoad], request: RequestFacts) -> MemberId | None:
+        """Return None if no worker can import the KV now."""
+        importers = [replace(load, role=None) for load in decodes]  # one of both roles would count as a way alone too
+        placement = self._policy.choose([exporter], importers, request)
+        return placement.decode if placement is not None and placement.prefill is not None else None
 
 
 class PrefixAware(_OfPairs):

@@ -107,7 +107,6 @@ class RouterUnderTest:
         self.migrations = Migrations(
             router=self.member.id,
             fleet=self.fleet,
-            policy=chooser,
             telemetry=self.telemetry,
             timeout_s=migration_timeout_s,
         )

@@ -25,7 +25,7 @@ from router.policies.arrangement import (
 )
 from router.policies.arrangement import _Replayed as Replayed
 from router.policies.candidates import RequestFacts, WorkerLoad
-from router.policies.placement import PrefixAware
+from router.policies.placement import Importers, PrefixAware
 from router.policies.slo_aware import SloAware
 from router.policies.work_ahead import WorkAhead
 from tests.unit.test_simulated_placement import COLOCATED, SEPARATE, Arm, attainment, run, targets_of
@@ -239,12 +239,18 @@ def test_a_placement_and_a_second_pay_for_a_few_steps_of_a_replay(
     assert max(taken) <= 32 and most / 8 < sum(taken) <= most
 
 
-def test_a_sequence_moves_to_a_worker_that_computes_prompts_if_there_is_no_other() -> None:
+def test_where_only_workers_that_compute_prompts_are_left_requests_are_served_there() -> None:
     policy, (computing, decoding) = SloAware(targets_of(BUSY_BOTH[0]), Random(1).random), fleet(Role.BOTH, Role.BOTH)
     policy._arrangements = learned(*BUSY_BOTH, [computing, decoding])[0]
     assert [policy._arrangements.role_of(load) for load in (computing, decoding)] == [Role.PREFILL, Role.DECODE]
-    request = RequestFacts(64, 16, 1)
-    moved = policy.choose([WorkerLoad(decoding.member, "a", 0)], [computing], request)
-    assert moved is not None and (moved.prefill, moved.decode) == (decoding.member, computing.member)
-    (alone,) = policy.ways([computing], [computing], request)
-    assert alone == (None, computing), "once"
+    assert policy.ways([computing], [computing], RequestFacts(64, 16, 1)) == [(None, computing)]
+    assert (None, decoding) in policy.ways([decoding], [decoding], RequestFacts(64, 16, 1))
+    assert policy.ways([], [computing], RequestFacts(64, 16, 1)) == [(None, computing)]
+
+
+@pytest.mark.parametrize("role", [None, Role.BOTH, Role.DECODE])
+def test_kv_that_a_worker_has_goes_to_a_worker_of_any_role(role: Role | None) -> None:
+    importers, exporter, target = Importers(), WorkerLoad(MemberId("from", "1"), "a", 0), worker(Role.BOTH)
+    for _ in range(3):  # turns are taken
+        assert importers.choose(exporter, [replace(target, role=role)], RequestFacts(64, 16, 1)) == target.member
+    assert importers.choose(exporter, [replace(target, role=role, kv_format="b")], RequestFacts(64, 16, 1)) is None
