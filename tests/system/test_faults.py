@@ -235,7 +235,7 @@ async def test_a_failed_read_is_named_and_repeated(whole: Suite, transport: str,
 
 
 async def test_reads_that_outlive_their_leases_are_named_and_repeated(impatient: Suite) -> None:
-    """By every transport at once, since each takes as long as a lease lasts."""
+    """Each fault is ordered of every transport at once, because it takes as long as a lease lasts."""
     for fault in (Fault.STALLED, Fault.LATE):
         answers = await impatient.provoke_all(fault)
         reasons = [reason for answer in answers for reason in answer.ledger.reasons]

@@ -25,7 +25,7 @@ from router.policies.arrangement import (
 )
 from router.policies.arrangement import _Replayed as Replayed
 from router.policies.candidates import RequestFacts, WorkerLoad
-from router.policies.placement import Importers, PrefixAware
+from router.policies.placement import PrefixAware
 from router.policies.slo_aware import SloAware
 from router.policies.work_ahead import WorkAhead
 from tests.unit.test_simulated_placement import COLOCATED, SEPARATE, Arm, attainment, run, targets_of
@@ -246,11 +246,3 @@ def test_where_only_workers_that_compute_prompts_are_left_requests_are_served_th
     assert policy.ways([computing], [computing], RequestFacts(64, 16, 1)) == [(None, computing)]
     assert (None, decoding) in policy.ways([decoding], [decoding], RequestFacts(64, 16, 1))
     assert policy.ways([], [computing], RequestFacts(64, 16, 1)) == [(None, computing)]
-
-
-@pytest.mark.parametrize("role", [None, Role.BOTH, Role.DECODE])
-def test_kv_that_a_worker_has_goes_to_a_worker_of_any_role(role: Role | None) -> None:
-    importers, exporter, target = Importers(), WorkerLoad(MemberId("from", "1"), "a", 0), worker(Role.BOTH)
-    for _ in range(3):  # turns are taken
-        assert importers.choose(exporter, [replace(target, role=role)], RequestFacts(64, 16, 1)) == target.member
-    assert importers.choose(exporter, [replace(target, role=role, kv_format="b")], RequestFacts(64, 16, 1)) is None

@@ -13,6 +13,7 @@ from router.policies.placement import (
     MAX_CONSIDERED,
     SECOND_LOOK_EVERY,
     SLOW_MARGIN_S,
+    Importers,
     LeastLoaded,
     Placement,
     PlacementReason,
@@ -42,6 +43,15 @@ def test_the_least_loaded_of_each_pool_form_the_pair() -> None:
 def test_load_from_other_routers_counts() -> None:
     decodes = [load("d0", 1, others=7), load("d1", 3)]
     assert names(LeastLoaded().choose([], decodes, facts())) == (None, "d1")
+
+
+@pytest.mark.parametrize("role", [None, Role.BOTH, Role.DECODE])
+def test_kv_that_a_worker_has_goes_to_a_worker_of_any_role(role: Role | None) -> None:
+    importers, exporter = Importers(), load("exporter")
+    target, other_format = replace(load("d0", 1), role=role), replace(load("d1", pairing="b"), role=role)
+    for _ in range(3):  # turns are taken
+        assert importers.choose(exporter, [target, other_format], facts()) == target.member
+    assert importers.choose(exporter, [other_format], facts()) is None
 
 
 def test_equal_pairs_are_chosen_in_turn() -> None:

@@ -25,7 +25,7 @@ class Listener(Protocol):
 
 
 class Link(Protocol):
-    """What two processes have between them, and the network may cut, break or end."""
+    """A connection between two processes, which the network may cut, break or end."""
 
     client: Process
     server: Process
