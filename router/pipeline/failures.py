@@ -119,12 +119,24 @@ def leg(name: str, member: MemberId) -> Iterator[None]:
     """Convert errors inside the block to the failure of this leg."""
     try:
         yield
-    except (InvalidRequest, DeadlineExceeded):
-        raise
-    except TandemError as error:
-        raise AttemptFailed(name, member, error.reason, error) from error
-    except OutOfOrder as error:
-        raise AttemptFailed(name, member, TOKEN_OUT_OF_ORDER, WrongTokens(str(error))) from error
+    except (TandemError, OutOfOrder) as error:
+        if (failure := failure_of(name, member, error)) is None:
+            raise
+        raise failure from error
+
+
+def failure_of(name: str, member: MemberId, error: BaseException | None) -> AttemptFailed | None:
+    """Return the failure of this leg that an error means; None if another attempt would not help."""
+    match error:
+        case AttemptFailed():
+            return error
+        case InvalidRequest() | DeadlineExceeded():
+            return None
+        case TandemError():
+            return AttemptFailed(name, member, error.reason, error)
+        case OutOfOrder():
+            return AttemptFailed(name, member, TOKEN_OUT_OF_ORDER, WrongTokens(str(error)))
+    return None
 
 
 def failed_sequences(

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from cluster.observe.telemetry import Telemetry
 from router.fleet.fleet import Fleet
 from router.fleet.peer import Peer
-from router.pipeline.failures import AttemptFailed
+from router.pipeline.failures import AttemptFailed, failure_of
 from router.pipeline.worker_choice import WorkerChoice
 from router.policies.hedging import Action, Execution, HedgeBudget, Race, RaceOutcome, decide
 from router.request.admitted_request import AdmittedRequest
@@ -29,6 +29,10 @@ class PendingLeg:
 
     name: str  # as failures.py names it
     peer: Peer
+
+    def failure_of(self, error: BaseException | None) -> AttemptFailed | None:
+        """Return the failure of this leg that an error of the work means; None if another attempt would not help."""
+        return failure_of(self.name, self.peer.member.id, error)
 
 
 class Overtaken(Exception):
@@ -242,8 +246,8 @@ class _Watch:
         """Return whether the hedge is current: it has a token, or `working` failed before it had one."""
         if self._hedge is None:
             return False
-        failure = working.exception() if working.done() and not working.cancelled() else None
-        if isinstance(failure, AttemptFailed) and self._hedge.race.outcome is None:
+        error = working.exception() if working.done() and not working.cancelled() else None
+        if self._hedge.race.outcome is None and (failure := self._pending.failure_of(error)) is not None:
             self._failure = failure
             self._hedge.race.take_over()
         return self._hedge.race.outcome is RaceOutcome.TAKEN_OVER

@@ -47,6 +47,12 @@ async def _end(router: RouterUnderTest, task: "asyncio.Task[Answer]", request: G
     return answer
 
 
+def _gate_of_prompts(worker: ScriptedWorker) -> Gate:
+    """Return the gate at which a prompt waits at this worker."""
+    assert isinstance(worker, ScriptedPrefill | ScriptedDecode)
+    return worker.before_first_tokens if isinstance(worker, ScriptedPrefill) else worker.before_taking
+
+
 def _wake(worker: ScriptedWorker) -> None:
     worker.door.open()
     if isinstance(worker, ScriptedDecode):
@@ -141,6 +147,31 @@ async def test_an_exporter_that_stops_before_its_blocks_have_arrived_is_hedged()
         answer = await _end(router, task, request)
         assert answer.summary.ledger.reasons == ("prefill_hedged",)
         assert [len(worker.jobs) for worker in (stopped, other)] == [1, 1]
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_a_hedge_that_waits_for_its_token_continues_when_the_suspect_worker_is_lost(leg: str) -> None:
+    """The suspect computes the prompt, for another worker or for itself."""
+    async with _router() as router:
+        add = router.add_prefill if leg == "prefill" else router.add_decode
+        stopped, other = await add("w0"), await add("w1")
+        if leg == "prefill":
+            await router.add_decode("d0")
+        await router.connected()
+        held = [_gate_of_prompts(worker) for worker in (stopped, other)]
+        for gate in held:
+            gate.close()
+        task = asyncio.create_task(answer_to(router, request := ask()))
+        await _reached(held[0])
+        stopped.freeze()
+        await _reached(held[1])
+        await stopped.die()
+        await router.until_gone(stopped)
+        held[1].open()
+        answer = await _end(router, task, request)
+        assert answer.summary.ledger.reasons == (f"{leg}_worker_lost", f"{leg}_hedged")
+        assert len(other.jobs) == 1, "the hedge was not begun again"
+        assert _count(router, leg, "taken_over") == 1
 
 
 async def test_a_request_beyond_the_hedge_budget_leaves_its_worker_at_the_second_missed_answer() -> None:
