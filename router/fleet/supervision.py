@@ -58,6 +58,11 @@ class WorkerTimeouts:
         return max(self.heartbeat_timeout_s * _ANSWER_SHARE, _LEAST_ANSWER_S)
 
     @property
+    def suspicion_after_s(self) -> float:
+        """Return the silence, in seconds, after which a worker is suspect: it has missed a health check."""
+        return self.health_check_after_s + self.health_check_timeout_s
+
+    @property
     def call_timeout_s(self) -> float:
         """Return the timeout in seconds of calls in which the worker computes nothing."""
         return self.heartbeat_timeout_s + self.recovery_timeout_s

@@ -182,24 +182,30 @@ class WorkerHealth(ABC):
 
     async def _check_until_sure(self, is_silent: bool) -> str | None:
         """Repeat the health check. Returns None once the worker answers, else why it is lost. A worker that was silent
-        answers with any message."""
+        answers with any message. After a failed call, a missed check counts once the worker has been silent for as long
+        as a worker is that silence alone makes suspect."""
         loop = asyncio.get_running_loop()
         left_s = self._timeouts.recovery_timeout_s
         while True:
-            began_s, limit_s = loop.time(), self._timeouts.health_check_timeout_s if is_silent else _CHECK_S
-            if await self._answers(min(limit_s, max(0.0, left_s))):
+            began_s = loop.time()
+            if await self._answers(min(self._check_timeout_s(), max(0.0, left_s))):
                 return None
             if is_silent and not self._silence.continues(self.heard_s):
                 return None
             if await refuses_connections(self.member.address):
                 return "its address refuses connections"
-            if is_silent:
+            if is_silent or self.silent_s >= self._timeouts.suspicion_after_s:
                 self._count_missed()
             left_s -= min(loop.time() - began_s, _LONGEST_CHECK_S)
             if left_s <= 0:
                 return f"it did not answer for {self._timeouts.recovery_timeout_s:g} s"
             await asyncio.sleep(min(_CHECK_PAUSE_S, left_s))
             left_s -= _CHECK_PAUSE_S
+
+    def _check_timeout_s(self) -> float:
+        """Return the timeout of the next check: until the worker's silence makes it suspect, within bounds."""
+        until_silent_s = self._timeouts.suspicion_after_s - self.silent_s
+        return max(self._timeouts.health_check_timeout_s, min(_CHECK_S, until_silent_s))
 
     async def _answers(self, timeout_s: float) -> bool:
         """Return whether the worker answers. Others are asked at the same time. The check is repeated if this router

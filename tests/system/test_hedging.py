@@ -174,6 +174,21 @@ async def test_a_hedge_that_waits_for_its_token_continues_when_the_suspect_worke
         assert _count(router, leg, "taken_over") == 1
 
 
+async def test_a_worker_that_stops_after_a_failed_call_is_hedged_too() -> None:
+    async with _router() as router:
+        stopped, other = await router.add_prefill("p0"), await router.add_prefill("p1")
+        await router.add_decode("d0")
+        await router.connected()
+        stopped.before_first_tokens.close()
+        task = asyncio.create_task(answer_to(router, request := ask()))
+        await _reached(stopped.before_first_tokens)
+        stopped.freeze()
+        router.fleet.suspect(stopped.id)
+        answer = await _end(router, task, request)
+        assert answer.summary.ledger.reasons == ("prefill_hedged",)
+        assert [len(worker.jobs) for worker in (stopped, other)] == [1, 1]
+
+
 async def test_a_request_beyond_the_hedge_budget_leaves_its_worker_at_the_second_missed_answer() -> None:
     async with _router() as router:
         stopped, other = await router.add_prefill("p0"), await router.add_prefill("p1")
