@@ -25,7 +25,7 @@ from router.fleet.prefix_locator import PrefixLocator
 from router.pipeline.failures import PREFILL, AttemptFailed
 from router.policies.admission import early_refusal
 from router.policies.breakers import BreakerPolicy, BreakerState, Pair, PairBreakers, Trial
-from router.policies.candidates import RequestFacts, WorkerLoad, has_large_pair, is_servable
+from router.policies.candidates import RequestFacts, WorkerLoad, has_large_pair, has_pair, is_servable
 from router.policies.forecast import ModelledRequest
 from router.policies.placement import Candidate, Importers, Placement, Policy
 from router.request.admitted_request import AdmittedRequest
@@ -307,9 +307,13 @@ class WorkerChoice:
         return _NO_PREFILL_WORKER if self._fleet.has_prefill_pool else _COLOCATED
 
     def can_run_elsewhere(self, admitted: AdmittedRequest, choices: Sequence[Choice], leg: str) -> bool:
-        """Return whether workers that answer could serve these choices, among them one for this leg."""
-        facts = _facts(admitted, choices, max(choice.num_committed for choice in choices))
-        could_be = has_large_pair if leg == PREFILL else is_servable
+        """Return whether workers that answer could serve these choices, among them one for this leg.
+
+        A prompt leaves its worker only for a pair: it would wait for the worker rather than do without one
+        (`choose_pair`)."""
+        num_committed = max(choice.num_committed for choice in choices)
+        facts = replace(_facts(admitted, choices, num_committed), excluded_pairs=self._pairs.excluded_pairs())
+        could_be = has_pair if leg == PREFILL else is_servable
         return could_be(self._fleet.prefill_loads(), self._fleet.decode_loads(), facts)
 
     def choose_importer(

@@ -169,10 +169,14 @@ def candidates(
     return [pair for pair in found if not _members(pair) & request.avoid] or found
 
 
+def has_pair(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts) -> bool:
+    """Return whether two workers could serve the request by a hand-off."""
+    return any(prefill is not None for prefill, _ in pairs(prefills, decodes, request))
+
+
 def has_large_pair(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts) -> bool:
     """Return whether two workers could serve the request by a hand-off, excluded or not."""
-    anywhere = replace(request, excluded_pairs=frozenset())
-    return any(prefill is not None for prefill, _ in pairs(prefills, decodes, anywhere))
+    return has_pair(prefills, decodes, replace(request, excluded_pairs=frozenset()))
 
 
 def is_servable(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts) -> bool:

@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 
 from cluster.errors import QueueFull
+from router.policies.breakers import BreakerPolicy
 from router.requests import GenerateRequest
 from tests.system.polling import until
 from tests.system.router_harness import Answer, RouterUnderTest, answer_to, ask, expected_tokens, router_under_test
@@ -22,8 +23,8 @@ _DEADLINE_S = 20.0
 
 
 @asynccontextmanager
-async def _router() -> AsyncIterator[RouterUnderTest]:
-    async with router_under_test(silence_s=1.5, grace_s=60.0, placement="round-robin") as router:
+async def _router(**settings: object) -> AsyncIterator[RouterUnderTest]:
+    async with router_under_test(silence_s=1.5, grace_s=60.0, placement="round-robin", **settings) as router:
         yield router
 
 
@@ -45,6 +46,15 @@ async def _end(router: RouterUnderTest, task: "asyncio.Task[Answer]", request: G
     for choice in range(request.n):
         assert answer.token_ids[choice] == expected_tokens(router, request, choice)
     return answer
+
+
+async def _missed(router: RouterUnderTest, worker: ScriptedWorker, number: int) -> None:
+    """Wait until the worker has missed so many health checks that count."""
+    peer = router.fleet.peer(worker.id)
+    assert peer is not None
+    async with asyncio.timeout(_DEADLINE_S):
+        while peer.num_missed < number:
+            await router.fleet.changed()
 
 
 def _gate_of_prompts(worker: ScriptedWorker) -> Gate:
@@ -187,6 +197,27 @@ async def test_a_worker_that_stops_after_a_failed_call_is_hedged_too() -> None:
         answer = await _end(router, task, request)
         assert answer.summary.ledger.reasons == ("prefill_hedged",)
         assert [len(worker.jobs) for worker in (stopped, other)] == [1, 1]
+
+
+async def test_a_prompt_that_no_other_pair_may_serve_waits_for_its_suspect_worker_without_a_hedge() -> None:
+    """The only other prefill worker's circuit breaker is open."""
+    async with _router(breakers=BreakerPolicy(failures=1, first_pause_s=1000.0, max_pause_s=1000.0)) as router:
+        stopped, other = await router.add_prefill("p0"), await router.add_prefill("p1")
+        decode = await router.add_decode("d0")
+        await router.connected()
+        decode.broken_with = {other.id.id}
+        while not router.pipeline.pairs.failing():
+            await answer_to(router, ask())
+        stopped.before_first_tokens.close()
+        task = asyncio.create_task(answer_to(router, request := ask(request_id="held")))
+        await _reached(stopped.before_first_tokens)
+        stopped.freeze()
+        await _missed(router, stopped, 2)
+        _wake(stopped)
+        stopped.before_first_tokens.open()
+        answer = await _end(router, task, request)
+        assert answer.summary.ledger.reasons == ()
+        assert not any(_count(router, "prefill", outcome) for outcome in ("called_off", "taken_over", "failed"))
 
 
 async def test_a_request_beyond_the_hedge_budget_leaves_its_worker_at_the_second_missed_answer() -> None:
