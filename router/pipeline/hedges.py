@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from cluster.errors import Overloaded
 from cluster.observe.telemetry import Telemetry
 from router.fleet.fleet import Fleet
 from router.fleet.peer import Peer
@@ -80,14 +81,16 @@ class Hedging:
         finally:
             await hedges.close()
 
-    def action(self, admitted: AdmittedRequest, choices: Sequence[Choice], pending: PendingLeg) -> Action:
-        """Decide what happens to choices that wait for this leg."""
+    def action(
+        self, admitted: AdmittedRequest, choices: Sequence[Choice], pending: PendingLeg, *, may_hedge: bool
+    ) -> Action:
+        """Decide what happens to choices that wait for this leg. `may_hedge`: as far as they are concerned."""
         if not (num_missed := pending.peer.num_missed):
             return Action.WAIT
         return decide(
             num_missed,
             is_replaceable=self._worker_choice.can_run_elsewhere(admitted, choices, pending.name),
-            may_hedge=self._budget.may_begin(self._num_running()),
+            may_hedge=may_hedge and self._budget.may_begin(self._num_running()),
         )
 
     def begin(self) -> None:
@@ -116,7 +119,7 @@ class _Hedge:
     ) -> None:
         self._hedging = hedging
         self._leg = leg
-        self.is_failed = False  # by itself
+        self.failure: BaseException | None = None  # by itself, not because it was cancelled
         self.decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         execution = Execution()
         hedging.begin()
@@ -135,11 +138,11 @@ class _Hedge:
 
     def _on_task_done(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled():
-            self.is_failed = task.exception() is not None
+            self.failure = task.exception()
         self.race.call_off()
 
     def _on_end(self) -> None:
-        self._hedging.end(self._leg, "failed" if self.is_failed else str(self.race.outcome))
+        self._hedging.end(self._leg, "failed" if self.failure is not None else str(self.race.outcome))
         if not self.decided.done():
             self.decided.set_result(None)
 
@@ -208,7 +211,7 @@ class _Watch:
         self._pending = pending
         self._begin = begin
         self._hedge: _Hedge | None = None
-        self._has_failed = False  # a hedge, by itself: the next one would too
+        self._hedge_failure: BaseException | None = None  # the next hedge would fail too
         self._failure: AttemptFailed | None = None
 
     @property
@@ -225,15 +228,16 @@ class _Watch:
         if self._hedge is not None:
             return
         going = [choice for choice in self._choices if not choice.ended]
-        if not going:
+        if not going or isinstance(self._hedge_failure, Overloaded):  # workers that are full would refuse it again
             return
-        action = self._hedging.action(self._admitted, going, self._pending)
+        is_current = all(choice.execution is self._admitted.execution and choice.race is None for choice in going)
+        may_hedge = is_current and self._hedge_failure is None
+        action = self._hedging.action(self._admitted, going, self._pending, may_hedge=may_hedge)
         if action is Action.GIVE_UP:
             peer = self._pending.peer
             error = peer.loss("does not answer, and another one does")
             raise AttemptFailed(self._pending.name, peer.member.id, error.reason, error)
-        is_current = all(choice.execution is self._admitted.execution and choice.race is None for choice in going)
-        if action is Action.HEDGE and is_current and not self._has_failed:
+        if action is Action.HEDGE:
             self._admitted.waits_for_hedge()
             self._hedge = self._begin(self._admitted, going, self._pending)
 
@@ -255,5 +259,5 @@ class _Watch:
     async def call_off(self) -> None:
         """Cancel the hedge. It has no effect without a hedge, or if the hedge has taken over."""
         if self._hedge is not None and await self._hedge.call_off():
-            self._has_failed |= self._hedge.is_failed
+            self._hedge_failure = self._hedge_failure or self._hedge.failure
             self._hedge = None

@@ -8,7 +8,7 @@ A worker that misses one health check is suspect. The requests that wait
 for it are hedged: another worker starts a second execution of the same choices from the tokens that the client has,
 while the suspect's execution stays the current one. The first token of the hedge makes the hedge current, for all its
 choices at once; a token of the suspect before that cancels the hedge. Tokens of an execution that is not current are
-dropped. When a worker misses a second health check, requests that are not hedged treat it as lost.
+dropped. When a worker misses a second health check, requests that have no hedge treat it as lost.
 
 A hedge doubles the work, so only a share of the running requests may have one at a time. A hedge that has its first
 token no longer counts, since the suspect's execution is over.
@@ -78,9 +78,9 @@ def decide(num_missed: int, *, is_replaceable: bool, may_hedge: bool) -> Action:
     another worker of its role would accept the work."""
     if not num_missed or not is_replaceable:
         return Action.WAIT
-    if num_missed > 1:
-        return Action.GIVE_UP
-    return Action.HEDGE if may_hedge else Action.WAIT
+    if may_hedge:
+        return Action.HEDGE
+    return Action.GIVE_UP if num_missed > 1 else Action.WAIT
 
 
 class HedgeBudget:

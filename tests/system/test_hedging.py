@@ -254,6 +254,7 @@ async def test_a_hedge_without_room_does_not_disturb_the_suspected_workers_reque
         async with asyncio.timeout(_DEADLINE_S):
             while not _count(router, "decode", "failed"):
                 await prefill.beats.get()
+        await _missed(router, stopped, 2)
         prefill.before_first_tokens.open()
         _wake(stopped)
         await _end(router, task, request)

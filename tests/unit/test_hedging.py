@@ -24,16 +24,16 @@ def _choices(number: int = 2) -> tuple[list[Contested], Execution]:
 @pytest.mark.parametrize(
     ("num_missed", "is_replaceable", "may_hedge"), list(itertools.product(range(4), (False, True), (False, True)))
 )
-def test_a_replaceable_suspect_is_hedged_after_one_missed_health_check_and_given_up_after_two(
+def test_a_replaceable_suspect_is_hedged_where_possible_and_otherwise_given_up_after_two_missed_checks(
     num_missed: int, is_replaceable: bool, may_hedge: bool
 ) -> None:
     action = decide(num_missed, is_replaceable=is_replaceable, may_hedge=may_hedge)
     if not num_missed or not is_replaceable:
         assert action is Action.WAIT
-    elif num_missed == 1:
-        assert action is (Action.HEDGE if may_hedge else Action.WAIT)
+    elif may_hedge:
+        assert action is Action.HEDGE
     else:
-        assert action is Action.GIVE_UP
+        assert action is (Action.WAIT if num_missed == 1 else Action.GIVE_UP)
 
 
 def test_at_most_a_twentieth_of_running_requests_has_a_hedge_and_one_is_always_allowed() -> None:
