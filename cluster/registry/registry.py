@@ -4,8 +4,8 @@ A member is one key with a TTL, which the member renews. A second key holds for 
 last. Renewal compares with it inside a script, so a process that was stopped and resumes never replaces its successor,
 whether or not either registration has expired. The generation is a number that grows with every registration, by the
 clock of Redis; it tells which incarnation is newer when Redis has lost its data and the older incarnation registers
-again first. Every change is published, so watchers do not poll; they still read at intervals, because an expiry
-publishes nothing.
+again first, and when an entry of an older one is put back. Every change is published, so watchers do not poll; they
+still read at intervals, because an expiry publishes nothing.
 
 Owns the keys and scripts. Decides nothing about members: an expired registration means only that no renewal reached
 Redis. While Redis cannot be reached, refuses, or has lost data, a missing member may still be alive.
@@ -30,26 +30,29 @@ from cluster.member import Member
 from cluster.messages import MemberId, Role
 from cluster.observe.telemetry import Telemetry
 from cluster.registry.redis_client import REDIS_ERRORS, Answer, heeding_cancel, open_redis, problem, words
-from cluster.registry.scale_target import CHANNEL, COUNTED_ROLES, POOLS, TARGET, pool_name
+from cluster.registry.scale_target import (
+    CHANNEL,
+    COUNTED_ROLES,
+    MOVE_TARGET,
+    POOLS,
+    TARGET,
+    UNMOVABLE,
+    pool_name,
+)
 from cluster.registry.signed_records import SignedRecords, reported_refusals
 from cluster.settings.config import ClusterSettings
 
 _INCARNATION_KEPT_MS = 24 * 3600 * 1000
 _JITTER = 0.2
 _FIRST_QUESTIONS = 3
-# Why a role cannot change, by the word of the script.
-_UNMOVABLE = {
-    "undecodable": "{} is the last worker that decodes of the scale target; give another worker the role decode or both"
-    " first",
-    "leaving": "the scale target has no worker of the pool of {} any more, so it is about to be drained; scale first",
-}
-
-# KEYS: registration, incarnation, members, channel, generation; the target, counted roles and channel of
-# scale_registry.py. ARGV: id, incarnation and its signature, member, TTL in ms, retention of the incarnation in ms,
+_ATTEMPTS = 5  # at registering, while other processes take the same name
+# KEYS: registration, incarnation, members, channel; the target, counted roles and channel of scale_registry.py.
+# ARGV: id, incarnation with its generation and its signature, member, TTL in ms, retention of the incarnation in ms,
 # generation (0: not registered here yet), the pool of the member's role, '1' if another incarnation is not looked for,
-# '1' if a change of the role may be refused. Renewing and leaving return (the incarnation that registered since, with
-# its signature, or '', whether the registration had expired); a renewal adds the time of Redis. What another program
-# has written under these keys, also of another type, is overwritten.
+# '1' if a change of the role may be refused. Renewing and leaving return (the incarnation that registered since, as it
+# is stored, or '', whether the registration had expired); a renewal adds the time of Redis. The incarnation outlives
+# the registration, so that generations grow. What another program has written here, also of another type, is
+# overwritten.
 _TEXT = """
 local text = function(key)
     local found = redis.pcall('GET', key)
@@ -59,7 +62,6 @@ end
 _WRITE = """
 local before = text(KEYS[1])
 redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[5])
-redis.call('SET', KEYS[5], generation, 'PX', ARGV[5])
 redis.call('SET', KEYS[1], ARGV[3], 'PX', ARGV[4])
 if type(redis.pcall('SADD', KEYS[3], ARGV[1])) ~= 'number' then
     redis.call('DEL', KEYS[3])
@@ -70,52 +72,35 @@ if before ~= ARGV[3] then redis.call('PUBLISH', KEYS[4], ARGV[1]) end
 _COMPARE = (
     _TEXT
     + """
-local current, generation = text(KEYS[2]), tonumber(ARGV[6])
-local newest = tonumber(text(KEYS[5]) or '') or generation
+local current = text(KEYS[2])
+local newest = tonumber(current and current:match('^%S+ (%d+) ') or '0')
 local is_other = current and current:match('^%S*') ~= ARGV[2]:match('^%S*')
-if is_other and newest >= generation and ARGV[8] ~= '1' then return {current, 0} end
+if is_other and newest >= tonumber(ARGV[6]) and ARGV[8] ~= '1' then return {current, 0} end
 """
 )
+# KEYS: incarnation. Returns it as it is stored, its digest, and the time of Redis.
+_HOLDER = (
+    _TEXT
+    + """
+local holder, now = text(KEYS[1]) or '', redis.call('TIME')
+return {holder, redis.sha1hex(holder), now[1], now[2]}
+"""
+)
+# ARGV[8]: the digest of the incarnation as it was read last. Returns nothing if another process has registered since.
 _REGISTER = (
     _TEXT
     + """
-local now = redis.call('TIME')
-local newest = tonumber(text(KEYS[5]) or '') or 0
-local generation = math.max(now[1] * 1000 + math.floor(now[2] / 1000), newest + 1)
+if redis.sha1hex(text(KEYS[2]) or '') ~= ARGV[8] then return {} end
 """
     + _WRITE
     + """
-local counted = redis.pcall('HGET', KEYS[7], ARGV[1])
-return {generation, type(counted) == 'string' and counted or ''}
+local counted = redis.pcall('HGET', KEYS[6], ARGV[1])
+return {type(counted) == 'string' and counted or ''}
 """
 )
-# Where the follower of the scale target counts this worker, another role moves the target by one: from the pool for
-# which the worker was counted to that of its role. A pool of the target never gets less than no worker, nor the cluster
-# less than one that decodes: then the target stays, and a change that may be refused is, by one word.
-_MOVE_TARGET = """
-local counted = redis.pcall('HGET', KEYS[7], ARGV[1])
-if type(counted) == 'string' and counted ~= ARGV[7] and redis.call('EXISTS', KEYS[6]) == 1 then
-    local size = function(pool)
-        local found = redis.pcall('HGET', KEYS[6], pool)
-        return tonumber(type(found) == 'string' and found or '') or 0
-    end
-    local decoding = size('decode') + size('colocated')
-    if counted ~= 'prefill' then decoding = decoding - 1 end
-    if ARGV[7] ~= 'prefill' then decoding = decoding + 1 end
-    if size(counted) > 0 and decoding > 0 then
-        redis.call('HINCRBY', KEYS[6], counted, -1)
-        redis.call('HINCRBY', KEYS[6], ARGV[7], 1)
-        redis.call('HINCRBY', KEYS[6], 'version', 1)
-        redis.call('HSET', KEYS[7], ARGV[1], ARGV[7])
-        redis.call('PUBLISH', KEYS[8], 'target')
-    elseif ARGV[9] == '1' then
-        return {size(counted) > 0 and 'undecodable' or 'leaving'}
-    end
-end
-"""
 _RENEW = (
     _COMPARE
-    + _MOVE_TARGET
+    + MOVE_TARGET
     + _WRITE
     + """
 local now = redis.call('TIME')
@@ -125,7 +110,7 @@ return {'', before and 0 or 1, now[1], now[2]}
 _DEREGISTER = (
     _COMPARE
     + """
-redis.call('DEL', KEYS[1], KEYS[2], KEYS[5])
+redis.call('DEL', KEYS[1])
 redis.call('SREM', KEYS[3], ARGV[1])
 redis.call('PUBLISH', KEYS[4], ARGV[1])
 return {'', 0}
@@ -165,7 +150,7 @@ class Registry:
 
         `on_clock_skew`: called at each renewal with this machine's wall clock minus that of Redis, in seconds.
         `on_refused`: called with a Refusal and the id in Redis, once for each record that no member of this cluster has
-        signed."""
+        signed, or that is older than one that was read."""
         self.ttl_s = ttl_s
         self._signed_records = SignedRecords(keys, cluster_name, on_refused) if keys is not None else None
         self._timeout_s = timeout_s
@@ -178,6 +163,7 @@ class Registry:
         self._missing: set[MemberId] = set()  # of these, members that the newest snapshot lacks
         self._prefix = f"{{{cluster_name}}}:"  # braces: all keys on one node of a Redis cluster
         self._redis = open_redis(url, timeout_s)
+        self._holder = self._redis.register_script(_HOLDER)
         self._register = self._redis.register_script(_REGISTER)
         self._renew = self._redis.register_script(_RENEW)
         self._deregister = self._redis.register_script(_DEREGISTER)
@@ -214,11 +200,18 @@ class Registry:
         """Register this incarnation; it replaces any other incarnation of the same member. Return the role for which
         the follower of the scale target counts this member, which an earlier incarnation may have got from an operator;
         without one, the member's own."""
-        answer = await self._call(self._register(self._keys(member.id), self._arguments(member)))
-        with self._understood():
-            generation, pool = answer
-            self._generations[member.id] = int(generation)
-            return POOLS.get(pool, member.role)
+        keys = self._keys(member.id)
+        for _ in range(_ATTEMPTS):
+            answer = await self._call(self._holder(keys[1:2], []))
+            with self._understood():
+                stored, digest, *redis_time = answer
+                self._generations[member.id] = self._records.next_generation(member.id.id, stored, _ms(*redis_time))
+            answer = await self._call(self._register(keys, [*self._arguments(member), digest]))
+            with self._understood():
+                if answer:
+                    (pool,) = answer
+                    return POOLS.get(pool, member.role)
+        raise RegistryUnavailable(f"other processes register as {member.id.id} at the same time")
 
     async def renew(self, member: Member, *, may_refuse: bool = False) -> None:
         """Extend the registration and replace its content; restore it if it had expired. If the role is another one and
@@ -229,7 +222,7 @@ class Registry:
         answer = await self._as_holder(self._renew, member, "1" if may_refuse else "")
         with self._understood():
             if len(answer) == 1:
-                raise InvalidRequest(_UNMOVABLE[answer[0]].format(member.id.id))
+                raise InvalidRequest(UNMOVABLE[answer[0]].format(member.id.id))
             _, had_lapsed, *redis_time = answer
             if redis_time:
                 self._on_clock_skew((asked_s + time.time()) / 2 - int(redis_time[0]) - int(redis_time[1]) / 1e6)
@@ -245,11 +238,11 @@ class Registry:
 
     async def members(self) -> tuple[Member, ...]:
         """Return all registered members, in the order of their ids. Entries that no member of this cluster has signed,
-        and those of a later version, are left out.
+        those older than one that was read before, and those of a later version are left out.
         """
         stored = await self._stored()
         self._read_at_s = self._clock.now_s()
-        found = tuple(sorted(self._records.read(stored), key=lambda member: member.id))
+        found = tuple(sorted(self._records.read(stored, self._read_at_s), key=lambda member: member.id))
         missing = set(self._generations).difference(member.id for member in found)
         if missing - self._missing:
             self._distrust_absence()
@@ -347,15 +340,14 @@ class Registry:
             f"{self._prefix}incarnation:{member_id.id}",
             f"{self._prefix}members",
             f"{self._prefix}changes",
-            f"{self._prefix}generation:{member_id.id}",
             *(self._prefix + name for name in (TARGET, COUNTED_ROLES, CHANNEL)),
         ]
 
     def _arguments(self, member: Member) -> list[str | int]:
         ttl_ms = max(1, round(self.ttl_s * 1000))
-        record, generation = self._records.sign(member), self._generations.get(member.id, 0)
+        generation = self._generations.get(member.id, 0)
+        record, holder = self._records.sign(member, generation), self._records.sign_holder(member.id, generation)
         pool = pool_name(member.role) if member.role.is_worker else ""
-        holder = self._records.sign_holder(member.id)
         return [member.id.id, holder, record, ttl_ms, _INCARNATION_KEPT_MS, generation, pool]
 
     async def _as_holder(self, script: AsyncScript, member: Member, *more: str) -> list[str]:
@@ -369,11 +361,13 @@ class Registry:
         answer = await self._call(script(keys, [*arguments, "1", *more]))
         return answer
 
-    def _not_fenced(self, member: Member, holder: str) -> None:
-        """Raise Fenced if a member has written this incarnation, and not another program."""
-        incarnation = self._records.holder_of(member.id.id, holder)
-        if incarnation:
-            raise Fenced(f"{member.id} was replaced: incarnation {incarnation} has registered as {member.id.id} since")
+    def _not_fenced(self, member: Member, stored: str) -> None:
+        """Raise Fenced if a member has written this incarnation, and not another program, and it is newer."""
+        holder = self._records.holder_of(member.id.id, stored)
+        if holder is not None and holder.generation >= self._generations.get(member.id, 0):
+            raise Fenced(
+                f"{member.id} was replaced: incarnation {holder.incarnation} has registered as {member.id.id} since"
+            )
 
     @contextmanager
     def _understood(self) -> Iterator[None]:
@@ -389,6 +383,11 @@ def with_missing(found: tuple[Member, ...], before: tuple[Member, ...]) -> tuple
     ids = {member.id.id for member in found}
     kept = [member for member in before if member.id.id not in ids]
     return tuple(sorted([*found, *kept], key=lambda member: member.id))
+
+
+def _ms(seconds: str, microseconds: str) -> int:
+    """Return a time of Redis in milliseconds. Raises ValueError."""
+    return int(seconds) * 1000 + int(microseconds) // 1000
 
 
 def jittered(duration_s: float) -> float:

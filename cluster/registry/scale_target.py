@@ -11,8 +11,39 @@ POOLS: Mapping[str, Role] = {"prefill": Role.PREFILL, "decode": Role.DECODE, "co
 NO_DECODE_WORKER = "decode or colocated must be at least 1: every request ends on a worker that decodes"
 # The names in the registry: two hashes and the channel of all changes.
 TARGET, COUNTED_ROLES, CHANNEL = "scale:target", "scale:roles", "scale"
+# Why a role cannot change, by the word of the script.
+UNMOVABLE = {
+    "undecodable": "{} is the last worker that decodes of the scale target; give another worker the role decode or both"
+    " first",
+    "leaving": "the scale target has no worker of the pool of {} any more, so it is about to be drained; scale first",
+}
 _MOST = 256  # workers of one pool; a larger number is taken for a typing error
 _NAMES = {role: name for name, role in POOLS.items()}
+# A part of the script that renews a registration (cluster/registry/registry.py), with its KEYS and ARGV: where the
+# follower of the scale target counts this worker, another role moves the target by one: from the pool for
+# which the worker was counted to that of its role. A pool of the target never gets less than no worker, nor the cluster
+# less than one that decodes: then the target stays, and a change that may be refused is, by one word.
+MOVE_TARGET = """
+local counted = redis.pcall('HGET', KEYS[6], ARGV[1])
+if type(counted) == 'string' and counted ~= ARGV[7] and redis.call('EXISTS', KEYS[5]) == 1 then
+    local size = function(pool)
+        local found = redis.pcall('HGET', KEYS[5], pool)
+        return tonumber(type(found) == 'string' and found or '') or 0
+    end
+    local decoding = size('decode') + size('colocated')
+    if counted ~= 'prefill' then decoding = decoding - 1 end
+    if ARGV[7] ~= 'prefill' then decoding = decoding + 1 end
+    if size(counted) > 0 and decoding > 0 then
+        redis.call('HINCRBY', KEYS[5], counted, -1)
+        redis.call('HINCRBY', KEYS[5], ARGV[7], 1)
+        redis.call('HINCRBY', KEYS[5], 'version', 1)
+        redis.call('HSET', KEYS[6], ARGV[1], ARGV[7])
+        redis.call('PUBLISH', KEYS[7], 'target')
+    elseif ARGV[9] == '1' then
+        return {size(counted) > 0 and 'undecodable' or 'leaving'}
+    end
+end
+"""
 
 
 @dataclass(frozen=True, slots=True)

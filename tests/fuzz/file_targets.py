@@ -48,7 +48,7 @@ _RECORDS = SignedRecords(ClusterKeys(b"k" * 32), "c", lambda reason, identifier:
 def targets() -> Iterator[Target]:
     member = to_json(_member())
     yield Target("registry member", [member.encode()], _read_member, _made([json.loads(member)]))
-    record = _RECORDS.sign(_member())
+    record = _RECORDS.sign(_member(), 1)
     yield Target("registry record", [record.encode()], _read_record, _made([json.loads(record)]))
     yield Target(
         "scale target", [b'["1", "2", "0", "3", "name", "2", "", "1"]'], _read_scale_target, _made([["1"] * 8])
@@ -86,7 +86,7 @@ def _read_member(data: bytes) -> str:
 
 
 def _read_record(data: bytes) -> str:
-    found = _RECORDS.read([("p0", data.decode(errors="replace"))])
+    found = _RECORDS.read([("p0", data.decode(errors="replace"))], 0.0)
     if not found:
         raise Refused("ignored")
     assert found == [_member()], "a record that no member has signed"

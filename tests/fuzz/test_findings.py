@@ -132,6 +132,9 @@ def test_a_registration_whose_text_cannot_be_encoded_is_refused_and_the_others_a
     records = SignedRecords(keys, "tandem", lambda reason, identifier: refused.append(f"{identifier}: {reason}"))
     signature = keys.sign(Purpose.REGISTRATIONS, b"").hex()
     other = member()
-    stored = [("d9", json.dumps({"body": "\ud800", "signature": signature})), (other.id.id, records.sign(other))]
-    found = records.read(stored)
+    stored = [
+        ("d9", json.dumps({"version": "1 0", "body": "\ud800", "signature": signature})),
+        (other.id.id, records.sign(other, 1)),
+    ]
+    found = records.read(stored, 0.0)
     assert found == [other] and refused == ["d9: no_proof"]

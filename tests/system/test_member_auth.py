@@ -167,7 +167,7 @@ async def test_a_worker_that_a_stranger_writes_into_redis_receives_no_call_and_i
     stranger = SignedRecords(ClusterKeys(secrets.token_bytes(32)), cluster.name, lambda reason, identifier: None)
     key, members = f"{{{cluster.name}}}:registration:decode9", f"{{{cluster.name}}}:members"
     async with asyncio.timeout(_DEADLINE_S), Redis.from_url(cluster.redis_url) as redis:
-        for record, reason in ((to_json(made_up), Refusal.NO_PROOF), (stranger.sign(made_up), Refusal.UNKNOWN_KEY)):
+        for record, reason in ((to_json(made_up), Refusal.NO_PROOF), (stranger.sign(made_up, 1), Refusal.UNKNOWN_KEY)):
             await redis.set(key, record, px=60_000)
             await redis.sadd(members, "decode9")
             await redis.publish(f"{{{cluster.name}}}:changes", "decode9")

@@ -120,7 +120,7 @@ async def test_the_newer_incarnation_wins_after_redis_lost_its_data(
     assert await registry.members() == (member(incarnation="new"),)
 
 
-@pytest.mark.parametrize("key", ["registration:p0", "incarnation:p0", "generation:p0", "members", COUNTED_ROLES])
+@pytest.mark.parametrize("key", ["registration:p0", "incarnation:p0", "members", COUNTED_ROLES])
 async def test_a_key_of_another_type_that_another_program_wrote_stops_no_member(
     registry: Registry, redis_url: str, cluster_name: str, key: str
 ) -> None:
@@ -136,11 +136,57 @@ async def test_a_key_of_another_type_that_another_program_wrote_stops_no_member(
 async def test_bytes_that_are_no_text_stop_no_member(registry: Registry, redis_url: str, cluster_name: str) -> None:
     await registry.register(member())
     async with Redis.from_url(redis_url) as redis:
-        for name in ("registration:x", "incarnation:p0", "generation:p0"):
+        for name in ("registration:x", "incarnation:p0"):
             await redis.set(f"{{{cluster_name}}}:{name}", b"\xff")
         await redis.sadd(f"{{{cluster_name}}}:members", "x")
     assert await registry.members() == (member(),)
     await registry.renew(member())
+    async with Redis.from_url(redis_url) as redis:
+        await redis.set(f"{{{cluster_name}}}:incarnation:p0", b"\xff")
+    await registry.register(member(incarnation="second"))
+
+
+async def test_an_older_incarnation_that_is_put_back_ends_no_member_and_is_shown_to_none(
+    redis_url: str, cluster_name: str
+) -> None:
+    refused: list[str] = []
+    registry = Registry(
+        url=redis_url, cluster_name=cluster_name, ttl_s=5.0, keys=KEYS, timeout_s=DEADLINE_S,
+        on_refused=lambda reason, identifier: refused.append(f"{identifier} {reason}"),
+    )  # fmt: skip
+    names = [f"{{{cluster_name}}}:{kind}:p0" for kind in ("registration", "incarnation")]
+    async with Redis.from_url(redis_url) as redis, aclosing(registry.watch()) as watch:
+        await registry.register(member(incarnation="old"))
+        recorded = [await redis.get(name) for name in names]
+        await registry.register(member(incarnation="new"))
+        await until(watch, lambda members: members == (member(incarnation="new"),))
+        for number in range(1, 4):
+            for name, text in zip(names, recorded, strict=True):
+                await redis.set(name, text or b"")
+            assert await registry.members() == ()
+            assert refused == ["p0 replayed"] * number
+            await registry.renew(member(incarnation="new"))
+            assert await registry.members() == (member(incarnation="new"),)
+            with pytest.raises(Fenced, match="incarnation new"):
+                await registry.renew(member(incarnation="old"))
+        await registry.deregister(member(incarnation="new"))
+        with pytest.raises(Fenced, match="incarnation new"):
+            await registry.renew(member(incarnation="old"))
+    await registry.close()
+
+
+async def test_a_registration_that_meets_another_one_is_the_newer_of_the_two(
+    registry: Registry, redis_url: str, cluster_name: str
+) -> None:
+    """Many incarnations register at once: the last one that was written holds the name, and all others are fenced."""
+    incarnations = [member(incarnation=str(number)) for number in range(4)]
+    await asyncio.gather(*(registry.register(each) for each in incarnations))
+    (holder,) = await registry.members()
+    await registry.renew(holder)
+    for other in incarnations:
+        if other != holder:
+            with pytest.raises(Fenced):
+                await registry.renew(other)
 
 
 async def test_a_member_gives_its_name_only_to_an_incarnation_that_a_member_signed(

@@ -61,21 +61,22 @@ class RedisServer:
     def put(self, key: str, value: str, milliseconds: int) -> None:
         self._keys[key] = _Kept(value, self._network.loop.time() + milliseconds / 1000)
 
-    def register(self, keys: Sequence[str], values: Sequence[Any]) -> tuple[int, str]:
-        generation = max(round(self._network.loop.time() * 1000), self._generation(keys, 0) + 1)
-        self._write(keys, values, generation)
-        return generation, ""  # no follower of a scale target counts this member
+    def holder(self, keys: Sequence[str], values: Sequence[Any]) -> tuple[str, str, str, str]:
+        holder, time_us = self.get(keys[0]) or "", round(self._network.loop.time() * 1e6)
+        seconds, microseconds = divmod(time_us, 1_000_000)
+        return holder, holder, str(seconds), str(microseconds)
 
-    def _generation(self, keys: Sequence[str], default: int) -> int:
-        kept = self.get(keys[4])
-        return default if kept is None else int(kept)
+    def register(self, keys: Sequence[str], values: Sequence[Any]) -> list[str]:
+        if (self.get(keys[1]) or "") != values[7]:
+            return []
+        self._write(keys, values)
+        return [""]  # no follower of a scale target counts this member
 
-    def _write(self, keys: Sequence[str], values: Sequence[Any], generation: int) -> bool:
+    def _write(self, keys: Sequence[str], values: Sequence[Any]) -> bool:
         """Write a registration and return whether the previous one had expired."""
-        lease, incarnation, members, _, newest = keys[:5]
+        lease, incarnation, members = keys[:3]
         before = self.get(lease)
         self.put(incarnation, values[1], values[4])
-        self.put(newest, str(generation), values[4])
         self.put(lease, values[2], values[3])
         self._sets.setdefault(members, {})[values[0]] = None
         if before != values[2]:
@@ -85,22 +86,20 @@ class RedisServer:
     def renew(self, keys: Sequence[str], values: Sequence[Any]) -> tuple[str, int]:
         if holder := self._other_holder(keys, values):
             return holder, 0
-        return "", int(self._write(keys, values, int(values[5])))
+        return "", int(self._write(keys, values))
 
     def deregister(self, keys: Sequence[str], values: Sequence[Any]) -> tuple[str, int]:
         if holder := self._other_holder(keys, values):
             return holder, 0
-        for key in (keys[0], keys[1], keys[4]):
-            self._keys.pop(key, None)
+        self._keys.pop(keys[0], None)
         self._sets.get(keys[2], {}).pop(values[0], None)
         self._publish()
         return "", 0
 
     def _other_holder(self, keys: Sequence[str], values: Sequence[Any]) -> str:
-        holder, generation = self.get(keys[1]), int(values[5])
-        is_other = holder is not None and holder.partition(" ")[0] != values[1].partition(" ")[0]
-        is_newer = self._generation(keys, generation) >= generation
-        return holder if holder and is_other and is_newer and values[7] != "1" else ""
+        holder = self.get(keys[1]) or ""
+        is_other = holder and holder.split()[0] != values[1].split()[0]
+        return holder if is_other and int(holder.split()[1]) >= int(values[5]) and values[7] != "1" else ""
 
     def members(self, keys: Sequence[str], values: Sequence[Any]) -> list[str]:
         ids = self._sets.get(keys[0], {})
@@ -134,6 +133,7 @@ class RedisClient:
     def __init__(self, server: RedisServer) -> None:
         self._server = server
         self._scripts = {
+            registry._HOLDER: server.holder,
             registry._REGISTER: server.register,
             registry._RENEW: server.renew,
             registry._DEREGISTER: server.deregister,
