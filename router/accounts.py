@@ -2,8 +2,9 @@
 
 `SharedUse` shares the use of tenants between routers, and stores usage, through the cluster's Redis. Each router writes
 its tenants' whole use and reads that of the others, twice a second: a lost report is replaced by the next one, and the
-report of a router that ended expires. Usage is added up in numbered batches, each exactly once. While Redis does not
-answer, usage waits in the router, and limits are divided (cluster/accounts/usage.py).
+report of a router that ended expires. Reports are signed and numbered (`UseReports`). Usage is added up in numbered
+batches, each exactly once. While Redis does not answer, usage waits in the router, and limits are divided
+(cluster/accounts/usage.py).
 
 `KeyInterceptor` checks the API key of every call over gRPC, and writes operators' calls to the audit log. Health checks
 are open. Reflection needs any key, `Inference` one that allows inference, `Admin` one that allows everything; a router
@@ -13,9 +14,9 @@ without keys accepts every call (cluster/accounts/keys.py).
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,10 +27,12 @@ from cluster.accounts.audit import Audit
 from cluster.accounts.key_store import FileKeyStore, RecordedKeys, RedisKeyStore, configured_key
 from cluster.accounts.keys import Access, Caller, Gate
 from cluster.accounts.usage import KeyUsage, TenantLimits, UsageMeter, Use, read_usage
-from cluster.auth.keys import ClusterKeys
+from cluster.auth.keys import ClusterKeys, Purpose
+from cluster.auth.sessions import Refusal, signature_refusal
 from cluster.clock import Clock, MonotonicClock
 from cluster.errors import RegistryUnavailable, TandemError
 from cluster.messages import MemberId
+from cluster.observe.telemetry import Telemetry
 from cluster.registry.registry import Registry
 from cluster.settings.config import RouterConfig
 from router.request.live_requests import LiveRequests
@@ -38,6 +41,8 @@ _LOG = logging.getLogger("tandem.router")
 _IN_REDIS = "redis"
 _PERIOD_S = 0.5
 _EXPIRES_MS = 5_000
+_REMEMBERED_S = 600.0  # the number of the last report of a router
+_CLAIMED = 100  # characters of a router's name that stands in Redis, in the audit log
 _BATCH_KEPT_MS = 24 * 3600 * 1000
 # KEYS: a hash of reports. ARGV: this router, its report, after how many ms a report expires. Returns the other routers
 # and their reports in turn.
@@ -76,7 +81,9 @@ _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class Accounts:
-    def __init__(self, config: RouterConfig, registry: Registry, keys: ClusterKeys, audit: Audit) -> None:
+    def __init__(
+        self, config: RouterConfig, registry: Registry, keys: ClusterKeys, telemetry: Telemetry, audit: Audit
+    ) -> None:
         """Open the accounts. Raises ConfigError for a key file that cannot be used."""
         if config.is_insecure:
             _LOG.warning("--insecure: every host that reaches the ports uses this router without a key")
@@ -86,7 +93,7 @@ class Accounts:
             metrics_key=configured_key("", config.metrics_key_file, "--metrics-key"),
             has_records=bool(config.keys),
         )
-        self._registry = registry
+        self._registry, self._keys, self._telemetry = registry, keys, telemetry
         self._shared: SharedUse | None = None
         self.audit = audit
         self.keys: RecordedKeys | None = None
@@ -104,8 +111,9 @@ class Accounts:
         """Follow changes of the keys, and share the use of tenants, until cancelled."""
         if not self.gate.asks_for_keys:
             return
+        reports = UseReports(self._keys, str(router), self._on_refused)
         shared = self._shared = SharedUse(
-            self._registry, live_requests.limits, live_requests.usage, router=str(router), clock=MonotonicClock()
+            self._registry, live_requests.limits, live_requests.usage, reports=reports, clock=MonotonicClock()
         )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(shared.run(), name="shared use")
@@ -120,14 +128,17 @@ class Accounts:
             await self._shared.store()
         return await stored_usage(self._registry)
 
+    def _on_refused(self, reason: Refusal, router: str) -> None:
+        self._telemetry.count("tandem_refused_members_total", reason=reason)
+        self.audit.record_refusal(what="report of use", origin="registry", why=reason, claims=router[:_CLAIMED])
+
 
 class SharedUse:
     def __init__(
-        self, registry: Registry, limits: TenantLimits, usage: UsageMeter, *, router: str, clock: Clock
+        self, registry: Registry, limits: TenantLimits, usage: UsageMeter, *, reports: "UseReports", clock: Clock
     ) -> None:
-        """`router`: "id@incarnation" of this router."""
         self._registry, self._limits, self._usage = registry, limits, usage
-        self._router, self._clock = router, clock
+        self._reports, self._clock = reports, clock
 
     async def run(self) -> None:
         """Exchange the use of tenants with the other routers, and store it, until cancelled."""
@@ -141,10 +152,10 @@ class SharedUse:
 
     async def share(self) -> None:
         """Report this router's use and read the others'. Raises RegistryUnavailable."""
-        own = {tenant: astuple(use) for tenant, use in self._limits.own(self._clock.now_s()).items()}
-        found = await self._registry.evaluate(_SHARE, ["use"], [self._router, json.dumps(own), _EXPIRES_MS])
-        reports = {router: _read(report) for router, report in zip(found[::2], found[1::2], strict=True)}
-        self._limits.set_others(reports, self._clock.now_s())
+        report = self._reports.sign(self._limits.own(self._clock.now_s()))
+        found = await self._registry.evaluate(_SHARE, ["use"], [self._reports.router, report, _EXPIRES_MS])
+        now_s = self._clock.now_s()
+        self._limits.set_others(self._reports.read(dict(zip(found[::2], found[1::2], strict=True)), now_s), now_s)
 
     async def store(self) -> None:
         """Add what this router's tenants have used to the sums. Raises RegistryUnavailable; the next call repeats the
@@ -153,7 +164,7 @@ class SharedUse:
         if fields:
             changes = [word for pair in fields.items() for word in pair]
             await self._registry.evaluate(
-                _ADD, ["usage", f"usage:batch:{self._router}"], [number, _BATCH_KEPT_MS, *changes]
+                _ADD, ["usage", f"usage:batch:{self._reports.router}"], [number, _BATCH_KEPT_MS, *changes]
             )
         self._usage.stored(number)
 
@@ -164,13 +175,76 @@ async def stored_usage(registry: Registry) -> list[KeyUsage]:
     return read_usage(dict(zip(found[::2], found[1::2], strict=True)))
 
 
-def _read(report: str) -> dict[str, Use]:
-    """Return the use by tenant. A report that cannot be read, of a later version, counts as none, and no report can
-    lower the use that others have."""
-    try:
-        return {tenant: Use(*(max(0, int(amount)) for amount in use)) for tenant, use in json.loads(report).items()}
-    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
-        return {}
+@dataclass(frozen=True, slots=True)
+class _Report:
+    number: int
+    use: Mapping[str, Use]  # by tenant
+    read_s: float  # when it was read first
+
+
+class UseReports:
+    """Signs this router's reports, and verifies those of the others. Each report of a router has a higher number than
+    the one before and counts until it expires, by the clock of this router: a report that is put back, or never
+    replaced, does not count for longer. Nothing that others write in the meantime lowers what it counts."""
+
+    def __init__(
+        self,
+        keys: ClusterKeys,
+        router: str,
+        on_refused: Callable[[Refusal, str], None] = lambda reason, router: None,
+    ) -> None:
+        """`router`: "id@incarnation" of this router. `on_refused`: called with the name of a router under which
+        something else stands than a newer report of it, once for each such text."""
+        self.router = router
+        self._keys, self._on_refused = keys, on_refused
+        self._number = 0
+        self._last: dict[str, _Report] = {}  # the newest one, by router
+        self._seen: dict[str, str] = {}  # the texts that were read last, by router
+
+    def sign(self, use: Mapping[str, Use]) -> str:
+        """Return the next report: this router's use by tenant."""
+        self._number += 1
+        body = json.dumps([self._number, {tenant: astuple(amounts) for tenant, amounts in use.items()}])
+        return f"{self._keys.sign(Purpose.USE_REPORTS, _signed(self.router, body)).hex()} {body}"
+
+    def read(self, found: Mapping[str, str], now_s: float) -> dict[str, Mapping[str, Use]]:
+        """Return the use of each other router by tenant. `found`: their reports as they stand in Redis, by router."""
+        last = {router: report for router, report in self._last.items() if now_s - report.read_s < _REMEMBERED_S}
+        for router, text in found.items():
+            if self._seen.get(router) == text:
+                continue
+            reason, report = self._verified(router, text, last.get(router), now_s)
+            if report is not None:
+                last[router] = report
+            elif reason is not None:
+                self._on_refused(reason, router)
+        self._last, self._seen = last, dict(found)
+        return {name: report.use for name, report in last.items() if now_s - report.read_s < _EXPIRES_MS / 1000}
+
+    def _verified(
+        self, router: str, text: str, last: _Report | None, now_s: float
+    ) -> tuple[Refusal | None, _Report | None]:
+        """Return why a report is refused, or the report; neither if it cannot be read, because it is of a later version
+        of Tandem. None can lower the use that others have."""
+        signature, _, body = text.partition(" ")
+        try:
+            proof, message = bytes.fromhex(signature), _signed(router, body)
+        except ValueError:
+            return Refusal.NO_PROOF, None
+        if (reason := signature_refusal(self._keys, Purpose.USE_REPORTS, message, proof)) is not None:
+            return reason, None
+        try:
+            number, amounts = json.loads(body)
+            use = {tenant: Use(*(max(0, int(each)) for each in use)) for tenant, use in amounts.items()}
+            report = _Report(int(number), use, now_s)
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+            return None, None
+        is_replayed = last is not None and report.number <= last.number
+        return (Refusal.REPLAYED, None) if is_replayed else (None, report)
+
+
+def _signed(router: str, body: str) -> bytes:
+    return f"{router}\0{body}".encode()
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):

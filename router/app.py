@@ -109,7 +109,7 @@ class Router:
         )
         audit = Audit(config.audit_file)
         self._registry = Registry.of_member(config, self._keys, self._telemetry, audit)
-        self._accounts = Accounts(config, self._registry, self._keys, audit)
+        self._accounts = Accounts(config, self._registry, self._keys, self._telemetry, audit)
         answers = AnswerFormat.named(config.tool_call_parser, config.reasoning_parser)
         self._chats = ChatSettings(answers, config.trust_request_chat_template == "on")
         self._tokenization = _tokenization(config, answers.markers)

@@ -29,6 +29,7 @@ class Purpose(StrEnum):
     LINK_CHECKS = "link checks"
     ACCEPTANCES = "acceptances"
     KEY_RECORDS = "records of API keys"
+    USE_REPORTS = "reports of use"
 
 
 class CachePurpose(StrEnum):

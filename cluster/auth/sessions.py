@@ -173,6 +173,15 @@ class SessionTable:
         return session.key_id
 
 
+def signature_refusal(keys: ClusterKeys, purpose: Purpose, message: bytes, signature: bytes) -> Refusal | None:
+    """Return why a signature is refused; None if a member made it."""
+    if not signature:
+        return Refusal.NO_PROOF
+    if keys.secret_of(signature[:KEY_ID_BYTES]) is None:
+        return Refusal.UNKNOWN_KEY
+    return None if keys.verify(purpose, message, signature) else Refusal.WRONG_PROOF
+
+
 def refused(reason: Refusal, detail: str) -> MemberRefused:
     return MemberRefused(f"{reason}: {detail}", refusal=reason)
 

@@ -57,7 +57,7 @@ EVERY_PROCESS: dict[str, Metric] = {
     "tandem_build_info": _gauge("1; the labels describe the process", "version", "python", "role", "member", "model"),
     "tandem_clock_skew_seconds": _gauge("this machine's wall clock minus that of Redis, at the last renewal"),
     "tandem_refused_members_total": _counter(
-        "callers and registrations refused because they did not prove that they are members of this cluster", "reason"
+        "callers, registrations and reports refused because no member of this cluster proved or signed them", "reason"
     ),
     "tandem_insecure_ports": _gauge("1: --insecure lets other hosts reach ports of this process without a key"),
     "tandem_rpc_errors_total": _counter("gRPC calls that this process ended with an error", "reason"),

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cluster.accounts.audit import Audit
-from cluster.auth.keys import KEY_ID_BYTES, ClusterKeys, Purpose
-from cluster.auth.sessions import Refusal
+from cluster.auth.keys import ClusterKeys, Purpose
+from cluster.auth.sessions import Refusal, signature_refusal
 from cluster.member import Member, from_json, to_json
 from cluster.messages import MemberId
 from cluster.observe.telemetry import Telemetry
@@ -122,10 +122,8 @@ class SignedRecords:
             signed = self._text(version, body)  # raises ValueError for half of a surrogate pair
         except (ValueError, KeyError, TypeError, RecursionError):
             return Refusal.NO_PROOF, None
-        if self._keys.secret_of(signature[:KEY_ID_BYTES]) is None:
-            return Refusal.UNKNOWN_KEY, None
-        if not self._keys.verify(Purpose.REGISTRATIONS, signed, signature):
-            return Refusal.WRONG_PROOF, None
+        if (reason := signature_refusal(self._keys, Purpose.REGISTRATIONS, signed, signature)) is not None:
+            return reason, None
         try:
             generation, number = map(int, version.split())
             valid = _Valid(record, from_json(body), (generation, number), now_s)

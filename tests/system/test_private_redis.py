@@ -22,7 +22,7 @@ from cluster.registry.redis_server import RIGHTS, RedisServer
 from cluster.registry.registry import Registry
 from cluster.registry.scale_registry import Following, ScaleTargets
 from cluster.registry.scale_target import ScaleTarget
-from router.accounts import SharedUse, stored_usage
+from router.accounts import SharedUse, UseReports, stored_usage
 from tests.system.redis_processes import HOST, redis_process
 from tests.system.registry_rig import DEADLINE_S, member, until
 
@@ -87,7 +87,7 @@ async def test_everything_that_members_keep_in_redis_works_with_the_rights_of_me
 
         meter = UsageMeter()
         meter.record("acme", "k", Usage(requests=1))
-        use = SharedUse(registry, TenantLimits(), meter, router="r@1", clock=MonotonicClock())
+        use = SharedUse(registry, TenantLimits(), meter, reports=UseReports(_KEYS, "r@1"), clock=MonotonicClock())
         await use.share()
         await use.store()
         assert [each.usage.requests for each in await stored_usage(registry)] == [1]

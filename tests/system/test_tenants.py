@@ -10,12 +10,15 @@ from redis.asyncio import Redis
 
 from cluster.accounts.keys import Caller, Limits
 from cluster.accounts.usage import KeyUsage, TenantLimits, Usage, UsageMeter
+from cluster.auth.keys import ClusterKeys
 from cluster.clock import ManualClock, MonotonicClock
 from cluster.errors import LimitReached, QueueFull, RegistryUnavailable
 from cluster.registry.redis_server import RedisServer
 from cluster.registry.registry import Registry
-from router.accounts import SharedUse, stored_usage
+from router.accounts import SharedUse, UseReports, stored_usage
 from tests.system.router_harness import answer_to, ask, router_under_test
+
+_KEYS = ClusterKeys(b"k" * 32)
 
 
 async def test_tenants_share_no_cached_prefix_and_a_tenant_divides_its_own_by_salts() -> None:
@@ -101,7 +104,8 @@ async def test_usage_counts_each_token_once_whatever_was_retried_or_resumed(redi
         registry = Registry(url=redis_url, cluster_name=cluster_name, ttl_s=5.0)
         limits, usage = router.live_requests.limits, router.live_requests.usage
         clock = MonotonicClock()
-        shares = [SharedUse(registry, limits, usage, router=name, clock=clock) for name in ("r0@1", "r1@1")]
+        reports = [UseReports(_KEYS, name) for name in ("r0@1", "r1@1")]
+        shares = [SharedUse(registry, limits, usage, reports=each, clock=clock) for each in reports]
         for shared in (*shares, *shares):
             await shared.share()
             await shared.store()
@@ -116,7 +120,7 @@ async def test_what_another_program_writes_about_usage_stops_no_router(
 ) -> None:
     registry = Registry(url=redis_url, cluster_name=cluster_name, ttl_s=5.0)
     limits, clock = TenantLimits(), ManualClock()
-    shared = SharedUse(registry, limits, UsageMeter(), router="r0@1", clock=clock)
+    shared = SharedUse(registry, limits, UsageMeter(), reports=UseReports(_KEYS, "r0@1"), clock=clock)
     async with Redis.from_url(redis_url) as redis:
         seconds, _ = await redis.time()
         await redis.hset(f"{{{cluster_name}}}:use", "r1@1", f"{seconds * 1000} {report}")
@@ -134,7 +138,7 @@ async def test_routers_share_a_limit_through_redis_and_divide_it_while_redis_is_
     registry = Registry(url=server.url, cluster_name=cluster_name, ttl_s=5.0, timeout_s=20.0)  # a busy machine answers
     limits = [TenantLimits(), TenantLimits()]
     shares = [
-        SharedUse(registry, each, UsageMeter(), router=f"r{number}@1", clock=clock)
+        SharedUse(registry, each, UsageMeter(), reports=UseReports(_KEYS, f"r{number}@1"), clock=clock)
         for number, each in enumerate(limits)
     ]
     try:
