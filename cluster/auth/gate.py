@@ -6,10 +6,11 @@ sees a message of it. A stream that is open when the secret behind its proof is 
 
 import asyncio
 import inspect
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import grpc
 
@@ -42,7 +43,7 @@ class MemberGate(grpc.aio.ServerInterceptor, worker_pb2_grpc.MemberAuthServicer)
 
     def __init__(self, keys: ClusterKeys, member: MemberId, telemetry: Telemetry, audit: Audit) -> None:
         self._keys, self._member = keys, member
-        self._sessions, self._streams = SessionTable(keys, member), _OpenStreams(keys)
+        self._sessions, self._streams = SessionTable(keys, member), OpenStreams(keys)
         self._server: GrpcServer | None = None
         self._telemetry, self._audit = telemetry, audit
 
@@ -146,45 +147,71 @@ class MemberGate(grpc.aio.ServerInterceptor, worker_pb2_grpc.MemberAuthServicer)
         self._telemetry.count("tandem_refused_members_total", reason=refusal.refusal)
 
 
-class _OpenStreams:
-    """The streams in progress by the secret that they rest on: a call with one answer ends by itself, and a later call
-    needs a proof of its own."""
+class OpenStream(Protocol):
+    def end(self, key_id: bytes) -> None:
+        """End the stream, if it still rests on this secret."""
+        ...
+
+
+class OpenStreams:
+    """The streams in progress at one side by the secret that they rest on: a call with one answer ends by itself, and a
+    later call needs a proof of its own."""
 
     def __init__(self, keys: ClusterKeys) -> None:
         self._keys = keys
-        self._limits: dict[bytes, set[asyncio.Timeout]] = {}
+        self._streams: dict[bytes, weakref.WeakSet[OpenStream]] = {}
+        self._end_s: dict[bytes, float] = {}  # by dropped secret: when its streams end
         self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, key_id: bytes, stream: OpenStream) -> None:
+        """Call the stream's `end` `DROPPED_GRACE_S` after its secret was dropped, unless it is gone by then."""
+        self._streams.setdefault(key_id, weakref.WeakSet()).add(stream)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
 
     @asynccontextmanager
     async def ended_with(self, key_id: bytes) -> AsyncIterator[None]:
         """Cancel the block, `DROPPED_GRACE_S` after its secret was dropped, and raise Unavailable then."""
-        limit = asyncio.timeout(None)
+        limit = _Limit()
         try:
-            async with limit:
-                streams = self._limits.setdefault(key_id, set())
-                streams.add(limit)
-                if self._timer is None:
-                    self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
-                try:
-                    yield
-                finally:
-                    streams.discard(limit)
+            async with limit.timeout:
+                self.add(key_id, limit)
+                yield
         except TimeoutError:
-            if not limit.expired():
+            if not limit.timeout.expired():
                 raise
             raise Unavailable(DROPPED) from None
 
+    def close(self) -> None:
+        """Look at no stream any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
     def _look(self) -> None:
-        """Give the streams of dropped secrets their last time, and look again while there are streams."""
+        """End the streams of dropped secrets at their time, and look again while there are streams."""
         loop = asyncio.get_running_loop()
-        for key_id, streams in tuple(self._limits.items()):
+        now_s = loop.time()
+        for key_id, streams in tuple(self._streams.items()):
             if not streams:
-                del self._limits[key_id]
-            elif self._keys.secret_of(key_id) is None:
-                for limit in streams:
-                    if limit.when() is None:
-                        limit.reschedule(loop.time() + DROPPED_GRACE_S)
-        self._timer = loop.call_later(_LOOK_S, self._look) if self._limits else None
+                del self._streams[key_id]
+                self._end_s.pop(key_id, None)
+            elif self._keys.secret_of(key_id) is None and now_s >= self._end_s.setdefault(
+                key_id, now_s + DROPPED_GRACE_S
+            ):
+                for stream in tuple(streams):
+                    stream.end(key_id)
+        self._timer = loop.call_later(_LOOK_S, self._look) if self._streams else None
+
+
+class _Limit:
+    """The limit of a stream at its callee."""
+
+    def __init__(self) -> None:
+        self.timeout = asyncio.timeout(None)
+
+    def end(self, key_id: bytes) -> None:
+        with suppress(RuntimeError):  # it has ended already
+            self.timeout.reschedule(asyncio.get_running_loop().time())
 
 
 def _proof(metadata: Any) -> bytes | None:

@@ -4,8 +4,8 @@ A callee without the session (it has restarted, or a secret was replaced) refuse
 channel then opens another session and makes the call once more, so the caller does not notice. Calls travel as frames
 (cluster/serving/frame_channel.py) where the callee takes them, and over gRPC otherwise.
 
-The channel itself uses no session whose secret was dropped, and ends streams under it after a grace: a callee that has
-stolen the secret would go on with both.
+The channel itself uses no session whose secret was dropped, and ends streams under it after the callee's grace: a
+callee that has stolen the secret would go on with both.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import grpc
 
-from cluster.auth.gate import DROPPED, DROPPED_GRACE_S, PROOF
+from cluster.auth.gate import DROPPED, PROOF, OpenStreams
 from cluster.auth.keys import ClusterKeys
 from cluster.auth.sessions import OpeningSession, Session
 from cluster.errors import MalformedMessage, MemberRefused
@@ -167,19 +167,24 @@ class MemberChannel(grpc.aio.Channel):
 class SignedStream:
     """A call with a stream of responses. It has the methods of gRPC's calls that Tandem uses."""
 
-    __slots__ = ("_begin", "_call", "_is_cancelled", "_is_half_closed", "_opening", "_session", "_sessions", "_written")
+    __slots__ = (
+        "__weakref__", "_begin", "_call", "_is_cancelled", "_is_half_closed", "_is_over", "_opening", "_session",
+        "_sessions", "_written",
+    )  # fmt: skip
 
     def __init__(self, sessions: "_Sessions", begin: Begin, *, repeats: bool) -> None:
         self._sessions, self._begin = sessions, begin
         self._written: list[Any] | None = [] if repeats else None  # None: the call is never made again
         self._is_half_closed = False
         self._is_cancelled = False
+        self._is_over = False  # its secret was dropped, and the grace is over
         self._call: Any = None
         self._session = sessions.ready
         self._opening: asyncio.Task[None] | None = None
         if self._session is None:
             self._open_soon()
             return
+        sessions.streams.add(self._session.key_id, self)
         try:
             self._call = begin(self._session)
         except grpc.aio.UsageError:
@@ -191,21 +196,23 @@ class SignedStream:
         return self._call is not None and not isinstance(self._call, FrameCall) and self._sessions.have_frames
 
     async def read(self) -> Any:
-        """Return the next message, or grpc.aio.EOF at the end. Raises AioRpcError; UNAVAILABLE `DROPPED_GRACE_S` after
-        the secret behind the stream was dropped."""
+        """Return the next message, or grpc.aio.EOF at the end. Raises AioRpcError; UNAVAILABLE a grace after the secret
+        behind the stream was dropped."""
         while True:
             call = self._call if self._call is not None else await self._started()
             try:
                 message = await call.read()
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if not self._is_over or (task is not None and task.cancelling()):
+                    raise
+                raise _failure(grpc.StatusCode.UNAVAILABLE, DROPPED) from None
             except grpc.aio.AioRpcError as error:
                 if not self._sessions.forget_if_refused(self._session, error) or self._written is None:
                     raise
                 self._open_soon()
                 continue
             self._written = None
-            if self._session is not None and self._sessions.is_over(self._session):
-                self.cancel()
-                raise _failure(grpc.StatusCode.UNAVAILABLE, DROPPED)
             return message
 
     async def __aiter__(self) -> AsyncIterator[Any]:
@@ -234,6 +241,12 @@ class SignedStream:
             self._opening.cancel()
         return bool(self._call.cancel()) if self._call is not None else True
 
+    def end(self, key_id: bytes) -> None:
+        """End the call if it rests on this secret: the grace after it was dropped is over."""
+        if self._session is not None and self._session.key_id == key_id:
+            self._is_over = True
+            self.cancel()
+
     def _left_to_reader(self) -> tuple[type[Exception], ...]:
         """Return the errors of a write that need not be raised: the reader receives them too, and may repeat the call
         with everything that was written.
@@ -253,6 +266,7 @@ class SignedStream:
 
     async def _open(self) -> None:
         self._session = await self._sessions.get()
+        self._sessions.streams.add(self._session.key_id, self)
         call = _begun(self._begin, self._session)
         try:
             for message in self._written or ():
@@ -272,7 +286,7 @@ class _Sessions:
 
     def __init__(self, channel: grpc.aio.Channel, keys: ClusterKeys, caller: str, frames: FrameChannel | None) -> None:
         self._ready: Session | None = None
-        self._dropped_s: dict[bytes, float] = {}  # id of a dropped secret -> when a stream noticed it
+        self.streams = OpenStreams(keys)
         self._frames = frames
         self._stub = worker_pb2_grpc.MemberAuthStub(channel)
         self._keys, self._caller = keys, caller
@@ -284,13 +298,6 @@ class _Sessions:
         if self._ready is not None and self._keys.secret_of(self._ready.key_id) is None:
             self._ready = None
         return self._ready
-
-    def is_over(self, session: Session) -> bool:
-        """Return whether the secret of a session was dropped `DROPPED_GRACE_S` ago, counted from the first call."""
-        if self._keys.secret_of(session.key_id) is not None:
-            return False
-        now_s = asyncio.get_running_loop().time()
-        return now_s >= self._dropped_s.setdefault(session.key_id, now_s) + DROPPED_GRACE_S
 
     @property
     def have_frames(self) -> bool:
@@ -318,6 +325,7 @@ class _Sessions:
     def close(self) -> None:
         if self._opening is not None:
             self._opening.cancel()
+        self.streams.close()
 
     async def _open(self) -> Session:
         handshake = OpeningSession(self._keys, self._caller)

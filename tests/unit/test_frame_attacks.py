@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import grpc
 import pytest
 
-from cluster.auth import gate, member_channel
+from cluster.auth import gate
 from cluster.auth.connections import AcceptingConnection, OpeningConnection
 from cluster.auth.gate import PROOF
 from cluster.auth.keys import ClusterKeys, Secrets
@@ -248,7 +248,8 @@ async def test_a_stream_under_a_dropped_secret_ends_although_its_caller_reads_no
 async def test_a_caller_ends_its_stream_to_a_callee_that_keeps_a_dropped_secret_and_makes_no_other_call_to_it(
     has_frames: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(member_channel, "DROPPED_GRACE_S", 0.0)
+    monkeypatch.setattr(gate, "_LOOK_S", 0.01)
+    monkeypatch.setattr(gate, "DROPPED_GRACE_S", 0.0)
     rotated = _Rotated()
     stolen = ClusterKeys(rotated.secrets)
     async with served(keys=stolen, callers=rotated.keys) as (callee, _, channel):
@@ -258,7 +259,7 @@ async def test_a_caller_ends_its_stream_to_a_callee_that_keeps_a_dropped_secret_
         await _answered(stream)
         rotated.drop()
         with pytest.raises(grpc.aio.AioRpcError, match="was dropped; open the stream again"):
-            await _answered(stream)
+            await stream.read()  # although no message comes
         await until_true(lambda: callee.num_handoffs == 0, what="the end of the stream at the callee")
         for again in (stub.HandOff().read(), worker_pb2_grpc.WorkerStub(caller).Inspect(worker_pb2.InspectRequest())):
             with pytest.raises(grpc.aio.AioRpcError, match=Refusal.UNKNOWN_KEY):
@@ -266,13 +267,16 @@ async def test_a_caller_ends_its_stream_to_a_callee_that_keeps_a_dropped_secret_
         assert not callee.contexts
 
 
-async def test_a_caller_reads_its_stream_under_a_dropped_secret_in_the_grace() -> None:
+async def test_a_caller_reads_its_stream_under_a_dropped_secret_in_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "_LOOK_S", 0.01)
+    monkeypatch.setattr(gate, "DROPPED_GRACE_S", 1_000.0)
     rotated = _Rotated()
     stolen = ClusterKeys(rotated.secrets)
     async with served(keys=stolen, callers=rotated.keys) as (_, _, channel):
         stream = kv_pb2_grpc.KvTransferStub(channel).HandOff()
         await _answered(stream)
         rotated.drop()
+        await until_true(lambda: rotated.num_missed > 3, what="several looks at the stream")
         await _answered(stream)
         stream.cancel()
 
