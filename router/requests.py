@@ -83,6 +83,12 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
     bad_words: tuple[str, ...] = ()
 
+    @property
+    def has_logit_rules(self) -> bool:
+        """Return whether the client set a field of router/request/logit_rules.py, which most requests do not."""
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
+        return penalties != (None, None, None) or bool(self.logit_bias or self.allowed_token_ids or self.bad_words)
+
 
 @dataclass(frozen=True, slots=True)
 class StopConditions:

@@ -13,31 +13,35 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 256
 MAX_BAD_WORD_TOKENS = 4096  # of all bad words together, those of the model included: they travel to workers
 MAX_BIAS = 100.0
+_MOST_ENTRIES = {
+    "logit_bias": MAX_LOGIT_BIAS,
+    "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS,
+    "bad_words": MAX_BAD_WORDS,
+}
 
 
 def check_logit_rules(params: SamplingParams, model: ModelInfo) -> None:
     """Check the logit rules of a request. Raises InvalidRequest, NoTokenizer."""
     for name, (least, most) in PENALTY_RANGES.items():
         value = getattr(params, name)
-        _require(
-            value is None or least <= value <= most, name, f"{name} must be from {least:g} to {most:g}, not {value}"
-        )
-    _check_count("logit_bias", params.logit_bias, MAX_LOGIT_BIAS)
-    _check_count("allowed_token_ids", params.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
-    _check_count("bad_words", params.bad_words, MAX_BAD_WORDS)
+        if not (value is None or least <= value <= most):
+            raise InvalidRequest(f"{name} must be from {least:g} to {most:g}, not {value}", param=name)
+    for name, most_entries in _MOST_ENTRIES.items():
+        if (num_entries := len(getattr(params, name))) > most_entries:
+            raise InvalidRequest(f"{name} must have at most {most_entries} entries, not {num_entries}", param=name)
     for token_id, bias in params.logit_bias:
-        _require(
-            -MAX_BIAS <= bias <= MAX_BIAS,
-            "logit_bias",
-            f"logit_bias of token {token_id} must be from {-MAX_BIAS:g} to {MAX_BIAS:g}, not {bias}",
-        )
+        if not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise InvalidRequest(
+                f"logit_bias of token {token_id} must be from {-MAX_BIAS:g} to {MAX_BIAS:g}, not {bias}",
+                param="logit_bias",
+            )
     _check_token_ids("logit_bias", [token_id for token_id, _ in params.logit_bias], model)
     _check_token_ids("allowed_token_ids", params.allowed_token_ids, model)
-    _require(
-        all(word.strip() and len(word) <= MAX_BAD_WORD_CHARACTERS for word in params.bad_words),
-        "bad_words",
-        f"each of bad_words must have 1 to {MAX_BAD_WORD_CHARACTERS} characters, and not only spaces",
-    )
+    if not all(word.strip() and len(word) <= MAX_BAD_WORD_CHARACTERS for word in params.bad_words):
+        raise InvalidRequest(
+            f"each of bad_words must have 1 to {MAX_BAD_WORD_CHARACTERS} characters, and not only spaces",
+            param="bad_words",
+        )
     if params.bad_words and not model.has_tokenizer:
         raise NoTokenizer(
             f"the model {model.name} has no tokenizer: send logit_bias instead of bad_words", param="bad_words"
@@ -59,12 +63,12 @@ def resolved_logit_rules(
         bad_words=tuple(dict.fromkeys((*default.bad_words, *bad_words))),
     )
     num_tokens = sum(map(len, rules.bad_words))
-    _require(
-        num_tokens <= MAX_BAD_WORD_TOKENS,
-        "bad_words",
-        f"bad_words have {num_tokens} tokens, each counted with and without a space before it; at most"
-        f" {MAX_BAD_WORD_TOKENS}",
-    )
+    if num_tokens > MAX_BAD_WORD_TOKENS:
+        raise InvalidRequest(
+            f"bad_words have {num_tokens} tokens, each counted with and without a space before it; at most"
+            f" {MAX_BAD_WORD_TOKENS}",
+            param="bad_words",
+        )
     _check_drawable(rules, stops, model)
     return None if rules == LogitRules() else rules
 
@@ -77,27 +81,21 @@ def _check_drawable(rules: LogitRules, stops: TokenStops, model: ModelInfo) -> N
     num_left = (
         len(set(rules.allowed_token_ids) - excluded) if rules.allowed_token_ids else model.vocab_size - len(excluded)
     )
-    _require(
-        num_left > 0,
-        "allowed_token_ids",
-        "no token may be left to draw: allowed_token_ids must have one that ends no bad word and, with min_tokens, is"
-        " no stop token",
-    )
-
-
-def _check_count(name: str, values: Sequence[object], most: int) -> None:
-    _require(len(values) <= most, name, f"{name} must have at most {most} entries, not {len(values)}")
+    if num_left < 1:
+        raise InvalidRequest(
+            "no token may be left to draw: allowed_token_ids must have one that ends no bad word and, with min_tokens,"
+            " is no stop token",
+            param="allowed_token_ids",
+        )
 
 
 def _check_token_ids(name: str, token_ids: Sequence[int], model: ModelInfo) -> None:
     wrong = next((token_id for token_id in token_ids if not 0 <= token_id < model.vocab_size), None)
-    _require(wrong is None, name, f"{name}: token id {wrong} is outside the vocabulary: 0 to {model.vocab_size - 1}")
+    if wrong is not None:
+        raise InvalidRequest(
+            f"{name}: token id {wrong} is outside the vocabulary: 0 to {model.vocab_size - 1}", param=name
+        )
 
 
 def _or(value: float | None, default: float) -> float:
     return default if value is None else value
-
-
-def _require(condition: bool, param: str, message: str) -> None:
-    if not condition:
-        raise InvalidRequest(message, param=param)

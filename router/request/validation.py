@@ -80,51 +80,23 @@ def check(request: GenerateRequest, model: ModelInfo) -> None:
     """Check everything but the prompt's tokens. Raises InvalidRequest or a subclass; its message says what to
     change."""
     check_model(request.model, model)
-    request_id = request.request_id
-    _require(
-        len(request_id) <= MAX_REQUEST_ID_CHARACTERS and (not request_id or request_id.isprintable()),
-        "request_id",
-        f"request_id must be at most {MAX_REQUEST_ID_CHARACTERS} printable characters",
-    )
-    _require(
-        len(request.label) <= MAX_LABEL_CHARACTERS and (not request.label or request.label.isprintable()),
-        "label",
-        f"label must be at most {MAX_LABEL_CHARACTERS} printable characters",
-    )
-    _require(1 <= request.n <= MAX_CHOICES, "n", f"n must be from 1 to {MAX_CHOICES}, not {request.n}")
-    for name, number in (("logprobs", request.logprobs), ("prompt_logprobs", request.prompt_logprobs)):
-        in_range = number is None or 0 <= number <= MAX_LOGPROBS
-        _require(in_range, name, f"{name} must be from 0 to {MAX_LOGPROBS}, not {number}")
-    _require(
-        len(request.cache_salt) <= MAX_CACHE_SALT_CHARACTERS,
-        "cache_salt",
-        f"cache_salt must have at most {MAX_CACHE_SALT_CHARACTERS} characters",
-    )
-    _require(
-        -(1 << 31) <= request.priority < 1 << 31,
-        "priority",
-        f"priority must fit 32 bits with sign, not {request.priority}",
-    )
-    _require(
-        request.timeout_s is None or 0 < request.timeout_s <= LONGEST_S,
-        None,
-        f"the request's timeout must be above 0 and at most {LONGEST_S:g} s, not {request.timeout_s}",
-    )
-    _require(
-        1 <= request.stream_interval <= MAX_STREAM_INTERVAL,
-        "stream_interval",
-        f"stream_interval must be from 1 to {MAX_STREAM_INTERVAL}, not {request.stream_interval}",
-    )
+    _check_names(request)
+    _check_range("n", request.n, 1, MAX_CHOICES)
+    _check_range("logprobs", request.logprobs, 0, MAX_LOGPROBS)
+    _check_range("prompt_logprobs", request.prompt_logprobs, 0, MAX_LOGPROBS)
+    _check_range("stream_interval", request.stream_interval, 1, MAX_STREAM_INTERVAL)
+    if not -(1 << 31) <= request.priority < 1 << 31:
+        raise InvalidRequest(f"priority must fit 32 bits with sign, not {request.priority}", param="priority")
     kept = request.truncate_prompt_tokens
-    _require(
-        kept is None or kept == -1 or 1 <= kept <= model.max_model_len,
-        "truncate_prompt_tokens",
-        f"truncate_prompt_tokens must be -1 or from 1 to the context of {model.max_model_len}, not {kept}",
-    )
-    for name, slo_s in (("slo_ttft_s", request.slo_ttft_s), ("slo_tpot_s", request.slo_tpot_s)):
-        _require(slo_s is None or 0 < slo_s < math.inf, name, f"{name} must be positive, not {slo_s}")
+    if not (kept is None or kept == -1 or 1 <= kept <= model.max_model_len):
+        raise InvalidRequest(
+            f"truncate_prompt_tokens must be -1 or from 1 to the context of {model.max_model_len}, not {kept}",
+            param="truncate_prompt_tokens",
+        )
+    _check_times(request)
     _check_sampling(request.sampling)
-    check_logit_rules(request.sampling, model)
+    if request.sampling.has_logit_rules:
+        check_logit_rules(request.sampling, model)
     _check_stop(request.stop, model)
     if request.grammar is not None:
         _check_grammar(request, model)
@@ -141,8 +113,10 @@ def check_model(name: str, model: ModelInfo) -> None:
 def check_token_ids(token_ids: tuple[int, ...], model: ModelInfo, param: str) -> None:
     """Check that all token ids of a field are in the vocabulary. Raises InvalidRequest."""
     for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
-        in_vocabulary = 0 <= token_id < model.vocab_size
-        _require(in_vocabulary, param, f"token id {token_id} is outside the vocabulary: 0 to {model.vocab_size - 1}")
+        if not 0 <= token_id < model.vocab_size:
+            raise InvalidRequest(
+                f"token id {token_id} is outside the vocabulary: 0 to {model.vocab_size - 1}", param=param
+            )
 
 
 def resolve(
@@ -153,24 +127,26 @@ def resolve(
 ) -> ResolvedRequest:
     """Resolve all defaults of a request that has passed `check`. `bad_words`: the request's, in tokens. Raises
     InvalidRequest, ContextLengthExceeded."""
-    _require(bool(prompt_token_ids), prompt_field(request), "the prompt is empty: it must have at least one token")
+    if not prompt_token_ids:
+        raise InvalidRequest("the prompt is empty: it must have at least one token", param=prompt_field(request))
     # First: a prompt may be too long to be looked through at all.
     max_tokens = _max_tokens(len(prompt_token_ids), request, model)
     packed_prompt = _packed(prompt_token_ids, model, prompt_field(request))
     _check_prompt_logprobs(request, len(prompt_token_ids))
-    _require(
-        request.stop.min_tokens <= max_tokens,
-        "min_tokens",
-        f"min_tokens is {request.stop.min_tokens}, more than the {max_tokens} tokens that may be generated",
-    )
+    if request.stop.min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens is {request.stop.min_tokens}, more than the {max_tokens} tokens that may be generated",
+            param="min_tokens",
+        )
     eos = frozenset() if request.stop.ignore_eos else model.eos_token_ids
     seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
     stops = TokenStops(max_tokens, request.stop.min_tokens, eos | frozenset(request.stop.stop_token_ids))
-    rules = resolved_logit_rules(request.sampling, bad_words, stops, model)
     return ResolvedRequest(
         prompt_token_ids=prompt_token_ids,
         packed_prompt=packed_prompt,
-        sampling=_sampling(request.sampling, request.logprobs, rules, model.default_sampling),
+        sampling=_sampling(
+            request.sampling, request.logprobs, _rules(request, bad_words, stops, model), model.default_sampling
+        ),
         stops=stops,
         stop_strings=request.stop.stop,
         includes_stop=request.stop.include_stop_str_in_output,
@@ -186,6 +162,16 @@ def resolve(
     )
 
 
+def _rules(
+    request: GenerateRequest, bad_words: Sequence[tuple[int, ...]], stops: TokenStops, model: ModelInfo
+) -> LogitRules | None:
+    """Return the rules of the request and the model; None without any, as for most requests. Raises InvalidRequest."""
+    params = request.sampling
+    if not (params.has_logit_rules or bad_words or stops.min_tokens or model.default_sampling.rules):
+        return None
+    return resolved_logit_rules(params, bad_words, stops, model)
+
+
 def _packed(token_ids: tuple[int, ...], model: ModelInfo, param: str) -> bytes:
     """Check that all token ids of the field are in the vocabulary, and pack them. Raises InvalidRequest."""
     try:
@@ -198,54 +184,80 @@ def _packed(token_ids: tuple[int, ...], model: ModelInfo, param: str) -> bytes:
 
 
 def _check_prompt_logprobs(request: GenerateRequest, num_prompt: int) -> None:
-    num_values = num_prompt * (1 + (request.prompt_logprobs or 0))
-    _require(
-        request.prompt_logprobs is None or num_values <= MAX_PROMPT_LOGPROBS,
-        "prompt_logprobs",
-        f"prompt_logprobs of {request.prompt_logprobs} for {num_prompt} tokens are {num_values} values, and an answer"
-        f" has at most {MAX_PROMPT_LOGPROBS}: ask for fewer, or shorten the prompt",
-    )
+    if request.prompt_logprobs is None:
+        return
+    num_values = num_prompt * (1 + request.prompt_logprobs)
+    if num_values > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"prompt_logprobs of {request.prompt_logprobs} for {num_prompt} tokens are {num_values} values, and an"
+            f" answer has at most {MAX_PROMPT_LOGPROBS}: ask for fewer, or shorten the prompt",
+            param="prompt_logprobs",
+        )
+
+
+def _check_names(request: GenerateRequest) -> None:
+    for name, value, most in (
+        ("request_id", request.request_id, MAX_REQUEST_ID_CHARACTERS),
+        ("label", request.label, MAX_LABEL_CHARACTERS),
+    ):
+        if len(value) > most or not (not value or value.isprintable()):
+            raise InvalidRequest(f"{name} must be at most {most} printable characters", param=name)
+    if len(request.cache_salt) > MAX_CACHE_SALT_CHARACTERS:
+        raise InvalidRequest(f"cache_salt must have at most {MAX_CACHE_SALT_CHARACTERS} characters", param="cache_salt")
+
+
+def _check_times(request: GenerateRequest) -> None:
+    if not (request.timeout_s is None or 0 < request.timeout_s <= LONGEST_S):
+        raise InvalidRequest(
+            f"the request's timeout must be above 0 and at most {LONGEST_S:g} s, not {request.timeout_s}"
+        )
+    for name, slo_s in (("slo_ttft_s", request.slo_ttft_s), ("slo_tpot_s", request.slo_tpot_s)):
+        if not (slo_s is None or 0 < slo_s < math.inf):
+            raise InvalidRequest(f"{name} must be positive, not {slo_s}", param=name)
+
+
+def _check_range(name: str, value: float | None, least: float, most: float) -> None:
+    if not (value is None or least <= value <= most):
+        raise InvalidRequest(f"{name} must be from {least} to {most}, not {value}", param=name)
 
 
 def _check_sampling(params: SamplingParams) -> None:
-    temperature, top_k, top_p, min_p, seed = params.temperature, params.top_k, params.top_p, params.min_p, params.seed
-    _require(
-        temperature is None or 0 <= temperature <= 2,
-        "temperature",
-        f"temperature must be from 0 to 2, not {temperature}",
-    )
-    _require(top_k is None or 0 <= top_k < 1 << 32, "top_k", f"top_k must be 0 (all) or positive, not {top_k}")
-    _require(top_p is None or 0 < top_p <= 1, "top_p", f"top_p must be above 0 and at most 1, not {top_p}")
-    _require(min_p is None or 0 <= min_p <= 1, "min_p", f"min_p must be from 0 to 1, not {min_p}")
-    _require(seed is None or 0 <= seed < 1 << 64, "seed", f"seed must fit 64 bits without sign, not {seed}")
+    _check_range("temperature", params.temperature, 0, 2)
+    _check_range("min_p", params.min_p, 0, 1)
+    top_k, top_p, seed = params.top_k, params.top_p, params.seed
+    if not (top_k is None or 0 <= top_k < 1 << 32):
+        raise InvalidRequest(f"top_k must be 0 (all) or positive, not {top_k}", param="top_k")
+    if not (top_p is None or 0 < top_p <= 1):
+        raise InvalidRequest(f"top_p must be above 0 and at most 1, not {top_p}", param="top_p")
+    if not (seed is None or 0 <= seed < 1 << 64):
+        raise InvalidRequest(f"seed must fit 64 bits without sign, not {seed}", param="seed")
 
 
 def _check_stop(stop: StopConditions, model: ModelInfo) -> None:
-    _require(
-        stop.max_tokens is None or stop.max_tokens >= 1,
-        "max_tokens",
-        f"max_tokens must be at least 1, not {stop.max_tokens}",
-    )
-    _require(stop.min_tokens >= 0, "min_tokens", f"min_tokens must not be negative, not {stop.min_tokens}")
-    _require(
-        len(stop.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} stop strings, not {len(stop.stop)}"
-    )
-    _require(all(stop.stop), "stop", "a stop string must not be empty")
-    _require(
-        all(len(text) <= MAX_STOP_STRING_CHARACTERS for text in stop.stop),
-        "stop",
-        f"a stop string must have at most {MAX_STOP_STRING_CHARACTERS} characters",
-    )
-    _require(
-        len(stop.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
-        "stop_token_ids",
-        f"at most {MAX_STOP_TOKEN_IDS} stop token ids, not {len(stop.stop_token_ids)}",
-    )
-    if stop.stop and not model.has_tokenizer:
+    if stop.max_tokens is not None and stop.max_tokens < 1:
+        raise InvalidRequest(f"max_tokens must be at least 1, not {stop.max_tokens}", param="max_tokens")
+    if stop.min_tokens < 0:
+        raise InvalidRequest(f"min_tokens must not be negative, not {stop.min_tokens}", param="min_tokens")
+    if stop.stop:
+        _check_stop_strings(stop.stop, model)
+    if len(stop.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest(
+            f"at most {MAX_STOP_TOKEN_IDS} stop token ids, not {len(stop.stop_token_ids)}", param="stop_token_ids"
+        )
+    check_token_ids(stop.stop_token_ids, model, "stop_token_ids")
+
+
+def _check_stop_strings(stops: tuple[str, ...], model: ModelInfo) -> None:
+    if len(stops) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"at most {MAX_STOP_STRINGS} stop strings, not {len(stops)}", param="stop")
+    if not all(stops):
+        raise InvalidRequest("a stop string must not be empty", param="stop")
+    if max(map(len, stops)) > MAX_STOP_STRING_CHARACTERS:
+        raise InvalidRequest(f"a stop string must have at most {MAX_STOP_STRING_CHARACTERS} characters", param="stop")
+    if not model.has_tokenizer:
         raise NoTokenizer(
             f"the model {model.name} has no tokenizer: send stop_token_ids instead of stop strings", param="stop"
         )
-    check_token_ids(stop.stop_token_ids, model, "stop_token_ids")
 
 
 def _check_grammar(request: GenerateRequest, model: ModelInfo) -> None:
@@ -253,39 +265,39 @@ def _check_grammar(request: GenerateRequest, model: ModelInfo) -> None:
     field = request.grammar_field
     if not model.has_tokenizer:
         raise NoTokenizer(f"the model {model.name} has no tokenizer: leave out {field}", param=field)
-    _require(
-        bool(model.eos_token_ids),
-        field,
-        f"{field} needs an end-of-sequence token, which the model {model.name} has not",
-    )
-    _require(
-        not request.stop.ignore_eos,
-        "ignore_eos",
-        f"{field} ends the text with the model's end of sequence: drop ignore_eos",
-    )
-    _require(request.stop.min_tokens == 0, "min_tokens", f"{field} says where the text may end: drop min_tokens")
-    other = "allowed_token_ids" if request.sampling.allowed_token_ids else "bad_words"
-    has_other = bool(request.sampling.allowed_token_ids) or bool(request.sampling.bad_words)
-    _require(not has_other, other, f"{field} says which tokens may follow: drop allowed_token_ids and bad_words")
+    if not model.eos_token_ids:
+        raise InvalidRequest(
+            f"{field} needs an end-of-sequence token, which the model {model.name} has not", param=field
+        )
+    if request.stop.ignore_eos:
+        raise InvalidRequest(
+            f"{field} ends the text with the model's end of sequence: drop ignore_eos", param="ignore_eos"
+        )
+    if request.stop.min_tokens:
+        raise InvalidRequest(f"{field} says where the text may end: drop min_tokens", param="min_tokens")
+    for name in ("allowed_token_ids", "bad_words"):
+        if getattr(request.sampling, name):
+            raise InvalidRequest(
+                f"{field} says which tokens may follow: drop allowed_token_ids and bad_words", param=name
+            )
 
 
 def _check_resumption(request: GenerateRequest, choices: tuple[ResumedChoice, ...], model: ModelInfo) -> None:
     """Check the form of the resumed choices. Choice.resume checks their tokens."""
-    _require(bool(request.request_id), "request_id", "resume_from resumes a request: give its request_id")
-    _require(
-        request.resume_number >= 1,
-        "resume_from",
-        "resume_from.resume_number counts a request's resumptions from 1, not from 0",
-    )
-    _require(
-        len(choices) == request.n, "resume_from", f"resume_from has {len(choices)} choices, the request {request.n}"
-    )
-    for choice in choices:
-        _require(
-            len(choice.token_ids) <= model.max_model_len,
-            "resume_from",
-            f"a choice of resume_from has {len(choice.token_ids)} tokens, the context {model.max_model_len}",
+    if not request.request_id:
+        raise InvalidRequest("resume_from resumes a request: give its request_id", param="request_id")
+    if request.resume_number < 1:
+        raise InvalidRequest(
+            "resume_from.resume_number counts a request's resumptions from 1, not from 0", param="resume_from"
         )
+    if len(choices) != request.n:
+        raise InvalidRequest(f"resume_from has {len(choices)} choices, the request {request.n}", param="resume_from")
+    for choice in choices:
+        if len(choice.token_ids) > model.max_model_len:
+            raise InvalidRequest(
+                f"a choice of resume_from has {len(choice.token_ids)} tokens, the context {model.max_model_len}",
+                param="resume_from",
+            )
         check_token_ids(choice.token_ids, model, "resume_from")
 
 
@@ -340,12 +352,6 @@ def _choice_seed(seed: int, choice: int) -> int:
     choice."""
     digest = hashlib.blake2b(struct.pack("<QI", seed, choice), digest_size=8, person=b"tandem.seed").digest()
     return int.from_bytes(digest, "little")
-
-
-def _require(condition: bool, param: str | None, message: str) -> None:
-    """Raise InvalidRequest unless the condition holds. `param`: the client's field that must change."""
-    if not condition:
-        raise InvalidRequest(message, param=param)
 
 
 _TOKEN_BYTES = 4  # of a token id at most: packed to workers; as a varint from clients, for vocabularies up to 2**28
