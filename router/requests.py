@@ -144,8 +144,6 @@ class GenerateRequest:
     acceptance: bytes = b""  # with `resume_from`: what the router gave that accepted the request
     truncate_prompt_tokens: int | None = None  # keep only its last ones; -1: as many as max_tokens leaves room for
     skip_special_tokens: bool = True  # in the text
-    keepalive_interval_s: float | None = None  # after this long without an output, an empty one is sent
-    reader: "DirectReader | None" = None  # gets deltas past the stream of outputs, where it can
 
 
 class ChoiceDelta(NamedTuple):

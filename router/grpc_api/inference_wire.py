@@ -45,7 +45,6 @@ _MOST_PROMPT_TOKENS = 512  # of a message: 130 kB where a request asks for most
 def generate_request_from_wire(
     message: inference_pb2.GenerateRequest,
     timeout_s: float | None,
-    keepalive_interval_s: float | None = None,
     client: bytes = b"",
 ) -> GenerateRequest:
     """`client` identifies the caller's API key. Raises InvalidRequest."""
@@ -74,7 +73,6 @@ def generate_request_from_wire(
         acceptance=message.resume_from.acceptance,
         truncate_prompt_tokens=message.truncate_prompt_tokens if message.HasField("truncate_prompt_tokens") else None,
         skip_special_tokens=message.skip_special_tokens if message.HasField("skip_special_tokens") else True,
-        keepalive_interval_s=keepalive_interval_s,
     )
 
 

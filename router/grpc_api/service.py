@@ -147,13 +147,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         timeout_s = _timeout_s(context.time_remaining())
         shown = _authorization(context)
         client = client_of(shown) if self._gate.asks_for_keys else b""
-        asked = generate_request_from_wire(request, timeout_s, keepalive_interval_s, client)
+        asked = generate_request_from_wire(request, timeout_s, client)
         asked = replace(asked, caller=self._gate.caller(shown), address=address_of(context.peer()), trace=trace)
         divide = partial(AnswerParts.asked_for, request.chat, chats=self._chats, tokenization=self._tokenization)
         # The text that the client of a resumed request has is divided again, which takes time.
         asked, parts = await self._threads.run(divide, asked) if asked.resume_from else divide(asked)
         with closing(self._stalls.of_call()) as writing:
-            async with aclosing(self._pipeline.generate(asked)) as outputs:
+            generating = self._pipeline.generate(asked, keepalive_interval_s=keepalive_interval_s)
+            async with aclosing(generating) as outputs:
                 async for output in outputs:
                     for scored in prompt_to_wire(output) if output.prompt is not None else ():
                         with writing:

@@ -21,7 +21,7 @@ from router.http.errors import error_body, internal_error, json_bytes
 from router.http.openai_responses import Envelope, PromptFields, Shape, UsageSoFar
 from router.request.live_requests import LiveRequests
 from router.request.outbox import WholeAnswer
-from router.requests import Accepted, ChoiceDelta, GenerateRequest, Ledger, Output, Usage
+from router.requests import Accepted, ChoiceDelta, DirectReader, GenerateRequest, Ledger, Output, Usage
 from router.running import running
 
 KEEPALIVE_INTERVAL_S = 15.0  # without an output
@@ -34,7 +34,13 @@ _PART_BYTES = 64 << 10  # of a whole answer: the next one is sent when the clien
 class Generates(Protocol):
     """The part of Pipeline that this module uses."""
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[Output, None]: ...
+    def generate(
+        self,
+        request: GenerateRequest,
+        *,
+        keepalive_interval_s: float | None = None,
+        reader: DirectReader | None = None,
+    ) -> AsyncGenerator[Output, None]: ...
 
 
 class PromptsOnly:
@@ -43,9 +49,16 @@ class PromptsOnly:
     def __init__(self, pipeline: Generates) -> None:
         self._pipeline = pipeline
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Output, None]:
-        """Yield the outputs of a request of one token without that token."""
-        async with aclosing(self._pipeline.generate(replace(request, reader=None))) as outputs:
+    async def generate(
+        self,
+        request: GenerateRequest,
+        *,
+        keepalive_interval_s: float | None = None,
+        reader: DirectReader | None = None,
+    ) -> AsyncGenerator[Output, None]:
+        """Yield the outputs of a request of one token without that token, which the reader would get."""
+        generating = self._pipeline.generate(request, keepalive_interval_s=keepalive_interval_s)
+        async with aclosing(generating) as outputs:
             async for output in outputs:
                 deltas, summary = tuple(map(_without_tokens, output.deltas)), output.summary
                 if summary is not None:
@@ -71,22 +84,29 @@ class DeltaEvents(Protocol):
 
 
 def opened(
-    pipeline: Generates, requests: Sequence[GenerateRequest]
+    pipeline: Generates,
+    requests: Sequence[GenerateRequest],
+    *,
+    keepalive_interval_s: float | None = None,
+    reader: DirectReader | None = None,
 ) -> AbstractAsyncContextManager[AsyncIterator[Output]]:
     """Open the merged outputs of all requests. Choices are numbered over the requests. Leaving closes the
-    generators."""
+    generators. `reader`: as of Pipeline.generate, for a single request."""
     if len(requests) == 1:
-        return aclosing(pipeline.generate(requests[0]))
-    return aclosing(_merged(pipeline, requests))
+        return aclosing(pipeline.generate(requests[0], keepalive_interval_s=keepalive_interval_s, reader=reader))
+    return aclosing(_merged(pipeline, requests, keepalive_interval_s))
 
 
-async def _merged(pipeline: Generates, requests: Sequence[GenerateRequest]) -> AsyncGenerator[Output, None]:
+async def _merged(
+    pipeline: Generates, requests: Sequence[GenerateRequest], keepalive_interval_s: float | None
+) -> AsyncGenerator[Output, None]:
     """Merge the outputs of several requests. The first request that fails ends all."""
     queue: asyncio.Queue[Output | BaseException | None] = asyncio.Queue(_QUEUED_OUTPUTS)
 
     async def pump(request: GenerateRequest, first_choice: int) -> None:
         try:
-            async with aclosing(pipeline.generate(request)) as outputs:
+            generating = pipeline.generate(request, keepalive_interval_s=keepalive_interval_s)
+            async with aclosing(generating) as outputs:
                 async for output in outputs:
                     deltas = tuple(delta._replace(choice=first_choice + delta.choice) for delta in output.deltas)
                     await queue.put(replace(output, deltas=deltas, first_choice=first_choice))
@@ -214,11 +234,10 @@ class EventStream(Response):
         reader = None
         if isinstance(chunks, DirectChunks) and len(self._requests) == 1:  # of several, choices are numbered again
             reader = _Reader(chunks, events_of)
-        requests = [
-            replace(request, keepalive_interval_s=KEEPALIVE_INTERVAL_S, reader=reader) for request in self._requests
-        ]
         try:
-            async with opened(self._pipeline, requests) as outputs:
+            async with opened(
+                self._pipeline, self._requests, keepalive_interval_s=KEEPALIVE_INTERVAL_S, reader=reader
+            ) as outputs:
                 async for events in self._events(outputs, events_of):
                     if not started:
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

@@ -35,7 +35,7 @@ from router.policies.candidates import SloTargets
 from router.policies.hedging import claim
 from router.policies.placement import Placement, Policy
 from router.policies.work_ahead import OutputLengths
-from router.request.account import AccountedReader, PhaseName
+from router.request.account import PhaseName
 from router.request.admitted_request import AdmittedRequest
 from router.request.choice import Choice, text_stream_of
 from router.request.live_requests import LiveRequest, LiveRequests
@@ -43,6 +43,7 @@ from router.request.request_acceptance import STREAM_ID_BYTES, Acceptance, Accep
 from router.request.validation import MessageLimits, ResolvedRequest, check, resolve
 from router.requests import (
     ChoiceDelta,
+    DirectReader,
     GenerateRequest,
     Output,
     Summary,
@@ -116,18 +117,25 @@ class Pipeline:
         self._wall_clock = wall_clock
         self._draining = False
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Output, None]:
-        """Yield the outputs of a request; the last one has the summary.
+    async def generate(
+        self,
+        request: GenerateRequest,
+        *,
+        keepalive_interval_s: float | None = None,
+        reader: DirectReader | None = None,
+    ) -> AsyncGenerator[Output, None]:
+        """Yield the outputs of a request; the last one has the summary. After `keepalive_interval_s` without an output
+        it yields an empty one. `reader` gets deltas past the outputs, where it can.
 
         Closing the generator early cancels the request on every worker. Raises TandemError, at any point."""
         with self._live_requests.arrived(request, takes_over=self._takes_over(request)) as live:
             async with running(self._serve(live)) as serving:
                 live.outbox.on_failure(serving.cancel)
-                if request.reader is not None and request.prompt_logprobs is None:
-                    live.outbox.connect(AccountedReader(request.reader, live.account, self._clock))
-                async for output in _until_accepted(live, serving):
+                if reader is not None and request.prompt_logprobs is None:
+                    live.outbox.connect(reader, live.account.record_delivery)
+                async for output in _until_accepted(live, serving, keepalive_interval_s):
                     yield output
-                while (deltas := await live.outbox.next_deltas(request.keepalive_interval_s)) != ():
+                while (deltas := await live.outbox.next_deltas(keepalive_interval_s)) != ():
                     if deltas is None:
                         yield Output(live.request_id)  # nothing to send for a while: a sign of life
                         continue
@@ -356,10 +364,12 @@ class Pipeline:
         self._live_requests.end_streams(Draining("this router leaves before the request's end; resume it at another"))
 
 
-async def _until_accepted(live: LiveRequest, serving: "asyncio.Task[AdmittedRequest]") -> AsyncGenerator[Output, None]:
+async def _until_accepted(
+    live: LiveRequest, serving: "asyncio.Task[AdmittedRequest]", keepalive_interval_s: float | None
+) -> AsyncGenerator[Output, None]:
     """Yield keep-alive messages, then the acceptance. Without an acceptance, `serving` has failed."""
     while not (live.accepted.done() or serving.done()):
-        await first_done(live.accepted, serving, timeout_s=live.request.keepalive_interval_s)
+        await first_done(live.accepted, serving, timeout_s=keepalive_interval_s)
         if not (live.accepted.done() or serving.done()):
             yield Output(live.request_id)
     if live.accepted.done():

@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from cluster.clock import Clock
 from cluster.observe.telemetry import Telemetry
 from cluster.observe.trace_context import RequestTrace
 from router.policies.candidates import NO_TARGETS, SloTargets
 from router.policies.forecast import ModelledRequest
 from router.request.explanations import MAX_SPANS, Explanation, PlacementLog, Span
-from router.requests import ChoiceDelta, DirectReader, Ledger, Phase, WorkerTime
+from router.requests import ChoiceDelta, Ledger, Phase, WorkerTime
 
 
 class HandOff(NamedTuple):
@@ -323,18 +322,6 @@ class RequestAccount:
         first_s, last_s = self._received_s
         if self._num_received >= _LEAST_TOKENS_COMPARED:
             self._modelled.record_end((last_s - first_s) / (self._num_received - 1), last_s)
-
-
-class AccountedReader:
-    """Records in a request's account the deltas that its client receives."""
-
-    def __init__(self, reader: DirectReader, account: RequestAccount, clock: Clock) -> None:
-        self._reader, self._account, self._clock = reader, account, clock
-        self.can_write = reader.can_write
-
-    def write(self, deltas: Sequence[ChoiceDelta]) -> None:
-        self._account.record_delivery(deltas, self._clock.now_s())
-        self._reader.write(deltas)
 
 
 def _spans(intervals: Sequence[tuple[PhaseName, float, float]]) -> tuple[Span, ...]:

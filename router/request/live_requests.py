@@ -23,7 +23,7 @@ from router.policies.candidates import NO_TARGETS, SloTargets
 from router.request.account import RequestAccount
 from router.request.explanations import Explanation, Explanations, RequestLog, is_named
 from router.request.live_table import ClientBuffers, LiveRow, LiveTable
-from router.request.outbox import Outbox, WholeAnswer
+from router.request.outbox import Outbox, OutboxFlush, WholeAnswer
 from router.request.traces import Traces
 from router.requests import Accepted, GenerateRequest
 
@@ -60,6 +60,7 @@ class LiveRequests:
         self._table = LiveTable(self.admission)
         self.buffers = ClientBuffers(max_buffered_tokens)
         self._clock = clock
+        self._flush = OutboxFlush(clock)
         self._telemetry = telemetry
         self._log = RequestLog()
         self.limits = TenantLimits()
@@ -211,7 +212,7 @@ class LiveRequests:
             self.limits.place(caller, now_s, request.num_bytes, is_resumed=is_resumed) as reservation,
             self._placed(request_id, request, takes_over=takes_over) as row,
         ):
-            outbox = Outbox(self.buffers, self._clock, request.stream_interval)
+            outbox = Outbox(self.buffers, self._clock, self._flush, request.stream_interval)
             accepted: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
             live = LiveRequest(request, request_id, account, outbox, row, reservation, accepted)
             self._live[row.number] = live

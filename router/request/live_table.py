@@ -143,12 +143,13 @@ class BufferShare:
         """Count tokens that the client can read now. Ends clients above the bound."""
         if self.unread_since_s is None:
             self.unread_since_s = now_s
-        self.add_unreadable(num_tokens, now_s)
+        self.num_tokens += num_tokens  # as `add_unreadable`, which would cost one more call for each token
+        self._buffers.add_tokens(num_tokens, now_s)
 
     def add_unreadable(self, num_tokens: int, now_s: float) -> None:
         """Count tokens that the client cannot read yet. Ends clients above the bound."""
-        self._count(num_tokens)
-        self._buffers.end_clients_above_bound(now_s)
+        self.num_tokens += num_tokens
+        self._buffers.add_tokens(num_tokens, now_s)
 
     def subtract_read(self, num_tokens: int, now_s: float, *, can_read_more: bool = True) -> None:
         """Record that the client has read tokens, and whether it can read the others."""
@@ -199,7 +200,9 @@ class ClientBuffers:
         self._shares.remove(share)
         share.end = _end_nobody  # the client refers to its share
 
-    def end_clients_above_bound(self, now_s: float) -> None:
+    def add_tokens(self, num_tokens: int, now_s: float) -> None:
+        """Count tokens that a share has counted. Ends clients above the bound."""
+        self.num_tokens += num_tokens
         while self.num_tokens > self._max_tokens:
             victim = max((share for share in self._shares if share.num_tokens), key=lambda share: _rank(share, now_s))
             stopped_s = victim.stopped_s(now_s)

@@ -18,12 +18,36 @@ MAX_PORTION_TOKENS = 4096  # tokens: what a connection is given to write is boun
 _RETRY_S = 1.0
 
 
+RecordDelivery = Callable[[Sequence[ChoiceDelta], float], object]  # deltas, and when the client was given them
+
+
+class OutboxFlush:
+    """Writes the deltas that came since its last turn to the readers of all outboxes: one callback of the event loop,
+    and one reading of the clock, for all tokens of a step."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._due: list[Outbox] = []
+
+    def add(self, outbox: "Outbox") -> None:
+        if not self._due:
+            asyncio.get_running_loop().call_soon(self._write)
+        self._due.append(outbox)
+
+    def _write(self) -> None:
+        due, self._due = self._due, []
+        now_s = self._clock.now_s()
+        for outbox in due:
+            outbox.write(now_s)
+
+
 class Outbox:
     """The outbox of one request. The pipeline fills it and the client empties it."""
 
-    def __init__(self, buffers: ClientBuffers, clock: Clock, stream_interval: int = 1) -> None:
+    def __init__(self, buffers: ClientBuffers, clock: Clock, flush: OutboxFlush, stream_interval: int = 1) -> None:
         """`stream_interval`: tokens of a choice that the client gets together, except at its beginning and its end."""
         self._clock = clock
+        self._flush = flush
         self._stream_interval = stream_interval
         self._on_failure: list[Callable[[], object]] = []
         self._waiting: dict[int, list[ChoiceDelta]] = {}
@@ -36,16 +60,17 @@ class Outbox:
         self._is_silent = False  # the present wait has taken too long
         self._failure: Exception | None = None
         self._reader: DirectReader | None = None
+        self._record_delivery: RecordDelivery = _not_recorded  # what the reader gets
         self._is_awaited = False  # `next_deltas` waits
         self._will_write = False  # to the reader, soon
         self._prompt: ScoredPrompt | None = None
         self.had_prompt = False  # the client gets it with its first deltas, or has it
         self.share = buffers.add(self._on_full)
 
-    def connect(self, reader: DirectReader) -> None:
+    def connect(self, reader: DirectReader, record_delivery: RecordDelivery) -> None:
         """Write deltas to `reader` while `next_deltas` waits for them and the reader can take them. Deltas that come
         together are one portion. Errors of the reader are raised by `next_deltas`."""
-        self._reader = reader
+        self._reader, self._record_delivery = reader, record_delivery
 
     def put(self, delta: ChoiceDelta, now_s: float | None = None) -> None:
         """`now_s`: the present, where the caller has read the clock, which takes a microsecond on some machines."""
@@ -103,7 +128,7 @@ class Outbox:
         is freed at once and leaves nothing to the garbage collector."""
         self.clear()
         self._on_failure.clear()
-        self._reader = None
+        self._reader, self._record_delivery = None, _not_recorded
 
     def clear(self) -> None:
         self._waiting.clear()
@@ -137,11 +162,12 @@ class Outbox:
             return
         if self._reader is not None and self._is_awaited:
             self._will_write = True
-            asyncio.get_running_loop().call_soon(self._write)
+            self._flush.add(self)
         else:
             self._changed.set()
 
-    def _write(self) -> None:
+    def write(self, now_s: float) -> None:
+        """Write to the reader, as this outbox asked of its `OutboxFlush`, which alone calls this."""
         self._will_write = False
         if self._reader is None or not self._readable:
             return  # the task has taken it, or the request has ended
@@ -149,7 +175,9 @@ class Outbox:
             self._changed.set()
             return
         try:
-            self._reader.write(self._portion())
+            portion = self._portion()
+            self._record_delivery(portion, now_s)
+            self._reader.write(portion)
         except Exception as error:  # noqa: BLE001  # raised again where the outbox is read
             self._failure = error
         if self._silent_at_s < math.inf:
@@ -268,6 +296,10 @@ class WholeAnswer:
         self._deltas.clear()
         self.share.clear()
         self.ended.set()
+
+
+def _not_recorded(_deltas: Sequence[ChoiceDelta], _now_s: float) -> None:
+    pass
 
 
 def weight(delta: ChoiceDelta) -> int:

@@ -16,15 +16,15 @@ from cluster.settings.config_sources import parse_arguments
 from router import app
 from router.request import live_requests
 from router.request.live_table import ClientBuffers
-from router.request.outbox import Outbox
+from router.request.outbox import Outbox, OutboxFlush
 from router.requests import ChoiceDelta
 
 _NUM_DELIVERED = itertools.count(2, 3)
 
 
 class HoldingOutbox(Outbox):
-    def __init__(self, buffers: ClientBuffers, clock: Clock, stream_interval: int = 1) -> None:
-        super().__init__(buffers, clock, stream_interval)
+    def __init__(self, buffers: ClientBuffers, clock: Clock, flush: OutboxFlush, stream_interval: int = 1) -> None:
+        super().__init__(buffers, clock, flush, stream_interval)
         self._num_delivered = next(_NUM_DELIVERED)
 
     def put(self, delta: ChoiceDelta, now_s: float | None = None) -> None:

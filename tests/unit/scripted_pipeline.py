@@ -22,6 +22,7 @@ from router.request.choice import Choice, text_stream_of
 from router.request.validation import ResolvedRequest, check, resolve
 from router.requests import (
     ChatPrompt,
+    DirectReader,
     GenerateRequest,
     Ledger,
     Output,
@@ -47,11 +48,19 @@ class ScriptedPipeline:
     signs_of_life: int = 0  # outputs without content that come first
     hold_after: int | None = None  # tokens of each choice after which nothing comes until the client leaves
     seen: list[GenerateRequest] = field(default_factory=list)
+    keepalive_intervals_s: list[float | None] = field(default_factory=list)  # of the requests seen
     holding: threading.Event = field(default_factory=threading.Event)
     closed: threading.Event = field(default_factory=threading.Event)
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Output, None]:
+    async def generate(
+        self,
+        request: GenerateRequest,
+        *,
+        keepalive_interval_s: float | None = None,
+        reader: DirectReader | None = None,
+    ) -> AsyncGenerator[Output, None]:
         self.seen.append(request)
+        self.keepalive_intervals_s.append(keepalive_interval_s)
         try:
             async for output in self._outputs(request):
                 yield output

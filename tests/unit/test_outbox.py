@@ -235,10 +235,14 @@ class _Reader:
         self.is_ready = True
         self.error: Exception | None = None
         self.portions: list[tuple[ChoiceDelta, ...]] = []
+        self.recorded: list[tuple[tuple[ChoiceDelta, ...], float]] = []
         self.written_s = -math.inf
 
     def can_write(self) -> bool:
         return self.is_ready
+
+    def record_delivery(self, deltas: Sequence[ChoiceDelta], now_s: float) -> None:
+        self.recorded.append((tuple(deltas), now_s))
 
     def write(self, deltas: Sequence[ChoiceDelta]) -> None:
         if self.error is not None:
@@ -250,7 +254,7 @@ class _Reader:
 async def test_tokens_that_come_together_are_written_as_one_portion_past_the_task_that_waits() -> None:
     live_requests, reader = _live_requests(100, ManualClock()), _Reader()
     with _outbox(live_requests) as outbox:
-        outbox.connect(reader)
+        outbox.connect(reader, reader.record_delivery)
         waiting = asyncio.create_task(outbox.next_deltas())
         await asyncio.sleep(0)
         for item in (delta(0, 0, 1, text="a"), delta(1, 0, 7), delta(0, 1, 2, text="b")):
@@ -269,7 +273,7 @@ async def test_tokens_that_come_together_are_written_as_one_portion_past_the_tas
 async def test_tokens_wait_for_the_task_while_their_reader_cannot_take_them() -> None:
     live_requests, reader = _live_requests(100, ManualClock()), _Reader()
     with _outbox(live_requests) as outbox:
-        outbox.connect(reader)
+        outbox.connect(reader, reader.record_delivery)
         outbox.put(delta(0, 0, 1))  # before the task waits
         assert await outbox.next_deltas() == (delta(0, 0, 1),)
         waiting = asyncio.create_task(outbox.next_deltas())
@@ -285,7 +289,7 @@ async def test_tokens_wait_for_the_task_while_their_reader_cannot_take_them() ->
 async def test_an_error_of_a_reader_is_raised_where_the_outbox_is_read() -> None:
     live_requests, reader = _live_requests(100, ManualClock()), _Reader()
     with _outbox(live_requests) as outbox:
-        outbox.connect(reader)
+        outbox.connect(reader, reader.record_delivery)
         reader.error = ValueError("no such token")
         waiting = asyncio.create_task(outbox.next_deltas(60.0))
         await asyncio.sleep(0)
@@ -299,11 +303,33 @@ async def test_a_written_portion_begins_the_time_without_an_output_again() -> No
     live_requests, reader = _live_requests(100, ManualClock()), _Reader()
     loop = asyncio.get_running_loop()
     with _outbox(live_requests) as outbox:
-        outbox.connect(reader)
+        outbox.connect(reader, reader.record_delivery)
         waiting = asyncio.create_task(outbox.next_deltas(0.1))
         for index in range(3):
             await asyncio.sleep(0.03)
             outbox.put(delta(0, index, index))
         assert await waiting is None
         assert loop.time() - reader.written_s >= 0.1  # whenever this process is stopped
+    live_requests.check()
+
+
+async def test_tokens_of_one_step_are_written_together_and_the_error_of_one_client_is_its_own() -> None:
+    clock = ManualClock()
+    live_requests, broken, sound = _live_requests(100, clock), _Reader(), _Reader()
+    with _outbox(live_requests) as first, _outbox(live_requests) as second:
+        waiting = []
+        for outbox, reader in ((first, broken), (second, sound)):
+            outbox.connect(reader, reader.record_delivery)
+            waiting.append(asyncio.create_task(outbox.next_deltas()))
+        await asyncio.sleep(0)
+        broken.error = ValueError("no such token")
+        first.put(delta(0, 0, 1))
+        second.put(delta(0, 0, 2))
+        clock.advance(2.0)
+        await asyncio.sleep(0)
+        assert sound.recorded == [((delta(0, 0, 2),), 2.0)] and sound.portions == [(delta(0, 0, 2),)]
+        with pytest.raises(ValueError, match="no such token"):
+            await waiting[0]
+        second.end()
+        assert await waiting[1] == ()
     live_requests.check()
