@@ -231,6 +231,7 @@ class LinkSpeed:
     transport: str
     bytes_per_s: float
     latency_s: float  # of a read of zero bytes
+    slowdown: float = 1.0  # how many times as long recent reads took as the fastest ones of their size; 0: not sent
 
     def transfer_s(self, num_bytes: float) -> float:
         return self.latency_s + num_bytes / self.bytes_per_s

@@ -118,7 +118,10 @@ ROUTER: dict[str, Metric] = {
     ),
     "tandem_local_prefills_total": _counter("prompts prefilled on a decode worker", "reason"),
     "tandem_pair_breaker_state": _gauge(
-        "pairs of workers whose circuit breaker is open or half open, after failed hand-offs", "state"
+        "1 for each of at most 64 pairs of workers whose circuit breaker is open or half open, after failed hand-offs",
+        "exporter",
+        "importer",
+        "state",
     ),
     "tandem_pair_breaker_openings_total": _counter(
         "times that the circuit breaker of a pair of workers opened", "reason"
@@ -136,6 +139,13 @@ ROUTER: dict[str, Metric] = {
         " series before both have measured enough",
         "worker",
         "leg",
+    ),
+    "tandem_link_slowdown_ratio": _gauge(
+        "time of recent KV reads of one worker from another as a multiple of that of other links by this transport, or,"
+        " with fewer than two others, of the link's own fastest reads; of at most 64 links, the slowest ones",
+        "importer",
+        "exporter",
+        "transport",
     ),
     "tandem_members": _gauge("members of the cluster, as this router sees it", "role", "state"),
     "tandem_member_changes_total": _counter(

@@ -131,9 +131,10 @@ class Telemetry:
         return self._registry.get_sample_value(name + suffix, labels) or 0.0
 
     def by_labels(self, name: str) -> dict[tuple[str, ...], float]:
-        """The values of a counter by the values of its labels, in the order of METRICS; empty before the first use."""
-        counter, labels = self._counters.get(name), METRICS[name].labels
-        samples = [sample for metric in counter.collect() for sample in metric.samples] if counter is not None else []
+        """The values of a counter or gauge by the values of its labels, in the order of METRICS; empty before the first
+        use."""
+        found, labels = self._counters.get(name) or self._gauges.get(name), METRICS[name].labels
+        samples = [sample for metric in found.collect() for sample in metric.samples] if found is not None else []
         return {tuple(s.labels[label] for label in labels): s.value for s in samples if s.name == name}
 
     def observations(self, name: str) -> tuple[int, ...]:

@@ -266,6 +266,7 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
         "transport": _NAME,
         "bytes_per_s": Real(most=1e18, excludes_least=True),
         "latency_s": _SECONDS,
+        "slowdown": _RATIO,
     },
     worker_pb2.ProfileStepsRequest: {"num_steps": _COUNT, "timeout_s": _SECONDS},
     worker_pb2.ProfileStepsResponse: {"num_steps": _COUNT, "trace": Octets(MAX_PROFILE_BYTES)},

@@ -24,6 +24,7 @@ def link_speeds_to_wire(speeds: Iterable[LinkSpeed]) -> list[admin_pb2.LinkSpeed
             transport=speed.transport,
             bytes_per_s=speed.bytes_per_s,
             latency_s=speed.latency_s,
+            slowdown=speed.slowdown,
         )
         for speed in speeds
     ]
@@ -127,4 +128,5 @@ def _link_speed_from_wire(message: admin_pb2.LinkSpeed) -> LinkSpeed:
         transport=message.transport,
         bytes_per_s=message.bytes_per_s,
         latency_s=message.latency_s,
+        slowdown=message.slowdown,
     )

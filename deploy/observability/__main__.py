@@ -100,8 +100,18 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     ),
                 ),
             ),
+            Panel(
+                "Reads of KV as a multiple of what is usual",
+                "short",
+                (
+                    (
+                        "max by (importer, exporter, transport) (tandem_link_slowdown_ratio)",
+                        "{{importer}} from {{exporter}} {{transport}}",
+                    ),
+                ),
+            ),
             Panel("Fallbacks", "reqps", _rate("tandem_transport_fallbacks_total", "broken", "taken", "reason")),
-            Panel("Open breakers", "short", _gauge("tandem_pair_breaker_state", "instance", "state")),
+            Panel("Open breakers", "short", _gauge("tandem_pair_breaker_state", "exporter", "importer")),
         ),
     ),
     (

@@ -8,10 +8,15 @@ from dataclasses import dataclass
 _MISSES = (
     'sum by (phase) (rate(tandem_slo_misses_total{latency="%s"}[5m])) / scalar(sum(rate(tandem_requests_total[5m])))'
 )
-_BANDWIDTH = (
-    "(sum by (instance, transport) (rate(tandem_kv_bytes_total[5m]))"
-    " / sum by (instance, transport) (rate(tandem_kv_read_seconds_total[5m])))"
+_D, _R = (
+    (f'tandem_build_info{{instance="{instance}",member="{member}"}}', "1x30")
+    for instance, member in (("d", "decode-0"), ("r", "router-0"))
 )
+
+
+def _named(expr: str) -> str:
+    """Return an expression with the label `member` beside `instance`, which is an address. It multiplies by 1."""
+    return f"({expr}) * on (instance) group_left (member) max by (instance, member) (tandem_build_info)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,34 +86,42 @@ ALERTS = (
     ),
     Alert(
         "TandemSlowerTransport",
-        "sum by (instance, broken, taken, reason) (increase(tandem_transport_fallbacks_total[10m])) > 0",
+        _named("sum by (instance, broken, taken, reason) (increase(tandem_transport_fallbacks_total[10m])) > 0"),
         5,
         "ticket",
-        "{{ $labels.instance }} uses {{ $labels.taken }} after {{ $labels.broken }} failed: {{ $labels.reason }}",
+        "{{ $labels.member }} uses {{ $labels.taken }} after {{ $labels.broken }} failed: {{ $labels.reason }}",
         (
             (
                 'tandem_transport_fallbacks_total{instance="d",broken="shm",taken="tcp",reason="read_failed"}',
                 "0+3x30",
             ),
+            _D,
         ),
-        (("instance", "d"), ("broken", "shm"), ("taken", "tcp"), ("reason", "read_failed")),
+        (("member", "decode-0"), ("broken", "shm"), ("taken", "tcp"), ("reason", "read_failed")),
     ),
     Alert(
         "TandemSlowLink",
-        f"{_BANDWIDTH} < 0.3 * scalar(quantile(0.5, {_BANDWIDTH}))",
-        5,
+        # Links and workers: what the page names, by the same factors (router/overview/slowness.py). The mean is taken
+        # because one ratio near the factor may fall below it.
+        "max by (importer, exporter, transport) (avg_over_time(tandem_link_slowdown_ratio[5m])) > 3",
+        2,
         "ticket",
-        "{{ $labels.instance }} reads KV by {{ $labels.transport }} at less than a third of the others' bandwidth",
+        "{{ $labels.importer }} reads KV from {{ $labels.exporter }} by {{ $labels.transport }} {{ $value }} times"
+        " slower than usual",
         (
-            *((f'tandem_kv_bytes_total{{instance="{name}",transport="tcp"}}', "0+1e9x30") for name in "abc"),
-            *((f'tandem_kv_read_seconds_total{{instance="{name}",transport="tcp"}}', "0+1x30") for name in "ab"),
-            ('tandem_kv_read_seconds_total{instance="c",transport="tcp"}', "0+9x30"),
+            *(
+                (f'tandem_link_slowdown_ratio{{instance="r",importer="{name}",exporter="p",transport="tcp"}}', "1x30")
+                for name in "ab"
+            ),
+            *(
+                (f'tandem_link_slowdown_ratio{{instance="{r}",importer="c",exporter="p",transport="tcp"}}', "9x30")
+                for r in "rs"
+            ),
         ),
-        (("instance", "c"), ("transport", "tcp")),
+        (("importer", "c"), ("exporter", "p"), ("transport", "tcp")),
     ),
     Alert(
         "TandemSlowWorker",
-        # What the page names, by the same factor (router/overview/slowness.py). One ratio near it may fall below it.
         "max by (worker, leg) (avg_over_time(tandem_worker_slowdown_ratio[5m])) > 1.7",
         2,
         "ticket",
@@ -135,57 +148,59 @@ ALERTS = (
     Alert(
         "TandemKvPressure",
         # Preemption and the watermark of hand-offs keep blocks free, so that the share in use may stay below any bound.
-        "sum by (instance) (rate(tandem_preemptions_total[5m])) > 3 / 60"
-        " or sum by (instance) (avg_over_time(tandem_handoffs_waiting[5m])) > 0.5",
+        _named(
+            "sum by (instance) (rate(tandem_preemptions_total[5m])) > 3 / 60"
+            " or sum by (instance) (avg_over_time(tandem_handoffs_waiting[5m])) > 0.5"
+        ),
         2,
         "page",
-        "the KV pool of {{ $labels.instance }} is full: sequences are preempted, or hand-offs wait for room",
-        (('tandem_preemptions_total{instance="d"}', "0+6x30"), ('tandem_handoffs_waiting{instance="d"}', "0x30")),
-        (("instance", "d"),),
+        "the KV pool of {{ $labels.member }} is full: sequences are preempted, or hand-offs wait for room",
+        (('tandem_preemptions_total{instance="d"}', "0+6x30"), ('tandem_handoffs_waiting{instance="d"}', "0x30"), _D),
+        (("member", "decode-0"),),
     ),
     Alert(
         "TandemPairBreakerOpen",
-        'sum by (instance) (tandem_pair_breaker_state{state="open"}) > 0',
+        "max by (exporter, importer) (tandem_pair_breaker_state) > 0",
         1,
         "page",
-        "{{ $labels.instance }} sends no hand-offs over {{ $value }} pairs of workers, because several failed in a row",
-        (('tandem_pair_breaker_state{instance="r",state="open"}', "1x30"),),
-        (("instance", "r"),),
+        "hand-offs from {{ $labels.exporter }} to {{ $labels.importer }} fail, so that routers use other pairs",
+        (('tandem_pair_breaker_state{instance="r",exporter="p",importer="d",state="open"}', "1x30"),),
+        (("exporter", "p"), ("importer", "d")),
     ),
     Alert(
         "TandemMemberFlapping",
-        "sum by (instance, role) (increase(tandem_member_changes_total[15m])) > 6",
+        _named("sum by (instance, role) (increase(tandem_member_changes_total[15m])) > 6"),
         5,
         "page",
-        "{{ $labels.role }} workers join and leave again and again, as {{ $labels.instance }} sees it",
-        (('tandem_member_changes_total{instance="r",role="decode",change="restarted"}', "0+2x60"),),
-        (("instance", "r"), ("role", "decode")),
+        "{{ $labels.role }} workers join and leave again and again, as {{ $labels.member }} sees it",
+        (('tandem_member_changes_total{instance="r",role="decode",change="restarted"}', "0+2x60"), _R),
+        (("member", "router-0"), ("role", "decode")),
     ),
     Alert(
         "TandemRedisAway",
-        "tandem_registry_age_seconds > 15",
+        _named("tandem_registry_age_seconds > 15"),
         1,
         "page",
-        "{{ $labels.instance }} has read no membership from Redis for {{ $value }} s",
-        (('tandem_registry_age_seconds{instance="r"}', "60x30"),),
-        (("instance", "r"),),
+        "{{ $labels.member }} has read no membership from Redis for {{ $value }} s",
+        (('tandem_registry_age_seconds{instance="r"}', "60x30"), _R),
+        (("member", "router-0"),),
     ),
     Alert(
         "TandemUnverifiedKv",
-        "sum by (instance) (increase(tandem_kv_blocks_unverified_total[10m])) > 0",
+        _named("sum by (instance) (increase(tandem_kv_blocks_unverified_total[10m])) > 0"),
         5,
         "ticket",
-        "{{ $labels.instance }} decodes KV that was not compared with its digests",
-        (('tandem_kv_blocks_unverified_total{instance="d"}', "0+10x30"),),
-        (("instance", "d"),),
+        "{{ $labels.member }} decodes KV that was not compared with its digests",
+        (('tandem_kv_blocks_unverified_total{instance="d"}', "0+10x30"), _D),
+        (("member", "decode-0"),),
     ),
     Alert(
         "TandemClockSkew",
-        "abs(tandem_clock_skew_seconds) > 1",
+        _named("abs(tandem_clock_skew_seconds) > 1"),
         5,
         "ticket",
-        "the clock of {{ $labels.instance }} is {{ $value }} s from that of Redis",
-        (('tandem_clock_skew_seconds{instance="d"}', "-3x30"),),
-        (("instance", "d"),),
+        "the clock of {{ $labels.member }} is {{ $value }} s from that of Redis",
+        (('tandem_clock_skew_seconds{instance="d"}', "-3x30"), _D),
+        (("member", "decode-0"),),
     ),
 )

@@ -7,6 +7,9 @@ Speed comes from a weighted least-squares fit of the line `seconds = latency + b
 Weights fall with the square of the size, so that the error of a small read counts as much as that of a large one. A
 read that took much longer than the line predicts changes it by a bounded amount; a link that became slower is followed
 within a few reads.
+
+Whether a link has become slower is found without the line, which is a bad guess for sizes that were not read: recent
+reads are compared with the fastest earlier ones of similar size.
 """
 
 from collections import OrderedDict, deque
@@ -24,6 +27,8 @@ _WEIGHT_FLOOR_BYTES = 256 * 1024  # below it, reads differ by latency only
 _MIN_SPREAD = 0.05  # of sizes, relative: with less, latency and bandwidth cannot be separated
 _MIN_SECONDS = 1e-7
 _NUM_HAND_OFFS = 31
+_COMPARED_READS = 15  # their median counts, so that a few reads that stalled change nothing
+_PAUSE_S = 0.01  # added to both sides of a comparison: on a busy machine any read may wait as long
 MAX_LINKS = 256
 DOES_NOT_REACH = "does not connect the two: they share no host, or no such device"
 FIRST_BACKOFF_S = 1.0
@@ -75,8 +80,39 @@ class LinkSpeedFit:
 
 
 @dataclass(slots=True)
+class _ReadTimes:
+    """The times of a link's reads of similar size: from a power of four up to the next one."""
+
+    best_s: float = float("inf")  # the least median so far
+    latest_s: list[float] = field(default_factory=list)  # since the last median
+
+
+class ReadSlowdown:
+    """How many times as long a link's reads take now as they took when the link was at its fastest."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, _ReadTimes] = {}  # by the base-4 logarithm of their bytes
+        self.times = 1.0  # until reads of one size were measured twice
+
+    def add(self, num_bytes: int, seconds: float) -> None:
+        """Add one read. A read without bytes is ignored."""
+        if num_bytes <= 0:
+            return
+        known = self._sizes.setdefault((num_bytes.bit_length() - 1) // 2, _ReadTimes())
+        known.latest_s.append(seconds)
+        if len(known.latest_s) < _COMPARED_READS:
+            return
+        typical_s = median(known.latest_s)
+        known.latest_s.clear()
+        if known.best_s < float("inf"):
+            self.times = max(1.0, (typical_s + _PAUSE_S) / (known.best_s + _PAUSE_S))
+        known.best_s = min(known.best_s, typical_s)
+
+
+@dataclass(slots=True)
 class _Link:
     fit: LinkSpeedFit = field(default_factory=LinkSpeedFit)
+    slowdown: ReadSlowdown = field(default_factory=ReadSlowdown)
     failures: int = 0  # since the last read that completed
     unusable_until_s: float = float("-inf")
 
@@ -101,6 +137,7 @@ class LinkTable:
         reads."""
         link = self._link(exporter, transport)
         link.fit.add(num_bytes, seconds)
+        link.slowdown.add(num_bytes, seconds)
         link.failures = 0
         link.unusable_until_s = now_s
 
@@ -139,7 +176,7 @@ class LinkTable:
         come last."""
         ranked = sorted(self._links.items(), key=lambda item: (item[0][0], *self._rank(item[0][1], item[1])))
         return tuple(
-            LinkSpeed(exporter, transport, estimate.bytes_per_s, estimate.latency_s)
+            LinkSpeed(exporter, transport, estimate.bytes_per_s, estimate.latency_s, link.slowdown.times)
             for (exporter, transport), link in ranked
             if (estimate := link.fit.estimate()) is not None
         )

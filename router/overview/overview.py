@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from heapq import nlargest
 from typing import TypeAlias
 
 import grpc
@@ -33,7 +34,7 @@ from router.grpc_api.admin_wire import (
 )
 from router.operator_commands import ScaleTargetView, target_to_wire
 from router.overview.history import SAMPLE_PERIOD_S, ClusterView, EventLog, History, SeenMember, Totals
-from router.overview.slowness import Slowdown, full_pools, slow_links, slowdowns
+from router.overview.slowness import LinkSlowdown, Slowdown, full_pools, link_slowdowns, slowdowns
 from router.pipeline.worker_choice import PairHealth
 from router.policies.effect import NO_EFFECT, Comparison
 from router.request.explanations import MAX_EXPLAINED
@@ -46,6 +47,7 @@ MAX_LIVE_SHOWN = 30
 MAX_ENDED_SHOWN = 200  # to a caller that has seen none
 _MAX_NEW_SHOWN = 30  # at each poll: each request shown costs the router 0.14 ms (benchmarks/results/observed.md)
 _MAX_OTHERS = 16  # routers
+_MAX_LINKS = 64  # whose slowdown is a metric: the slowest ones
 _OTHER_S = 2.0  # for the answer of another router
 _WORKER_TIMEOUT_S = 1.0  # an overview does not wait longer for a worker that does not answer
 _VIEW_PERIOD_S = 1.0
@@ -112,7 +114,7 @@ class Overview:
                 if (period := int(self._wall_clock() // SAMPLE_PERIOD_S)) != sampled:
                     sampled = period
                     self._history.add(self._totals())
-                    self._compare_workers()
+                    self._compare()
                 left_s = SAMPLE_PERIOD_S - self._wall_clock() % SAMPLE_PERIOD_S
                 await asyncio.wait((self._watched.fleet.next_change(),), timeout=min(_VIEW_PERIOD_S, left_s))
 
@@ -266,9 +268,9 @@ class Overview:
             faults=_faults(watched.telemetry),
         )
 
-    def _compare_workers(self) -> None:
-        """Compare the speed of the workers, and publish it."""
-        fleet = self._watched.fleet
+    def _compare(self) -> None:
+        """Compare the speed of the workers and of the links between them, and publish it."""
+        fleet, telemetry = self._watched.fleet, self._watched.telemetry
         peers = [peer for member in fleet.members() if (peer := fleet.peer(member.id)) is not None]
         timed = [(peer.member, peer.service_times) for peer in peers if peer.service_times is not None]
         self._slowdowns = slowdowns(
@@ -276,13 +278,21 @@ class Overview:
             {member.id: times for member, times in timed if member.role is Role.PREFILL},
         )
         ratios: dict[tuple[str, ...], float] = {(each.worker.id, each.leg): each.times for each in self._slowdowns}
-        self._watched.telemetry.gauge_all("tandem_worker_slowdown_ratio", ratios)
+        telemetry.gauge_all("tandem_worker_slowdown_ratio", ratios)
+        slowest = nlargest(_MAX_LINKS, self._links(), key=lambda link: link.times)
+        telemetry.gauge_all("tandem_link_slowdown_ratio", {link.labels: link.times for link in slowest})
 
-    def _slow(self) -> list[str]:
-        """Describe the links and the workers that are much slower than the others."""
+    def _links(self) -> list[LinkSlowdown]:
         fleet = self._watched.fleet
         links = {member.id: fleet.links(member.id) for member in fleet.members() if member.role.is_worker}
-        return [*slow_links(links), *(str(each) for each in self._slowdowns if each.is_fault)]
+        return link_slowdowns(
+            {importer: [speed for speed in speeds if speed.exporter in links] for importer, speeds in links.items()}
+        )
+
+    def _slow(self) -> list[str]:
+        """Describe the links and the workers that are much slower than usual."""
+        compared: list[LinkSlowdown | Slowdown] = [*self._links(), *self._slowdowns]
+        return [str(each) for each in compared if each.is_fault]
 
     def _seen(self, member: Member) -> SeenMember:
         peer = self._watched.fleet.peer(member.id)

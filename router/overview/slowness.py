@@ -1,6 +1,7 @@
 """Links and workers that are much slower than the others, and full KV pools: what an overview says is wrong. Pure.
 
-Links are compared from three on, workers of one leg from two on.
+Workers of one leg are compared from two on, links of one transport from three on. A link with fewer others is compared
+with itself at its fastest.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import TypeAlias
 from cluster.messages import LinkSpeed, MemberId, Role
 from cluster.service_times import ServiceTimes, StepWork, TimedStep
 
-SLOW_LINK, SLOW_WORKER = 3.0, 1.7  # times the median
+SLOW_LINK, SLOW_WORKER = 3.0, 1.7  # times what is usual; deploy/observability/alerts.py has the same factors
 _LEAST_LINKS, _LEAST_WORKERS = 3, 2
 _MOST_OTHERS = 5  # of which two may be slow themselves
 _FULL = 0.95  # of a KV pool's blocks
@@ -22,20 +23,47 @@ _MIN_S = 1e-9
 _Measured: TypeAlias = tuple[ServiceTimes, TimedStep]
 
 
-def slow_links(links: Mapping[MemberId, Iterable[LinkSpeed]]) -> Iterator[str]:
-    """Describe each link on which a read takes much longer than on the others. `links`: by importer."""
-    seconds = {
-        (importer, speed.exporter, speed.transport): speed.transfer_s(_READ_BYTES)
-        for importer, speeds in links.items()
-        for speed in speeds
-    }
-    if len(seconds) < _LEAST_LINKS:
-        return
-    usual_s = median_low(seconds.values())
-    for (importer, exporter, transport), taken_s in seconds.items():
-        if taken_s > SLOW_LINK * usual_s:
-            times = taken_s / usual_s
-            yield f"{importer.id} reads KV from {exporter.id} by {transport} {times:.1f} times slower than usual"
+@dataclass(frozen=True, slots=True)
+class LinkSlowdown:
+    """How the link that hand-offs from one worker to another use compares with what is usual."""
+
+    importer: MemberId
+    speed: LinkSpeed
+    times: float  # slower than usual; less than 1: faster
+    usual: str  # with what it was compared
+
+    @property
+    def labels(self) -> tuple[str, str, str]:
+        """Return the importer, the exporter and the transport, by which metrics and alerts name it."""
+        return self.importer.id, self.speed.exporter.id, self.speed.transport
+
+    @property
+    def is_fault(self) -> bool:
+        return self.times > SLOW_LINK
+
+    def __str__(self) -> str:
+        importer, exporter, transport = self.labels
+        return f"{importer} reads KV from {exporter} by {transport} {self.times:.1f} times slower than {self.usual}"
+
+
+def link_slowdowns(links: Mapping[MemberId, Sequence[LinkSpeed]]) -> list[LinkSlowdown]:
+    """Compare the links that hand-offs use. `links`: by importer; of each exporter, the first one is used."""
+    by_transport: dict[str, list[tuple[MemberId, LinkSpeed]]] = {}
+    for importer, speeds in links.items():
+        used = {speed.exporter: speed for speed in reversed(speeds)}
+        for speed in used.values():
+            by_transport.setdefault(speed.transport, []).append((importer, speed))
+    found = []
+    for same in by_transport.values():
+        if len(same) < _LEAST_LINKS:
+            found += [LinkSlowdown(importer, speed, speed.slowdown, "at its fastest") for importer, speed in same]
+        else:
+            usual_s = median_low(speed.transfer_s(_READ_BYTES) for _, speed in same)
+            found += [
+                LinkSlowdown(importer, speed, speed.transfer_s(_READ_BYTES) / usual_s, "usual")
+                for importer, speed in same
+            ]
+    return found
 
 
 @dataclass(frozen=True, slots=True)

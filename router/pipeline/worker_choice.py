@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from types import MappingProxyType
 
 from cluster.errors import NoGrammarWorker, NoWorkerLargeEnough, Overloaded
@@ -32,6 +33,7 @@ from router.request.admitted_request import AdmittedRequest
 from router.request.choice import Choice
 
 _LOG = logging.getLogger("tandem.router.pairs")
+_MAX_PAIRS = 64  # whose circuit breakers are a metric
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class PairHealth:
         self._fleet = fleet
         self._telemetry = telemetry
         self._suspicions: list[_Suspicion] = []  # at most one per attempt in the time that a check takes
-        self._published: dict[BreakerState, int] = {}
+        self._published: dict[Pair, BreakerState] = {}
 
     def excluded_pairs(self) -> frozenset[Pair]:
         """Return the pairs that no request should use now."""
@@ -112,10 +114,11 @@ class PairHealth:
             self._telemetry.count("tandem_pair_breaker_openings_total", reason=suspicion.reason)
 
     def _publish(self) -> None:
-        for state in (BreakerState.OPEN, BreakerState.HALF_OPEN):
-            if (number := self._breakers.count(state)) != self._published.get(state):
-                self._published[state] = number
-                self._telemetry.gauge("tandem_pair_breaker_state", number, state=state)
+        failing = self._breakers.failing()
+        if failing != self._published:
+            self._published = failing
+            shown = {(*(member.id for member in pair), str(state)): 1.0 for pair, state in failing.items()}
+            self._telemetry.gauge_all("tandem_pair_breaker_state", dict(islice(shown.items(), _MAX_PAIRS)))
 
 
 def _names(trial: Trial) -> dict[str, object]:

@@ -143,7 +143,3 @@ class PairBreakers:
     def failing(self) -> dict[Pair, BreakerState]:
         """Return the pairs that are open or half open."""
         return {pair: each.state for pair, each in self._breakers.items() if each.state is not BreakerState.CLOSED}
-
-    def count(self, state: BreakerState) -> int:
-        """Return the number of pairs in this state. Closed pairs count only if they have failed before."""
-        return sum(breaker.state is state for breaker in self._breakers.values())

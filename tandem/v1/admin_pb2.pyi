@@ -137,16 +137,18 @@ class MemberStatus(_message.Message):
     def __init__(self, member_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[MemberRole, str]] = ..., state: _Optional[_Union[MemberState, str]] = ..., address: _Optional[str] = ..., last_seen_s: _Optional[float] = ..., figures: _Optional[_Mapping[str, float]] = ..., model: _Optional[str] = ..., kv_transports: _Optional[_Iterable[str]] = ..., links: _Optional[_Iterable[_Union[LinkSpeed, _Mapping]]] = ..., metrics_address: _Optional[str] = ..., http_address: _Optional[str] = ...) -> None: ...
 
 class LinkSpeed(_message.Message):
-    __slots__ = ("exporter", "transport", "bytes_per_s", "latency_s")
+    __slots__ = ("exporter", "transport", "bytes_per_s", "latency_s", "slowdown")
     EXPORTER_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     LATENCY_S_FIELD_NUMBER: _ClassVar[int]
+    SLOWDOWN_FIELD_NUMBER: _ClassVar[int]
     exporter: str
     transport: str
     bytes_per_s: float
     latency_s: float
-    def __init__(self, exporter: _Optional[str] = ..., transport: _Optional[str] = ..., bytes_per_s: _Optional[float] = ..., latency_s: _Optional[float] = ...) -> None: ...
+    slowdown: float
+    def __init__(self, exporter: _Optional[str] = ..., transport: _Optional[str] = ..., bytes_per_s: _Optional[float] = ..., latency_s: _Optional[float] = ..., slowdown: _Optional[float] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
     __slots__ = ("members", "live_requests", "target", "disaggregation")

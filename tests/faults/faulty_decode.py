@@ -1,8 +1,9 @@
 """`python -m tests.faults.faulty_decode ...`: a decode worker whose reads have faults.
 
 Its flags are the decode worker's. With FAULT_CONTROL, the path of a Unix socket, faults come on command; with
-FAULT_ALWAYS each read has this one; otherwise FAULT_RATE and FAULT_SEED draw them at random, and one line
-`faults flipped=3 ...` at the end counts them. FAULT_LATE_S is the delay of a late read.
+FAULT_ALWAYS each read has this one, with FAULT_WHILE too only while the file of that name exists; otherwise FAULT_RATE
+and FAULT_SEED draw them at random, and one line `faults flipped=3 ...` at the end counts them. FAULT_LATE_S is the
+delay of a late read.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ async def _main() -> None:
         await _serve(config, orders)
         return
     if always := os.environ.get("FAULT_ALWAYS"):
-        await _serve(config, Always(Fault(always)))
+        await _serve(config, Always(Fault(always), os.environ.get("FAULT_WHILE")))
         return
     dice = Dice(rate=float(os.environ["FAULT_RATE"]), seed=int(os.environ["FAULT_SEED"]))
     try:

@@ -5,6 +5,7 @@ blocks lie in the pool, stalled reads hold their destination, late ones outlive 
 """
 
 import asyncio
+import os
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -41,13 +42,13 @@ class FaultSource(Protocol):
 
 
 class Always:
-    """Injects one fault into every read."""
+    """Injects one fault into every read, or only while a file exists."""
 
-    def __init__(self, fault: Fault) -> None:
-        self._fault = fault
+    def __init__(self, fault: Fault, while_exists: str | None = None) -> None:
+        self._fault, self._file = fault, while_exists
 
-    def next(self, transport: str) -> Fault:
-        return self._fault
+    def next(self, transport: str) -> Fault | None:
+        return self._fault if self._file is None or os.path.exists(self._file) else None
 
     def injected(self, fault: Fault) -> None:
         pass

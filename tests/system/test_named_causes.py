@@ -1,9 +1,9 @@
-"""Five faults of a real cluster: the list of faults and an alert name the cause, one alert in a live Prometheus."""
+"""Five faults of a real cluster: the list of faults names the cause, and so does one alert of a live Prometheus."""
 
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,64 +16,69 @@ import pytest_asyncio
 from cli.top.watch import Watch
 from cluster.registry.redis_server import RedisServer
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
-from tests.system.alert_rules import Scrapes, fires, needs_promtool, scrapes_of
 from tests.system.asking import ask, question
-from tests.system.live_prometheus import prometheus_of
+from tests.system.live_prometheus import LivePrometheus, needs_prometheus, prometheus_of
 from tests.system.local_cluster import LocalCluster
 from tests.system.polling import until
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow, needs_promtool, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow, needs_prometheus, pytest.mark.timeout(1_200)]
 
 _FLAGS = ("--dtype", "float32", "--num-blocks", "96", "--prefix-caching", "off", "--kv-transports", "tcp")
 _ROUTER = ("--port", "0", "--grpc-port", "0", "--placement", "round-robin", "--breaker-failures", "2")
 _LONG_S = 180.0
-_LIVE_S = 600.0  # the alert needs a mean of five minutes, for two
+_LIVE_S = 600.0  # most alerts need a mean of five minutes, for two
 _SHORT = question([20 + i % 700 for i in range(200)], max_tokens=8, ignore_eos=True)
+
+
+async def faults_of(cluster: LocalCluster) -> str:
+    """Return the faults that the page and `tandem top` show."""
+    async with cluster.channel() as channel:
+        answer = await admin_pb2_grpc.AdminStub(channel).Overview(admin_pb2.OverviewRequest(), timeout=60)
+    watch = Watch()
+    watch.update(answer)
+    return "; ".join(watch.faults())
 
 
 @dataclass
 class Stage:
     cluster: LocalCluster
     redis: RedisServer
-    folder: Path
+    prometheus: LivePrometheus
 
-    async def wrong(self) -> str:
-        """Return the faults that the page and `tandem top` show."""
-        async with self.cluster.channel() as channel:
-            answer = await admin_pb2_grpc.AdminStub(channel).Overview(admin_pb2.OverviewRequest(), timeout=60)
-        watch = Watch()
-        watch.update(answer)
-        return "; ".join(watch.faults())
+    async def names(self, cause: str, alert: str, **labels: str) -> None:
+        """Wait until the overview names the cause, and until the alert fires with these labels and for nothing else."""
+        await until(
+            partial(faults_of, self.cluster),
+            lambda faults: cause in faults,
+            what="the overview names the cause",
+            deadline_s=_LONG_S,
+            pause_s=0.5,
+        )
+        await until(
+            partial(self.prometheus.firing, alert),
+            lambda firing: len(firing) == 1 and labels.items() <= firing[0].items(),
+            what=f"a Prometheus that scrapes the cluster fires {alert} for {labels} alone",
+            deadline_s=_LIVE_S,
+            pause_s=1.0,
+        )
 
-    async def names(self, cause: Callable[[str], bool], alert: str, **labels: str) -> None:
-        """Wait until the cause is named in the overview, and by the alert."""
-        before = await scrapes_of(self.cluster)
-        await until(self.wrong, cause, what="the overview names the cause", deadline_s=_LONG_S)
 
-        async def fired() -> bool:
-            return await asyncio.to_thread(self._fires, alert, before, await scrapes_of(self.cluster), labels)
+@asynccontextmanager
+async def load(cluster: LocalCluster, request: inference_pb2.GenerateRequest, num_clients: int) -> AsyncIterator[None]:
+    """Send requests without pause. Some may fail: these tests are about an operator's view."""
 
-        await until(fired, what=f"{alert} fires", deadline_s=_LONG_S)
+    async def keep_asking() -> None:
+        while True:
+            with suppress(grpc.aio.AioRpcError):
+                await ask(cluster, request)
 
-    def _fires(self, alert: str, before: Scrapes, now: Scrapes, labels: dict[str, str]) -> bool:
-        return fires(alert, before, now, self.folder, **labels)
-
-    @asynccontextmanager
-    async def load(self, request: inference_pb2.GenerateRequest, num_clients: int) -> AsyncIterator[None]:
-        """Send requests without pause. Some may fail: these tests are about an operator's view."""
-
-        async def keep_asking() -> None:
-            while True:
-                with suppress(grpc.aio.AioRpcError):
-                    await ask(self.cluster, request)
-
-        clients = [asyncio.create_task(keep_asking()) for _ in range(num_clients)]
-        try:
-            yield
-        finally:
-            for client in clients:
-                client.cancel()
-            await asyncio.gather(*clients, return_exceptions=True)
+    clients = [asyncio.create_task(keep_asking()) for _ in range(num_clients)]
+    try:
+        yield
+    finally:
+        for client in clients:
+            client.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -92,27 +97,35 @@ async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage
                 patch.setenv("FAULT_ALWAYS", fault)
                 await cluster.start_member(name, "tests.faults.faulty_decode", _FLAGS)
         await cluster.start_member("router0", "router", _ROUTER)
-        yield Stage(cluster, redis, folder)
+        async with prometheus_of(cluster, folder) as prometheus:
+            yield Stage(cluster, redis, prometheus)
     finally:
         await cluster.stop()
         await redis.stop()
 
 
 async def test_a_slow_link_is_named(stage: Stage) -> None:
-    async with stage.load(_SHORT, 3):
+    async with load(stage.cluster, _SHORT, 3):
         await stage.names(
-            lambda wrong: "decode-far reads KV from prefill0 by tcp" in wrong, "TandemSlowLink", instance="decode-far"
+            "decode-far reads KV from prefill0 by tcp",
+            "TandemSlowLink",
+            importer="decode-far",
+            exporter="prefill0",
+            transport="tcp",
         )
 
 
 async def test_an_open_breaker_is_named(stage: Stage) -> None:
-    async with stage.load(_SHORT, 3):
-        cause = "hand-offs from prefill0 to decode-cut fail"
-        await stage.names(lambda wrong: cause in wrong, "TandemPairBreakerOpen", instance="router0")
+    async with load(stage.cluster, _SHORT, 3):
+        await stage.names(
+            "hand-offs from prefill0 to decode-cut fail",
+            "TandemPairBreakerOpen",
+            exporter="prefill0",
+            importer="decode-cut",
+        )
 
 
-@pytest.mark.timeout(1_200)
-async def test_a_worker_with_a_tenth_of_its_core_is_named(stage: Stage, tmp_path: Path) -> None:
+async def test_a_worker_with_a_tenth_of_its_core_is_named(stage: Stage) -> None:
     slow = stage.cluster.members["decode1"]
 
     async def slow_down() -> None:
@@ -128,18 +141,8 @@ async def test_a_worker_with_a_tenth_of_its_core_is_named(stage: Stage, tmp_path
 
     slowing = asyncio.create_task(slow_down())
     try:
-        async with (
-            prometheus_of(stage.cluster, tmp_path) as prometheus,
-            stage.load(question([20 + i for i in range(40)], max_tokens=200, ignore_eos=True), 6),
-        ):
-            await stage.names(lambda wrong: "decode1 decodes" in wrong, "TandemSlowWorker", worker="decode1")
-            await until(
-                partial(prometheus.firing, "TandemSlowWorker", "worker"),
-                lambda named: named == {"decode1"},
-                what="a Prometheus that scrapes the cluster fires the alert for this worker alone",
-                deadline_s=_LIVE_S,
-                pause_s=1.0,
-            )
+        async with load(stage.cluster, question([20 + i for i in range(40)], max_tokens=200, ignore_eos=True), 6):
+            await stage.names("decode1 decodes", "TandemSlowWorker", worker="decode1", leg="decode")
     finally:
         slowing.cancel()
         await asyncio.gather(slowing, return_exceptions=True)
@@ -147,16 +150,47 @@ async def test_a_worker_with_a_tenth_of_its_core_is_named(stage: Stage, tmp_path
 
 async def test_a_full_kv_pool_is_named(stage: Stage) -> None:
     await stage.cluster.start_member("decode-small", "decode_worker", (*_FLAGS, "--num-blocks", "24"))
-    async with stage.load(question([20 + i for i in range(40)], max_tokens=250, ignore_eos=True), 18):
-        cause = "the KV pool of decode-small is full"
-        await stage.names(lambda wrong: cause in wrong, "TandemKvPressure", instance="decode-small")
+    await stage.prometheus.scrape(stage.cluster)
+    async with load(stage.cluster, question([20 + i for i in range(40)], max_tokens=250, ignore_eos=True), 18):
+        await stage.names("the KV pool of decode-small is full", "TandemKvPressure", member="decode-small")
 
 
 async def test_a_stopped_redis_is_named(stage: Stage) -> None:
     os.kill(stage.redis.pid, signal.SIGSTOP)
     try:
-        await stage.names(
-            lambda wrong: "router0 has not read the registry" in wrong, "TandemRedisAway", instance="router0"
-        )
+        await stage.names("router0 has not read the registry", "TandemRedisAway", member="router0")
     finally:
         os.kill(stage.redis.pid, signal.SIGCONT)
+
+
+async def test_the_only_link_of_a_cluster_is_named_once_it_is_slow_and_no_longer_when_it_recovers(
+    redis_url: str, tmp_path: Path
+) -> None:
+    slow = tmp_path / "slow"
+    cluster = LocalCluster(redis_url, tmp_path, flags=_FLAGS)
+
+    async def names(what: str, *, is_slow: bool = True) -> None:
+        await until(
+            partial(faults_of, cluster),
+            lambda faults: ("decode0 reads KV from prefill0 by tcp" in faults) == is_slow,
+            what=what,
+            deadline_s=_LONG_S,
+            pause_s=0.5,
+        )
+
+    try:
+        await cluster.start_member("prefill0", "prefill_worker", _FLAGS)
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in (("ALWAYS", "late"), ("LATE_S", "0.3"), ("WHILE", str(slow))):
+                patch.setenv(f"FAULT_{name}", value)
+            await cluster.start_member("decode0", "tests.faults.faulty_decode", _FLAGS)
+        await cluster.start_member("router0", "router", _ROUTER)
+        for _ in range(40):  # what its reads take at their fastest
+            await ask(cluster, _SHORT)
+        async with load(cluster, _SHORT, 3):
+            slow.touch()
+            await names("the only link is named")
+            slow.unlink()
+            await names("the only link is not named any more", is_slow=False)
+    finally:
+        await cluster.stop()

@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from cluster.clock import Clock, ManualClock
+from cluster.messages import LinkSpeed, MemberId
 from cluster.registry.registry import Registry
 from cluster.registry.scale_registry import ScaleTargets
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes, StepWork, TimedStep
@@ -171,6 +172,22 @@ async def test_a_first_look_shows_what_ended_in_the_same_second() -> None:
 def _decodes_in(seconds: float) -> ServiceTimes:
     times = ServiceTimes(PrefillTimes(0.01, 1e-4, 0.0, 0.0), DecodeTimes(seconds, 0.0, 0.0, 0.0))
     return replace(times, typical_decode=TimedStep(StepWork(batch=4, context=400), seconds))
+
+
+async def test_the_slow_link_of_a_pair_is_named_and_is_a_metric_and_one_to_a_departed_worker_is_neither() -> None:
+    async with watched() as (router, overview):
+        prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
+        slow = LinkSpeed(prefill.id, "tcp", 1e9, 0.0, slowdown=9.0)
+        decode.links = (slow, replace(slow, exporter=MemberId("gone", "1")))
+        await router.connected()
+
+        async def ratios() -> dict[tuple[str, ...], float]:
+            return router.telemetry.by_labels("tandem_link_slowdown_ratio")
+
+        async with running(overview.run()):
+            assert await until(ratios, what="it is published") == {("d0", "p0", "tcp"): 9.0}
+            shown = await overview.of_cluster(admin_pb2.OverviewRequest(), [])
+            assert list(shown.routers[0].slow) == ["d0 reads KV from p0 by tcp 9.0 times slower than at its fastest"]
 
 
 async def test_the_speed_of_each_worker_is_a_metric_while_it_is_compared() -> None:

@@ -26,12 +26,13 @@ def _num_hand_offs(decode: ScriptedDecode, exporter: str) -> int:
     return sum((job.signed_ticket or b"").startswith(exporter.encode()) for job in decode.jobs)
 
 
-def _num_open(router: RouterUnderTest) -> float:
-    return router.telemetry.value("tandem_pair_breaker_state", state="open")
+def _num_open(router: RouterUnderTest, state: str = "open") -> int:
+    """Return the number of pairs whose circuit breaker is in this state, by the metric that names them."""
+    return sum(labels[2] == state for labels in router.telemetry.by_labels("tandem_pair_breaker_state"))
 
 
-def _num_half_open(router: RouterUnderTest) -> float:
-    return router.telemetry.value("tandem_pair_breaker_state", state="half_open")
+def _num_half_open(router: RouterUnderTest) -> int:
+    return _num_open(router, "half_open")
 
 
 def _num_openings(router: RouterUnderTest) -> float:

@@ -15,8 +15,8 @@ from router import operator_commands
 from router.operator_commands import MemberCommands
 from tandem.enum_words import MEMBER_ROLES
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
-from tests.system.alert_rules import scrapes_of
 from tests.system.asking import Answer, ask, question
+from tests.system.live_prometheus import scrapes_of
 from tests.system.local_cluster import LocalCluster
 from tests.system.polling import until
 from tests.system.router_harness import RouterUnderTest, answer_to, ask_and_hold, expected_tokens, router_under_test

@@ -56,7 +56,7 @@ def test_after_the_pause_only_one_request_at_a_time_tries_the_pair() -> None:
     assert PAIR not in breakers.excluded_pairs(1.0)
     breakers.begin(PAIR, 1.0)
     assert PAIR in breakers.excluded_pairs(1.0)
-    assert breakers.count(BreakerState.HALF_OPEN) == 1
+    assert breakers.failing() == {PAIR: BreakerState.HALF_OPEN}
 
 
 def test_a_trial_that_succeeds_closes_the_pair() -> None:
@@ -116,7 +116,7 @@ def test_a_new_incarnation_is_a_new_pair() -> None:
     breakers = breakers_after(3)
     breakers.keep({PAIR[0]})
     assert breakers.excluded_pairs(0.0) == frozenset()
-    assert breakers.count(BreakerState.OPEN) == 0
+    assert not breakers.failing()
 
 
 def test_zero_failures_turns_the_breaker_off() -> None:

@@ -15,7 +15,7 @@ from tandem.v1 import admin_pb2
 def test_link_speeds_keep_their_values_and_order() -> None:
     speeds = (
         LinkSpeed(MemberId("prefill-1", "b"), "shm", 8.5e9, 0.0),
-        LinkSpeed(MemberId("prefill-0", "a"), "tcp", 1.25e8, 0.004),
+        LinkSpeed(MemberId("prefill-0", "a"), "tcp", 1.25e8, 0.004, 3.5),
     )
     assert link_speeds_from_wire(link_speeds_to_wire(speeds)) == speeds
 

@@ -5,7 +5,15 @@ import random
 import pytest
 
 from cluster.messages import MemberId
-from kvtransfer.importer.links import FIRST_BACKOFF_S, MAX_BACKOFF_S, MAX_LINKS, MIN_READS, LinkSpeedFit, LinkTable
+from kvtransfer.importer.links import (
+    FIRST_BACKOFF_S,
+    MAX_BACKOFF_S,
+    MAX_LINKS,
+    MIN_READS,
+    LinkSpeedFit,
+    LinkTable,
+    ReadSlowdown,
+)
 
 EXPORTER = MemberId("prefill-0", "a")
 OTHER = MemberId("prefill-1", "b")
@@ -184,3 +192,42 @@ def test_a_hand_off_over_an_unmeasured_link_is_not_recorded() -> None:
     _hand_off(book, MIB, 0.003)
     assert book.hand_off is None
     assert book.speeds() == ()
+
+
+def _timed(slowdown: ReadSlowdown, num_bytes: int, seconds: float, *, times: int = 15) -> float:
+    for _ in range(times):
+        slowdown.add(num_bytes, seconds)
+    return slowdown.times
+
+
+def test_a_link_that_takes_much_longer_than_at_its_fastest_says_so_until_it_is_fast_again() -> None:
+    slowdown = ReadSlowdown()
+    assert _timed(slowdown, MIB, 0.002) == 1.0
+    assert _timed(slowdown, MIB, 0.230) == pytest.approx(20.0)
+    assert _timed(slowdown, MIB, 0.230, times=150) == pytest.approx(20.0), "what lasts does not become usual"
+    assert _timed(slowdown, MIB, 0.002) == 1.0
+
+
+def test_the_milliseconds_for_which_a_busy_machine_lets_reads_wait_are_no_slowdown() -> None:
+    slowdown = ReadSlowdown()
+    _timed(slowdown, MIB, 0.0002)
+    assert _timed(slowdown, MIB, 0.008) < 2.0
+
+
+def test_reads_of_another_size_and_a_few_stalled_ones_are_no_slowdown() -> None:
+    slowdown = ReadSlowdown()
+    _timed(slowdown, MIB, 0.002)
+    assert _timed(slowdown, 64 * MIB, 0.128) == 1.0
+    for _ in range(10):
+        _timed(slowdown, MIB, 0.002, times=10)
+        assert _timed(slowdown, MIB, 5.0, times=5) == 1.0
+    assert _timed(slowdown, 0, 5.0) == 1.0
+
+
+def test_a_worker_reports_the_slowdown_of_each_link() -> None:
+    table = LinkTable(["tcp"])
+    for seconds_taken in (0.002, 0.230):
+        for exporter in (EXPORTER, OTHER):
+            for _ in range(15):
+                table.record_read(exporter, "tcp", MIB, 0.002 if exporter == OTHER else seconds_taken, now_s=0.0)
+    assert [round(speed.slowdown) for speed in table.speeds()] == [20, 1]

@@ -1,11 +1,11 @@
 """Slow links, slow workers and full KV pools are named, and differences that are usual are not."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from cluster.messages import LinkSpeed, MemberId, Role
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes, StepWork, TimedStep
-from router.overview.slowness import full_pools, slow_links, slowdowns
+from router.overview.slowness import full_pools, link_slowdowns, slowdowns
 
 _PREFILL = MemberId("prefill-0", "a")
 _DECODES = [MemberId(f"decode-{number}", "a") for number in range(4)]
@@ -31,14 +31,32 @@ def _links(*bytes_per_s: float) -> dict[MemberId, list[LinkSpeed]]:
     return {importer: [LinkSpeed(_PREFILL, "tcp", speed, 1e-4)] for importer, speed in pairs}
 
 
+def _slow_links(links: Mapping[MemberId, Sequence[LinkSpeed]]) -> list[str]:
+    return [str(each) for each in link_slowdowns(links) if each.is_fault]
+
+
 def test_a_link_that_takes_ten_times_as_long_is_named_with_both_ends_and_its_transport() -> None:
-    [slow] = slow_links(_links(1e9, 1e8, 1e9))
+    [slow] = _slow_links(_links(1e9, 1e8, 1e9))
     assert slow == "decode-1 reads KV from prefill-0 by tcp 9.2 times slower than usual"
 
 
 def test_twice_the_time_of_other_links_is_usual_and_two_links_are_too_few_to_compare() -> None:
-    assert not list(slow_links(_links(1e9, 5e8, 1e9)))
-    assert not list(slow_links(_links(1e9, 1e7)))
+    assert not _slow_links(_links(1e9, 5e8, 1e9))
+    assert not _slow_links(_links(1e9, 1e7))
+
+
+def test_the_only_link_is_named_when_it_takes_much_longer_than_at_its_fastest() -> None:
+    speed = LinkSpeed(_PREFILL, "shm", 1e9, 1e-4)
+    assert not _slow_links({_DECODES[0]: [replace(speed, slowdown=3.0)]})
+    [slow] = _slow_links({_DECODES[0]: [replace(speed, slowdown=4.0)]})
+    assert slow == "decode-0 reads KV from prefill-0 by shm 4.0 times slower than at its fastest"
+
+
+def test_links_of_one_transport_are_compared_and_only_those_that_hand_offs_use() -> None:
+    """`tandem doctor` measures every transport of a pair; hand-offs use the first one."""
+    fast, slow = (LinkSpeed(_PREFILL, name, speed, 1e-4) for name, speed in (("shm", 1e10), ("tcp", 1e8)))
+    assert not _slow_links({importer: [fast, slow] for importer in _DECODES})
+    assert not _slow_links({_DECODES[0]: [fast], _DECODES[1]: [fast], _DECODES[2]: [fast], _DECODES[3]: [slow]})
 
 
 def _faults(decodes: Mapping[MemberId, ServiceTimes], prefills: Mapping[MemberId, ServiceTimes]) -> list[str]:

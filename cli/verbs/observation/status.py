@@ -58,6 +58,7 @@ def status_object(address: str, status: admin_pb2.StatusResponse) -> dict[str, o
                     "transport": link.transport,
                     "bytes_per_s": link.bytes_per_s,
                     "latency_s": link.latency_s,
+                    "slowdown": link.slowdown,
                 }
                 for link in member.links
             ],
