@@ -23,7 +23,7 @@ from cluster.messages import Role
 from cluster.observe.logs import configure_logs, set_log_level
 from cluster.observe.telemetry import Telemetry
 from cluster.process import lasting
-from cluster.registry.registration import Registration, advertised_host, new_member_id, scraped_host
+from cluster.registry.registration import Registration, advertised_host, check_registry, new_member_id, scraped_host
 from cluster.registry.registry import Registry
 from cluster.registry.scale_registry import ScaleTargets
 from cluster.request_size import LengthLimits
@@ -143,7 +143,7 @@ class Router:
         were left at the end of the drain.
         """
         _LOG.info("starting", extra={"member": str(self._member.id), "settings": echo(self._config)})
-        await self._registry.ping()
+        await check_registry(self._registry, self._config)
         await self._accounts.load()
         registration = Registration(self._registry, self._member)
         try:

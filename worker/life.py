@@ -37,7 +37,7 @@ from cluster.observe.telemetry import MetricsPort, Telemetry
 from cluster.observe.trace_context import open_span_export
 from cluster.process import lasting
 from cluster.protocol.hashing import keyed_chains, nameless_chains
-from cluster.registry.registration import Registration, advertised_host, new_member_id, scraped_host
+from cluster.registry.registration import Registration, advertised_host, check_registry, new_member_id, scraped_host
 from cluster.registry.registry import Registry
 from cluster.service_times import StepLimit
 from cluster.serving.serving import GrpcServer, join_address
@@ -157,8 +157,8 @@ class WorkerLife:
         _LOG.info("starting", extra={"member": str(self.member), "settings": echo(config)})
 
     async def check_registry(self) -> None:
-        """Check that the registry answers. Raises RegistryUnavailable."""
-        await self._registry.ping()
+        """Check that the registry answers and has no other cluster. Raises RegistryUnavailable, ConfigError."""
+        await check_registry(self._registry, self.config)
 
     def fatal(self, error: Exception) -> None:
         """End the worker because of an error from which it cannot recover. Any thread may call this."""

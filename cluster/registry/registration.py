@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
+from cluster.auth.key_file import key_path
 from cluster.errors import ConfigError, Fenced, InvalidRequest, RegistryUnavailable
 from cluster.member import Member, MemberState, fingerprint_difference
 from cluster.messages import MemberId, Role
@@ -20,6 +21,8 @@ from cluster.service_times import StepLimit
 from cluster.settings.config import ClusterSettings
 
 _LOG = logging.getLogger("tandem.registration")
+_STALE_TTLS = 1.5  # registrations of a cluster that was killed have expired by then
+_SHOWN = 100  # characters of an id that stands in Redis
 
 
 class Registration:
@@ -158,6 +161,24 @@ class Registration:
     async def _renew(self) -> None:
         async with self._writing:
             await self._registry.renew(self.member)
+
+
+async def check_registry(registry: Registry, settings: ClusterSettings) -> None:
+    """Check, before anything else is done, that Redis answers and that this process has the cluster's key.
+
+    Without the key it would wait for ever: no member would call it. It is refused when the only registrations have
+    another key for longer than those of a dead cluster stay. Once it runs, no registration ends it, because whoever
+    writes to Redis could make one up. Raises RegistryUnavailable, ConfigError."""
+    await registry.ping()
+    until_s = asyncio.get_running_loop().time() + _STALE_TTLS * registry.ttl_s
+    while strangers := await registry.strangers():
+        if asyncio.get_running_loop().time() > until_s:
+            shown = ", ".join(name[:_SHOWN] for name in strangers[:3])
+            raise ConfigError(
+                f"cluster key {key_path(settings)} is not that of the {len(strangers)} registered member(s) of cluster"
+                f" {settings.cluster_name!r} ({shown}); copy their key file to it, or choose another --cluster-name"
+            )
+        await asyncio.sleep(registry.ttl_s / 5)
 
 
 def refuse_unequal(member: Member, others: tuple[Member, ...]) -> None:

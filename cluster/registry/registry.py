@@ -196,6 +196,11 @@ class Registry:
                 return
         await self._stored()
 
+    async def strangers(self) -> list[str]:
+        """Return the ids of the registrations that are signed with a secret that this process does not have; none if
+        any member of this cluster is registered. Raises RegistryUnavailable."""
+        return self._records.strangers(await self._stored())
+
     async def register(self, member: Member) -> Role:
         """Register this incarnation; it replaces any other incarnation of the same member. Return the role for which
         the follower of the scale target counts this member, which an earlier incarnation may have got from an operator;

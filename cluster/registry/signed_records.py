@@ -108,6 +108,14 @@ class SignedRecords:
         self._newest, self._refused = newest, refused
         return found
 
+    def strangers(self, stored: Sequence[tuple[str, str]]) -> list[str]:
+        """Return the ids of the records that are signed with a secret that this process does not have; none if any
+        record is a member's."""
+        verified = {identifier: self._verified(identifier, record, None, 0.0) for identifier, record in stored}
+        if any(valid is not None for _, valid in verified.values()):
+            return []
+        return sorted(identifier for identifier, (reason, _) in verified.items() if reason is Refusal.UNKNOWN_KEY)
+
     def _verified(
         self, identifier: str, record: str, known: _Valid | None, now_s: float
     ) -> tuple[Refusal | None, _Valid | None]:

@@ -258,6 +258,15 @@ async def test_missing_model_taken_port_and_unreachable_redis_end_a_start_in_one
         _assert_told(end.output, said)
 
 
+async def test_a_worker_with_the_key_of_another_cluster_ends_in_one_line(cluster: LocalCluster, tmp_path: Path) -> None:
+    key = str(tmp_path / "key")  # created, as on a machine to which the cluster's file was not copied
+    flags = ("--cluster-key-file", key, "--registration-ttl-s", "1", "--heartbeat-s", "0.5")
+    end = await _start(forked, "decode_worker", *cluster.joining_flags(), *flags, "--model", str(DEMO_MODEL))
+    assert end.status == ExitStatus.CONFIG, end
+    assert len(end.output.splitlines()) == 1, end.output
+    _assert_told(end.output, f"cluster key {key} is not that of the")
+
+
 async def test_workers_that_do_not_match_the_cluster_are_refused_with_both_values(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:

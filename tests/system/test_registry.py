@@ -8,13 +8,15 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
+from cluster.auth.keys import ClusterKeys
 from cluster.errors import ConfigError, Fenced
 from cluster.member import MemberState
 from cluster.messages import LayoutFingerprint, Role
 from cluster.registry.redis_server import RedisServer
-from cluster.registry.registration import Registration
+from cluster.registry.registration import Registration, check_registry
 from cluster.registry.registry import Registry
 from cluster.registry.scale_target import COUNTED_ROLES
+from cluster.settings.config import RouterConfig
 from tests.system import polling
 from tests.system.registry_rig import DEADLINE_S, FINGERPRINT, KEYS, kept, member, until
 
@@ -39,6 +41,27 @@ async def test_a_registered_member_is_seen_with_all_its_fields(registry: Registr
     await registry.register(router)
     await registry.register(member())
     assert await registry.members() == (member(), router)
+
+
+async def test_a_process_with_another_key_than_all_members_is_refused_and_stale_registrations_refuse_none(
+    redis_url: str, cluster_name: str
+) -> None:
+    settings = RouterConfig(model="m", redis=redis_url, cluster_name=cluster_name, cluster_key_file="/keys/mine")
+    theirs, mine, brief = (
+        Registry(url=redis_url, cluster_name=cluster_name, ttl_s=ttl_s, keys=keys, timeout_s=DEADLINE_S)
+        for ttl_s, keys in ((60.0, KEYS), (2.0, ClusterKeys(b"m" * 32)), (0.2, ClusterKeys(b"m" * 32)))
+    )
+    await check_registry(mine, settings)
+    await theirs.register(member())
+    told = r"cluster key /keys/mine is not that of the 1 registered member\(s\) of cluster '.*' \(p0\); copy"
+    with pytest.raises(ConfigError, match=told):
+        await check_registry(brief, settings)
+    await check_registry(theirs, settings)
+    checking = asyncio.create_task(check_registry(mine, settings))
+    await theirs.deregister(member())  # as if it had expired
+    await checking
+    for each in (theirs, mine, brief):
+        await each.close()
 
 
 async def test_members_of_other_clusters_are_not_seen(registry: Registry, redis_url: str) -> None:

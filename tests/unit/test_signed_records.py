@@ -37,6 +37,14 @@ def refusal(record: str, *, identifier: str = "d0", reader: Registrar | None = N
     return reason
 
 
+def test_the_registrations_of_another_cluster_are_known_by_their_key_and_only_without_a_member() -> None:
+    foreign = [(name, Registrar(THEIRS).sign(member(name), 7)) for name in ("d1", "d0")]
+    reader = Registrar()
+    assert reader.strangers([*foreign, ("d2", "unsigned")]) == ["d0", "d1"]
+    assert reader.strangers([*foreign, ("d2", reader.sign(member("d2"), 7))]) == []
+    assert reader.strangers([]) == [] == reader.refused
+
+
 def changed(record: str, **fields: object) -> str:
     """Return the record with these fields of its body, under the old signature."""
     values = json.loads(record)
