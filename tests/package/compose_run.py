@@ -268,6 +268,7 @@ _MISTAKES = {
     "an unreachable Redis": (("--redis", "redis://127.0.0.1:1/0"), "start it, or correct --redis"),
     "a missing model": (("--model", "/models/none"), "there is no such folder; name one"),
     "a file that is no cluster key": (("--cluster-key-file", "/keys/api.key"), "must hold 64 hex digits"),
+    "the key of another cluster": (("--cluster-key-file", "/tmp/key"), "copy their key file to it"),
     "a full disk": ((), "free some space"),
 }
 
