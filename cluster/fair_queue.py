@@ -38,6 +38,9 @@ def has_place(newcomer: TenantShare, holders: Sequence[TenantShare], max_places:
     return num_own < max_places * newcomer.weight / sum(weights.values())
 
 
+Order = tuple[float, ...]  # less is served first
+
+
 @dataclass(frozen=True, slots=True)
 class Demand:
     """A piece of work, as it competes with others. A piece in progress keeps its place until it ends: `charged` is what
@@ -47,6 +50,11 @@ class Demand:
     cost_left: float
     charged: float = 0.0
     waits: bool = True  # it could be served more than it is
+
+    @property
+    def cost(self) -> float:
+        """Return by how much it moves the virtual time of its tenant."""
+        return (self.charged + self.cost_left) / self.tenant.weight
 
 
 class FairQueue:
@@ -96,29 +104,34 @@ class FairQueue:
             self._begin(tenant)
         self._times[tenant.label] += cost / tenant.weight
 
-    def starts(self, demands: Sequence[Demand]) -> list[float]:
-        """Return the virtual time at which each piece of work begins; the earliest goes first. `demands`: those of all
-        tenants, each tenant's in the order in which it would have them served."""
-        places = {demand.tenant.label: 0.0 for demand in demands}
-        tenants, waiting = dict[str, TenantShare](), set[str]()
-        for demand in demands:
+    def places(
+        self, demands: Iterable[tuple[Order, Demand]], waiting: Iterable[tuple[Order, TenantShare]] = ()
+    ) -> dict[str, float]:
+        """Return the virtual time at which the first piece of work of each tenant begins, by label; each further one of
+        it begins `cost` after the one before. `demands`: those of all tenants, with their places in the order in which
+        their tenants would have them served; of pieces that nothing was charged for and that could be served more, only
+        the last of each tenant is needed, `waiting`."""
+        places, shares, waiting_labels = dict[str, float](), dict[str, tuple[Order, TenantShare]](), set[str]()
+        for order, demand in demands:
             label = demand.tenant.label
-            tenants[label] = demand.tenant
-            places[label] -= demand.charged / demand.tenant.weight
+            places[label] = places.get(label, 0.0) - demand.charged / demand.tenant.weight
+            shares[label] = order, demand.tenant
             if demand.waits:
-                waiting.add(label)
-        self._raise_floor({label: place for label, place in places.items() if label not in self._newcomers}, waiting)
-        for label, tenant in tenants.items():
+                waiting_labels.add(label)
+        for order, tenant in waiting:
+            places.setdefault(tenant.label, 0.0)
+            waiting_labels.add(tenant.label)
+            if tenant.label not in shares or shares[tenant.label][0] < order:
+                shares[tenant.label] = order, tenant
+        begun = {label: place for label, place in places.items() if label not in self._newcomers}
+        self._raise_floor(begun, waiting_labels)
+        for label, (_, tenant) in shares.items():
             if label in self._newcomers:
                 self._begin(tenant)
-            elif label not in waiting:
+            elif label not in waiting_labels:
                 self._times[label] = max(self._times[label], self._lowest(tenant))
             places[label] += self._times[label]
-        starts = []
-        for demand in demands:
-            starts.append(places[demand.tenant.label])
-            places[demand.tenant.label] += (demand.charged + demand.cost_left) / demand.tenant.weight
-        return starts
+        return places
 
     def check(self, present: Iterable[TenantShare]) -> None:
         """Raise AssertionError unless each piece of work that is here is counted. `present`: their tenants."""

@@ -279,12 +279,14 @@ class SequenceScheduler:
         self._in_flight.begin(plan, tuple(sequence for sequence, _ in parts), now_s)
         return announced, plan
 
-    def _prompt_time(self, decoding: list[Sequence], age_s: float, num_oldest: int) -> PromptTime | None:
-        """Return the time for prompts in a step in which these sequences decode; None: they are not limited. `age_s`:
-        how long the oldest prompt, of `num_oldest` tokens, has waited. The batch class is not protected."""
+    def _prompt_time(self, decoding: list[Sequence], find_oldest: Callable[[], tuple[float, int]]) -> PromptTime | None:
+        """Return the time for prompts in a step in which these sequences decode; None: they are not limited.
+        `find_oldest` returns how long the oldest prompt has waited, and its number of tokens. The batch class is not
+        protected."""
         times = self._times()
         if times is None or all(sequence.group.job.is_batch for sequence in decoding):
             return None
+        age_s, num_oldest = find_oldest()
         batch, context = len(decoding), sum(len(sequence.token_ids) for sequence in decoding)
         limit_s = self._step_limit.seconds(times.step_s(batch, context), age_s, times.prefill_s(num_oldest))
         return PromptTime(times.prefill, times.prompts_within_s(limit_s, batch, context), self._limits.block_size)

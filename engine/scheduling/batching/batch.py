@@ -52,8 +52,9 @@ from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policies import Policy
 from engine.scheduling.step import ChunkBudget, PromptTime
 
-# Called with how many seconds the oldest prompt has waited, and its number of tokens; returns None for no limit.
-NewPromptTime = Callable[[float, int], PromptTime | None]
+# Called with a function that returns how many seconds the oldest prompt has waited, and its number of tokens; returns
+# None for no limit.
+NewPromptTime = Callable[[Callable[[], tuple[float, int]]], PromptTime | None]
 
 
 class Batch:
@@ -94,7 +95,7 @@ class Batch:
     @property
     def waiting_tenants(self) -> list[TenantShare]:
         """The tenant of each waiting sequence, once for each slot that it needs."""
-        waiting = (*self._queues.waiting, *self._queues.ready)
+        waiting = (*self._queues.waiting.in_any_order, *self._queues.ready)
         return [sequence.group.job.tenant for sequence in waiting for _ in range(sequence.num_slots)]
 
     @property
@@ -128,7 +129,10 @@ class Batch:
     @property
     def num_blocks_waited_for(self) -> int:
         """The number of blocks that waiting sequences and hand-offs need."""
-        return sum(map(self._tables.num_needed, self._queues.waiting)) + self._reservations.num_blocks_waited_for
+        return (
+            sum(map(self._tables.num_needed, self._queues.waiting.in_any_order))
+            + self._reservations.num_blocks_waited_for
+        )
 
     def set_role(self, role: Role) -> None:
         """Let exports and hand-offs leave room for each other as a worker of this role must."""
@@ -193,7 +197,8 @@ class Batch:
         passed_over: list[Sequence] = []
         if not running and not len(self._queues.waiting):
             return parts
-        budget.limit_prompts(prompt_time(*self._oldest((*running, *self._queues.waiting), now_s)))
+        waiting = self._queues.waiting.in_any_order
+        budget.limit_prompts(prompt_time(lambda: self._oldest((*running, *waiting), now_s)))
         while budget.has_room_for_prompts and (sequence := self._next_prompt(running, now_s)) is not None:
             take = budget.take_for_scored_prompt if sequence.is_scored else budget.take_for_prompt
             if num_tokens := take(sequence.num_left, sequence.num_computed):
@@ -314,7 +319,7 @@ class Batch:
         """Return for how many seconds the oldest of these prompts has waited for its computation, and its number of
         tokens. The time until it had blocks and slots does not count, and neither does the batch class."""
         entitled = (s for s in prompts if s.num_left > 1 and not s.group.job.is_batch)
-        oldest = min(entitled, key=lambda sequence: sequence.group.admitted_s, default=None)
+        oldest = min(entitled, key=lambda sequence: (sequence.group.admitted_s, sequence.number), default=None)
         if oldest is None:
             return 0.0, 0
         since_s = max(oldest.group.admitted_s, self._lacked_room_s)

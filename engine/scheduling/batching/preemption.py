@@ -114,7 +114,7 @@ class Watermark:
     def for_handoff(self, request: BlockRequest) -> int:
         """Return the number of blocks that must remain when this hand-off gets its blocks. They include the blocks with
         which waiting sequences that rank before it start."""
-        before = [sequence for sequence in self._export_room.waiting() if sequence.rank < request.rank]
+        before = list(itertools.takewhile(lambda sequence: sequence.rank < request.rank, self._export_room.waiting()))
         num_needed = self._limits.num_watermark_blocks
         if before or self._queues.last_preemptible is not None:
             growths = [growth for sequence in before for growth in self._growth_of(sequence)]
@@ -183,8 +183,8 @@ class Preemption:
             return 0
         self._preempt_for_handoff(last, now_s)
         num_slots = num_blocks = num_promised = 0
-        waiting, request = set(self._queues.waiting), self._reservations.first
-        candidates = (tuple(self._queues.ready), tuple(self._export_room.waiting()))
+        ready, request = tuple(self._queues.ready), self._reservations.first
+        candidates = (ready, self._export_room.waiting())
         for sequence in heapq.merge(*candidates, key=lambda candidate: candidate.rank):
             last = self._queues.last_holder
             if last is None or not self._ranking.displaces(sequence, last, now_s):
@@ -192,7 +192,7 @@ class Preemption:
             num_slots += sequence.num_slots
             if not self._free_slots(num_slots, sequence, now_s):
                 break
-            if sequence in waiting:
+            if sequence not in ready:
                 num_blocks += self._tables.num_newly_used(sequence)
                 num_wanted = num_blocks + self._watermark.for_sequence(sequence)
                 is_behind_handoff = request is not None and request.rank < sequence.rank

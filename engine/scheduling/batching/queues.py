@@ -13,6 +13,7 @@ from cluster.fair_queue import Demand, FairQueue
 from cluster.messages import DecodeJob, TenantShare
 from engine.scheduling.batching.reservations import BlockRequest, Reservations
 from engine.scheduling.batching.sequences import Sequence, expected_output_left
+from engine.scheduling.batching.waiting import WaitingSequences, own_rank, with_start
 from engine.scheduling.policies import (
     PROMPT_TOKENS_PER_OUTPUT,
     FirstCome,
@@ -90,15 +91,21 @@ class Ranking:
         start = self._request_starts.get(request.handoff_id, 0.0)
         return full_rank(self.policy, _request_work(request, now_s), now_s, start)
 
-    def sort(self, places: SequenceOf[RankedSequences], reservations: Reservations, now_s: float) -> None:
+    def sort(
+        self,
+        places: SequenceOf[RankedSequences],
+        waiting: WaitingSequences,
+        reservations: Reservations,
+        now_s: float,
+    ) -> None:
         """Sort sequences and hand-offs by the ranks at `now_s`."""
         orders_tenants = self.orders_tenants
-        sequences = chain.from_iterable(places)
         if not self._is_fixed:
-            for sequence in sequences:
+            for sequence in chain.from_iterable(places):
                 sequence.rank = self.rank(sequence, now_s)
+            waiting.rank_by_policy(lambda sequence: self.rank(sequence, now_s))
         if orders_tenants:
-            self._order_tenants([*chain.from_iterable(places)], reservations, now_s)
+            self._order_tenants([*chain.from_iterable(places)], waiting, reservations, now_s)
         if orders_tenants or not self._is_fixed:
             for place in places:
                 place.sort()
@@ -116,7 +123,7 @@ class Ranking:
                 demand, start = _request_demand(waiting), self._request_starts[waiting.handoff_id]
             else:
                 demand, start = _demand(waiting), waiting.virtual_start
-            return start + (demand.charged + demand.cost_left) / demand.tenant.weight <= running.virtual_start
+            return start + demand.cost <= running.virtual_start
         work = _work(waiting, now_s) if isinstance(waiting, Sequence) else _request_work(waiting, now_s)
         return displaces(self.policy, work, _work(running, now_s), now_s)
 
@@ -133,27 +140,33 @@ class Ranking:
         is_one_class = is_batch == other.group.job.is_batch
         return self._by_tenant and is_one_class and _tenant(one).label != _tenant(other).label
 
-    def _order_tenants(self, sequences: list[Sequence], reservations: Reservations, now_s: float) -> None:
+    def _order_tenants(
+        self, holders: list[Sequence], waiting: WaitingSequences, reservations: Reservations, now_s: float
+    ) -> None:
         """Put the virtual starts into the ranks of sequences, and keep those of hand-offs. Each tenant's own work is in
-        the order of class and policy. Granted hand-offs count, and need no rank any more."""
+        the order of class and policy. Granted hand-offs count, and need no rank any more. Waiting sequences are ranked
+        as far as others are behind them; the rest when they are looked at."""
         self._by_tenant = self._tenants.is_contended
         pieces: list[tuple[Rank, Demand, Sequence | BlockRequest]] = [
-            *((_own(sequence.rank), _demand(sequence), sequence) for sequence in sequences),
+            *((own_rank(sequence.rank), _demand(sequence), sequence) for sequence in holders),
             *(
-                (_own(self.request_rank(request, now_s)), _request_demand(request, waits=waits), request)
+                (own_rank(self.request_rank(request, now_s)), _request_demand(request, waits=waits), request)
                 for request, waits in reservations.requests
             ),
         ]
         pieces.sort(key=itemgetter(0))
-        starts = [0.0] * len(pieces)
         if self._by_tenant:
-            starts = self._tenants.starts([demand for _, demand, _ in pieces])
+            last = ((own_rank(each.rank), each.group.job.tenant) for each in waiting.last_of_tenants.values())
+            waiting.begin_ranks(self._tenants.places([(own, demand) for own, demand, _ in pieces], last))
+        else:
+            waiting.rank_alike()
         self._request_starts = {}
-        for ((is_batch, *others), _, piece), start in zip(pieces, starts, strict=True):
+        for own, demand, piece in pieces:
+            start = waiting.advance(demand.tenant.label, own, demand.cost) if self._by_tenant else 0.0
             if isinstance(piece, BlockRequest):
                 self._request_starts[piece.handoff_id] = start
             else:
-                piece.virtual_start, piece.rank = start, (is_batch, start, *others)
+                piece.virtual_start, piece.rank = start, with_start(own, start)
 
 
 def prompt_cost(num_tokens: int) -> float:
@@ -163,11 +176,6 @@ def prompt_cost(num_tokens: int) -> float:
 
 def _rank(sequence: Sequence) -> Rank:
     return sequence.rank
-
-
-def _own(rank: Rank) -> Rank:
-    """Return a rank among the work of one tenant."""
-    return (rank[0], *rank[2:])
 
 
 def _tenant(piece: Sequence | BlockRequest) -> TenantShare:
@@ -182,6 +190,10 @@ def _demand(sequence: Sequence) -> Demand:
         cost_left += sequence.num_slots * expected_output_left(job, sequence.num_output, sequence.predicted_tokens)
     waits = is_prompt or sequence.waits_since_s is not None
     return Demand(job.tenant, cost_left, sequence.charged if is_prompt else 0.0, waits)
+
+
+def _waiting_cost(sequence: Sequence) -> float:
+    return _demand(sequence).cost
 
 
 def _request_demand(request: BlockRequest, *, waits: bool = True) -> Demand:
@@ -225,7 +237,7 @@ class SequenceQueues:
         self._max_num_seqs = max_num_seqs
         self.running = RankedSequences()  # have blocks and slots
         self.ready = RankedSequences()  # have blocks, wait for slots
-        self.waiting = RankedSequences()  # have no blocks
+        self.waiting = WaitingSequences(_waiting_cost)  # have no blocks
         self.frozen = RankedSequences()  # have blocks; may continue on another worker
 
     @property
@@ -251,7 +263,7 @@ class SequenceQueues:
 
     def sort(self, now_s: float) -> None:
         """Sort the sequences and the hand-offs that wait for blocks by the ranks at `now_s`."""
-        self._ranking.sort((self.running, self.ready, self.waiting), self._reservations, now_s)
+        self._ranking.sort((self.running, self.ready), self.waiting, self._reservations, now_s)
 
     def start_running(self, sequence: Sequence, now_s: float) -> None:
         """Move a ready or waiting sequence to the running queue."""
@@ -304,7 +316,8 @@ class SequenceQueues:
         assert sorted(present) == sorted(live), f"sequences {present} are here, {live} are live"
         assert self.num_free_slots >= 0, f"{self.running.num_slots} running"
         assert not any(s.block_ids or s.spare_ids for s in self.waiting), "a waiting sequence has blocks"
-        for place in (self.running, self.ready, self.waiting):
+        self.waiting.check()
+        for place in (self.running, self.ready):
             ranks = [sequence.rank for sequence in place]
             assert ranks == sorted(set(ranks)), f"ranks out of order, or not all different: {ranks}"
         assert not any(
@@ -312,11 +325,12 @@ class SequenceQueues:
         ), "a sequence waits while it decodes"
         assert all(s.waits_since_s is not None for s in (*self.ready, *self.waiting)), "a sequence does not wait"
 
-    def _put(self, place: RankedSequences, sequence: Sequence, now_s: float) -> None:
+    def _put(self, place: RankedSequences | WaitingSequences, sequence: Sequence, now_s: float) -> None:
         sequence.rank = self._ranking.rank(sequence, now_s)
         place.add(sequence)
 
-    def _remove(self, sequence: Sequence) -> RankedSequences:
-        place = next(p for p in (self.running, self.ready, self.waiting, self.frozen) if sequence in p)
+    def _remove(self, sequence: Sequence) -> RankedSequences | WaitingSequences:
+        places: tuple[RankedSequences | WaitingSequences, ...] = (self.waiting, self.running, self.ready, self.frozen)
+        place = next(each for each in places if sequence in each)
         place.remove(sequence)
         return place

@@ -122,7 +122,7 @@ def _wrappers(count: Count) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield WorkerStream, "_converse", functools.partial(_counting_streams, count)
     yield SwapSpace, "swap_out", functools.partial(_counting_swaps, count)
     yield StepsInFlight, "begin", lambda begun: _before(begun, functools.partial(_count_step, count))
-    yield FairQueue, "starts", lambda starts: _before(starts, lambda *_: count("tenants: ordered"))
+    yield FairQueue, "places", lambda places: _before(places, lambda *_: count("tenants: ordered"))
     yield PromptTime, "take", functools.partial(_counting_limits, count)
     yield from frame_calls.wrappers(count)
     for owner, methods in _SCHEDULER_MOVES.items():

@@ -1,17 +1,23 @@
 """The order in which a worker serves tenants, under a simulated clock."""
 
 import random
+from copy import deepcopy
 from dataclasses import replace
 from statistics import quantiles
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.fair_queue import CREDIT
+from cluster.fair_queue import CREDIT, Demand
 from cluster.messages import TenantShare
 from cluster.settings.worker_settings import SCHEDULING_POLICIES
-from engine.scheduling.policies import FirstCome, make_policy
+from engine.scheduling.batching.queues import Ranking, _demand, _request_demand
+from engine.scheduling.batching.reservations import Reservations
+from engine.scheduling.batching.sequences import Sequence
+from engine.scheduling.batching.waiting import WaitingSequences, own_rank, with_start
+from engine.scheduling.policies import FirstCome, Rank, make_policy
 from tests.unit.scheduling.decoding import Asked, Decoded, decode, limits, scheduler
 from tests.unit.scheduling.prefilling import Prompt, prefill
 from tests.unit.scheduling.simulation import StepCost
@@ -133,6 +139,85 @@ def test_one_tenant_alone_changes_no_schedule(work: list[tuple[int, int, int, bo
         decoded = decode(asked, scheduler(decode_limits, make_policy(policy)), PER_STEP, num_blocks=12)
         schedules.append([step.plan for step in decoded.steps])
     assert schedules[0] == schedules[1]
+
+
+class CheckedRanking:
+    """Compares each order of tenants with the simple definition, as far as the step looked at the waiting sequences."""
+
+    def __init__(self) -> None:
+        self.num_compared = 0
+        self._expected: dict[Sequence, float] = {}
+        self._order = Ranking._order_tenants
+
+    def order(
+        self,
+        ranking: Ranking,
+        holders: list[Sequence],
+        waiting: WaitingSequences,
+        reservations: Reservations,
+        now_s: float,
+    ) -> None:
+        self.compare(waiting)
+        starts = simple_starts(ranking, [*holders, *waiting.in_any_order], reservations, now_s)
+        self._order(ranking, holders, waiting, reservations, now_s)
+        for request_id, start in ranking._request_starts.items():
+            assert start == starts[request_id]
+        for sequence in holders:
+            assert sequence.virtual_start == starts[sequence.number, ""]
+        self._expected = {sequence: starts[sequence.number, ""] for sequence in waiting.in_any_order}
+
+    def compare(self, waiting: WaitingSequences) -> None:
+        ranked = [each for line in waiting._lines.values() for each in line.sequences[: line.num_ranked]]
+        for sequence in ranked:
+            if sequence in self._expected:  # others have come since
+                self.num_compared += 1
+                assert sequence.virtual_start == self._expected[sequence]
+        known = [sequence for sequence in waiting if sequence in self._expected]
+        assert known == sorted(known, key=lambda each: with_start(own_rank(each.rank), self._expected[each]))
+
+
+def simple_starts(
+    ranking: Ranking, sequences: list[Sequence], reservations: Reservations, now_s: float
+) -> dict[object, float]:
+    """Return when each piece of work begins: each tenant's in its own order, each where the one before ends."""
+    pieces: list[tuple[Rank, Demand, object]] = [
+        (own_rank(sequence.rank), _demand(sequence), (sequence.number, "")) for sequence in sequences
+    ]
+    for request, waits in reservations.requests:
+        rank = own_rank(ranking.request_rank(request, now_s))
+        pieces.append((rank, _request_demand(request, waits=waits), request.handoff_id))
+    pieces.sort(key=lambda piece: piece[0])
+    places, starts = deepcopy(ranking._tenants).places([piece[:2] for piece in pieces]), dict[object, float]()
+    for _, demand, name in pieces:
+        starts[name] = places[demand.tenant.label] if ranking._tenants.is_contended else 0.0
+        places[demand.tenant.label] += demand.cost
+    return starts
+
+
+@settings(max_examples=15)
+@given(
+    work=st.lists(
+        st.tuples(st.integers(1, 90), st.integers(1, 30), st.integers(0, 40), st.booleans(), st.integers(0, 2)),
+        min_size=8,
+        max_size=40,
+    ),
+    policy=st.sampled_from(SCHEDULING_POLICIES),
+)
+def test_waiting_sequences_are_looked_at_in_the_order_of_the_simple_definition(
+    work: list[tuple[int, int, int, bool, int]], policy: str
+) -> None:
+    shares = [FLOOD, OTHER, TenantShare("third", 3)]
+    asked = [
+        Asked(arrives_s=STEP_S * at, num_prompt=prompt, num_output=output, is_batch=is_batch, share=shares[tenant])
+        for prompt, output, at, is_batch, tenant in sorted(work, key=lambda one: one[2])
+    ]
+    checked = CheckedRanking()
+    with mock.patch.object(Ranking, "_order_tenants", lambda *arguments: checked.order(*arguments)):
+        decode(
+            asked, scheduler(limits(max_num_seqs=SLOTS, num_blocks=12), make_policy(policy)), PER_STEP, num_blocks=12
+        )
+        prompts = [Prompt(arrives_s=one.arrives_s, num_tokens=one.num_prompt, tenant=one.share) for one in asked]
+        prefill(prompts, make_policy(policy), PER_STEP, max_prefill_tokens=CHUNK)
 
 
 def test_the_batch_class_of_one_tenant_waits_for_the_other_work_of_another_one() -> None:
