@@ -3,7 +3,8 @@
 Real router processes over paced workers (worker.py) with a real Redis. 64 clients ask for 16 tokens and for 208 in
 turns; the slope between the two is the cost of a token, the rest that of a request. CPU is that of the router's
 process by its own clock, and the load generator's is apart. `--baseline FOLDER` measures the router of another checkout
-in turns with this one, and prints ratios. `--observed` measures each thing that watches a router (observation.py).
+in turns with this one, and prints ratios. `--observed` measures each thing that watches a router (observation.py),
+`--proofs` what the proofs of its calls to workers cost.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from pathlib import Path
 from benchmarks import machine
 from benchmarks.router.figures import ALL_IN_TOKENS, Interval, Pair, Round, interval, of_pairs, percentile, ratio
 from benchmarks.router.load import Job
-from benchmarks.router.observation import Served, costs_of_router, share_of_metrics, table
+from benchmarks.router.observation import Served, costs_of_router, share_of, table
 from benchmarks.router.parties import Arm, Parties, Router, parties
 
 _RESULTS = Path(__file__).parents[1] / "results"
@@ -120,12 +121,18 @@ async def _observe(options: argparse.Namespace) -> list[str]:
             [router] = present.routers[False]
             bench = Bench(present, dict(json.loads(options.extra)))
 
-            async def load(num_requests: int = _SHORT_REQUESTS) -> Served:
-                served = await bench.round("http text", router, ALL_IN_TOKENS, num_requests)
+            async def load(num_requests: int = _SHORT_REQUESTS, num_tokens: int = ALL_IN_TOKENS) -> Served:
+                served = await bench.round("http text", router, num_tokens, num_requests)
                 return Served(served.num_requests, served.cpu_s)
 
             await load()
-            more, low, high = await share_of_metrics(router, partial(load, 1), _PAIRS * options.rounds)
+            if options.proofs:
+                short = partial(load, num_tokens=_SHORT)
+                more, low, high = await share_of("proofs", router, short, _PAIRS * options.rounds)
+                return [
+                    f"A request with its proofs, compared with one without: {more:+.2%} ({low:+.2%} to {high:+.2%})."
+                ]
+            more, low, high = await share_of("metrics", router, partial(load, 1), _PAIRS * options.rounds)
             return [
                 *table(await costs_of_router(router, load, options.rounds)),
                 "",
@@ -217,12 +224,13 @@ def main() -> None:
     parser.add_argument("--paths", type=lambda text: text.split(","), default=list(PATHS), help="separated by commas")
     parser.add_argument("--baseline", type=Path, help="another checkout, whose router is measured in turns")
     parser.add_argument("--observed", action="store_true", help="measure what watching a router costs")
+    parser.add_argument("--proofs", action="store_true", help="measure what proofs of membership cost")
     parser.add_argument("--processes", type=int, default=1, help="router processes on one HTTP port")
     parser.add_argument("--no-delays", dest="delays", action="store_false")
     parser.add_argument("--extra", default="{}", help="more fields of the HTTP requests, as JSON")
     parser.add_argument("--write", action="store_true", help="write the page and the figures into benchmarks/results")
     options = parser.parse_args()
-    if options.observed:
+    if options.observed or options.proofs:
         print("\n".join(asyncio.run(_observe(options))))
         return
     measured = asyncio.run(_measure(options))

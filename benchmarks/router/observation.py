@@ -78,18 +78,18 @@ async def costs_of_router(router: Router, load: Callable[[], Awaitable[Served]],
     ]
 
 
-async def share_of_metrics(router: Router, load: Callable[[], Awaitable[Served]], num_pairs: int) -> Interval:
-    """Return how much more CPU requests take with metrics than without, as a share, from loads in turns on one
-    switchable router."""
+async def share_of(what: str, router: Router, load: Callable[[], Awaitable[Served]], num_pairs: int) -> Interval:
+    """Return how much more CPU requests take with "metrics" or "proofs" than without, as a share, from loads in turns
+    on one switchable router."""
     more = []
     for number in range(num_pairs):
         request_s = {}
         for state in ("on", "off") if number % 2 else ("off", "on"):
-            await router.switch_metrics(state)
+            await router.switch(what, state)
             served = await load()
             request_s[state] = served.cpu_s / served.num_requests
         more.append(request_s["on"] / request_s["off"] - 1)
-    await router.switch_metrics("on")
+    await router.switch(what, "on")
     return interval(more)
 
 

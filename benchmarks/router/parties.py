@@ -48,12 +48,12 @@ class Router:
         """Return the CPU time that its processes have used: user and system, of all threads."""
         return sum(time.clock_gettime(_cpu_clock(process.pid)) for process in self.processes)
 
-    async def switch_metrics(self, state: str) -> None:
-        """Switch the metrics of a switchable router "on" or "off"."""
+    async def switch(self, what: str, state: str) -> None:
+        """Switch the "metrics" or the "proofs" of a switchable router "on" or "off"."""
         [process] = self.processes
         assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(f"{state}\n".encode())
-        assert await process.stdout.readline() == f"{state}\n".encode()
+        process.stdin.write(f"{what} {state}\n".encode())
+        assert await process.stdout.readline() == f"{what} {state}\n".encode()
 
 
 def _cpu_clock(pid: int) -> int:

