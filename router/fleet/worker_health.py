@@ -46,8 +46,8 @@ Answer = TypeVar("Answer")
 
 
 class WorkerHealth(ABC):
-    """The health of one worker. `trusted`: the worker may get new work. `backlog` stores for how long the worker
-    reported its queue as full.
+    """The health of one worker. `trusted`: the worker may get new work. `num_cleared`: how often a health check has
+    cleared it of a suspicion. `backlog` stores for how long the worker reported its queue as full.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class WorkerHealth(ABC):
         """`others` returns the other connected workers, those first from which this router received messages last."""
         self.member = member
         self.trusted = True
+        self.num_cleared = 0
         self.backlog = PromptBacklog()
         self.drain_deadline_s: float | None = None  # by the event loop's clock; None: it stays
         self._channel = channel
@@ -141,6 +142,7 @@ class WorkerHealth(ABC):
             if silence.num_counted:
                 self._telemetry.count("tandem_false_suspicions_total", role=self.member.role)
             self.trusted = self._registered
+            self.num_cleared += 1
             self._on_change()
             if self._registered:
                 continue

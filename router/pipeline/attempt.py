@@ -188,15 +188,15 @@ class TicketImport:
 
     async def _another(self, failure: AttemptFailed, prefill: Peer) -> Peer | None:
         """Choose another importer. While the prefill runs, this waits for one. If the link failed, it waits until the
-        exporter has sent something since then: a ticket of a lost exporter would fail at every importer."""
+        exporter has answered a health check: a ticket of a lost exporter would fail at every importer."""
         if not (failure.leaves_ticket and self._retry_budget.leaves_two_attempts_after(failure)):
             return None
-        fleet, failed_s = self._context.fleet, asyncio.get_running_loop().time()
+        fleet, num_cleared = self._context.fleet, prefill.num_cleared
         if failure.is_of_pair:
             prefill.suspect()
         while fleet.peer(self._exporter) is prefill:
             waits: set[asyncio.Future[None]] = {fleet.next_change()}
-            if not failure.is_of_pair or prefill.heard_s > failed_s:
+            if not failure.is_of_pair or prefill.num_cleared > num_cleared:
                 decode = self._context.worker_choice.choose_importer(
                     self._admitted, self._choices, prefill, num_committed=len(self._committed), besides=self._tried
                 )

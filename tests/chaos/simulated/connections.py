@@ -220,7 +220,7 @@ class End(asyncio.Transport):
         """Read what has arrived, or a part of it."""
         if self.is_deaf or self.is_over or self._protocol is None:
             return
-        now_s = self._loop.time()
+        now_s = self._loop.now_s
         data = self.incoming.read(now_s)
         if self._is_closing:
             return
@@ -242,10 +242,10 @@ class End(asyncio.Transport):
             self._loop.call_soon(self._on_writable, context=self.process.context)
 
     def finish(self) -> None:
-        self._arrive_at(self.outgoing.finish(self._loop.time(), is_cut=self.connection.is_cut))
+        self._arrive_at(self.outgoing.finish(self._loop.now_s, is_cut=self.connection.is_cut))
 
     def resend(self) -> None:
-        self._arrive_at(self.outgoing.heal(self._loop.time()))
+        self._arrive_at(self.outgoing.heal(self._loop.now_s))
 
     def _on_writable(self) -> None:
         if self.is_over:
@@ -258,7 +258,7 @@ class End(asyncio.Transport):
             self._end(None)
 
     def _send(self) -> None:
-        self._arrive_at(self.outgoing.send(self._loop.time(), is_cut=self.connection.is_cut))
+        self._arrive_at(self.outgoing.send(self._loop.now_s, is_cut=self.connection.is_cut))
 
     def _arrive_at(self, times_s: list[float]) -> None:
         peer = self.peer

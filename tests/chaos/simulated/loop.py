@@ -29,6 +29,7 @@ class Process:
         self.is_alive = True
         self.is_stopped = False
         self.clock_ahead_s = 0.0  # offset of its wall clock
+        self.clock_tick_s = 0.0  # the step in which the time of its event loop advances; 0: none
         self.fails_in_step = False  # the next one
         self.hangs_in_step_s = 0.0  # the next one
         self.hangs = asyncio.Event()  # set when the hang begins
@@ -107,7 +108,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         super().__init__()
         Counted.numbers = itertools.count()
         self._dice = dice
-        self._now_s = 0.0
+        self.now_s = 0.0
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._serial = itertools.count()
         self._runnable: list[Process] = []
@@ -120,16 +121,17 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._owners: dict[int, Process] = {}  # of async generators that have begun, by id
 
     def time(self) -> float:
-        return self._now_s
+        tick_s = _PROCESS.get(self.world).clock_tick_s
+        return self.now_s // tick_s * tick_s if tick_s else self.now_s
 
     def spend(self, seconds: float) -> None:
         """Let the present callback take this many seconds."""
-        self._now_s += seconds
+        self.now_s += seconds
 
     def call_soon(  # type: ignore[override]
         self, callback: Any, *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
-        handle = _Callback(self._now_s, callback, args, self, context)
+        handle = _Callback(self.now_s, callback, args, self, context)
         self._put(handle)
         return handle
 
@@ -145,7 +147,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Any, *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
-        return self.call_at(self._now_s + delay, callback, *args, context=context)
+        return self.call_at(self.now_s + delay, callback, *args, context=context)
 
     def create_task(  # type: ignore[override]
         self, coro: Coroutine[Any, Any, Any], *, name: str | None = None, context: contextvars.Context | None = None
@@ -242,7 +244,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
                 self.num_run += 1
                 num_at_once += 1
                 if num_at_once > _MAX_AT_ONCE:
-                    raise Stuck(f"time stands still at {self._now_s:.3f} s: the last callback was {handle!r}")
+                    raise Stuck(f"time stands still at {self.now_s:.3f} s: the last callback was {handle!r}")
 
     def _pass_time(self) -> None:
         timers = self._timers
@@ -250,8 +252,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             heapq.heappop(timers)
         if not timers:
             raise Stuck("nothing can happen any more: every task waits for another one")
-        self._now_s = max(self._now_s + _TICK_S, timers[0][0])
-        while timers and timers[0][0] <= self._now_s:
+        self.now_s = max(self.now_s + _TICK_S, timers[0][0])
+        while timers and timers[0][0] <= self.now_s:
             timer = heapq.heappop(timers)[2]
             if not timer._cancelled:
                 self._put(timer)
@@ -273,7 +275,7 @@ class Threads(Executor):
         assert isinstance(loop, SimulatedLoop)
         is_refused = self._allocates and loop.is_refused_memory()
         future: Future[Any] = Future()
-        self._free_at_s = max(self._free_at_s, loop.time()) + loop.soon_s(self._most_s)
+        self._free_at_s = max(self._free_at_s, loop.now_s) + loop.soon_s(self._most_s)
         self._pending[future] = loop.call_at(self._free_at_s, self._do, future, work, args, keywords)
         if is_refused:
             raise RuntimeError("can't start new thread")

@@ -57,7 +57,7 @@ _WALL_S = 1_800_000_000.0
 
 class SimulatedClock(Clock):
     def now_s(self) -> float:
-        return float(world().loop.time())
+        return float(world().loop.now_s)
 
 
 class _HttpServer:
@@ -135,7 +135,7 @@ _LOAD = Tokenization.load
 
 
 def _wall_s() -> float:
-    return _WALL_S + float(world().loop.time()) + current().clock_ahead_s
+    return _WALL_S + float(world().loop.now_s) + current().clock_ahead_s
 
 
 def _transports(settings: object, means: TransportSetup) -> Available:
@@ -228,7 +228,7 @@ def _of_every_member(dice: _Dice) -> dict[str, object]:
 
 def _of_workers(dice: _Dice) -> dict[str, object]:
     """Return the replacements, by name, in the code of workers."""
-    clock = SimpleNamespace(perf_counter=lambda: world().loop.time(), monotonic=lambda: world().loop.time())
+    clock = SimpleNamespace(perf_counter=lambda: world().loop.now_s, monotonic=lambda: world().loop.now_s)
     return {
         "worker.life.configure_logs": lambda *_: None,
         "worker.life.MonotonicClock": SimulatedClock,
@@ -287,7 +287,7 @@ def simulated_machine() -> Iterator[None]:
         vocab_size()
         for name, value in (_of_every_member(dice) | _of_workers(dice) | _of_routers(dice)).items():
             stack.enter_context(mock.patch(name, value))
-        now_s = (lambda: float(world().loop.time()),)
+        now_s = (lambda: float(world().loop.now_s),)
         stack.enter_context(mock.patch.object(SwappingRunner.__init__, "__defaults__", now_s))
         stack.enter_context(mock.patch.dict(Exporter.__init__.__kwdefaults__, wall_clock=_wall_s))
         stack.enter_context(mock.patch.dict(Overview.__init__.__kwdefaults__, wall_clock=_wall_s))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 READ_TIMEOUT_S = 3.0
 _REQUEST_TIMEOUT_S = 90.0
 _READY_S, _LOOK_S = 30.0, 5.0
+UVLOOP_TICK_S = 0.001  # the loop of routers reads its clock in milliseconds
 
 
 class Member:
@@ -54,6 +55,7 @@ class Member:
         self._number += 1
         self._port += elsewhere
         self.process = Process(self.place, self._number)
+        self.process.clock_tick_s = UVLOOP_TICK_S if self.role == "router" else 0.0
         self.process.step_s, self.process.token_s = self._world.schedule.step_s, self._world.schedule.token_s
         self.stop, self._ready = asyncio.Event(), asyncio.Event()
         self._world.say(self.process, "starts")

@@ -57,7 +57,7 @@ class Conversation:
             self.held.append((to, receive, what))
             return
         loop = self.network.loop
-        at_s = max(self._arrives_s[to], loop.time() + self.network.latency_s())
+        at_s = max(self._arrives_s[to], loop.now_s + self.network.latency_s())
         self._arrives_s[to] = at_s
         loop.call_at(at_s, receive, *what, context=to.context)
 

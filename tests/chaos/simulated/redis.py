@@ -54,15 +54,15 @@ class RedisServer:
 
     def get(self, key: str) -> str | None:
         kept = self._keys.get(key)
-        if kept is None or kept.until_s <= self._network.loop.time():
+        if kept is None or kept.until_s <= self._network.loop.now_s:
             return None
         return kept.value
 
     def put(self, key: str, value: str, milliseconds: int) -> None:
-        self._keys[key] = _Kept(value, self._network.loop.time() + milliseconds / 1000)
+        self._keys[key] = _Kept(value, self._network.loop.now_s + milliseconds / 1000)
 
     def holder(self, keys: Sequence[str], values: Sequence[Any]) -> tuple[str, str, str, str]:
-        holder, time_us = self.get(keys[0]) or "", round(self._network.loop.time() * 1e6)
+        holder, time_us = self.get(keys[0]) or "", round(self._network.loop.now_s * 1e6)
         seconds, microseconds = divmod(time_us, 1_000_000)
         return holder, holder, str(seconds), str(microseconds)
 

@@ -19,8 +19,10 @@ from tests.chaos.simulated.schedule import Ask, Schedule, plain_schedule
 from tests.chaos.simulated.world import run_schedule
 
 _FIXED = range(16)
-_READ_FAILS_FIRST = (22, 115, 162)  # of `exporter_dies`: the failed read reaches the router before the death does
+_READ_FAILS_FIRST = (93, 117, 132)  # of `exporter_dies`: the failed read reaches the router before the death does
+_COARSE_TICK_S = 0.05
 _NUM_ASKS = 4
+_TROUBLE_S = 20.0
 _BEFORE_IT_RUNS = (Phase.QUEUED, Phase.PREFILLING, Phase.FIRST_TOKEN, Phase.PULLING)
 
 
@@ -64,6 +66,28 @@ def test_a_prompt_prefilled_for_a_dead_decode_worker_is_imported_by_another() ->
             num_without_a_prefill_more += bool(reissued) and num_prefills == _NUM_ASKS
     assert num_reissued >= len(_FIXED)
     assert num_without_a_prefill_more >= len(_FIXED) // 2  # in the others some sequences ran already
+
+
+def importer_cannot_read(seed: int) -> Schedule:
+    """Return a schedule in which one of two decode workers cannot read the KV of a prefill worker that lives."""
+    dice = Random(f"{seed} cannot read")
+    asks = tuple(
+        Ask(dice.random() / 4, 0, number % 2, 8, dice.randint(8, 40), dice.randint(5, 20))
+        for number in range(_NUM_ASKS)
+    )
+    trouble = Mishap(Kind.UNREADABLE, "decode", 0, 0.0, for_s=_TROUBLE_S)
+    return _with_two_decode_workers(seed, asks, trouble, num_prefills=1)
+
+
+def test_a_ticket_is_reissued_as_soon_as_its_exporter_has_answered_a_health_check() -> None:
+    """By the router's clock the exporter answers at the time at which the read failed."""
+    with simulated_machine(), mock.patch("tests.chaos.simulated.member.UVLOOP_TICK_S", _COARSE_TICK_S):
+        for seed in _FIXED[:4]:
+            result = run_schedule(importer_cannot_read(seed))
+            assert not result.violations, f"seed {seed}: {result.violations}"
+            assert result.outcomes == Counter(ok=_NUM_ASKS)
+            assert result.reached["counted: tickets_reissued handoff read_failed"] >= 2
+            assert result.simulated_s < _TROUBLE_S + 2, f"seed {seed}: a request waited"
 
 
 def exporter_dies(seed: int) -> Schedule:

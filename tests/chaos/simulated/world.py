@@ -82,7 +82,7 @@ class World:
         self._is_over = False  # no more faults
 
     def say(self, who: object, what: str) -> None:
-        self.happened.append((self.loop.time(), str(who), what))
+        self.happened.append((self.loop.now_s, str(who), what))
 
     def wrong(self, what: str) -> None:
         self.violations.append(what)
@@ -123,7 +123,7 @@ class World:
             outcomes=self.outcomes,
             reached=self.reached,
             hit=tuple(self.hit),
-            simulated_s=self.loop.time(),
+            simulated_s=self.loop.now_s,
             num_events=self.loop.num_run,
         )
 
@@ -153,7 +153,7 @@ class World:
 
     def _note_phase(self, method: str, sender: Process, receiver: Process, message: Any) -> None:
         kind = kind_of(message)
-        self.trace.append((self.loop.time(), method, sender.place, receiver.place, kind))
+        self.trace.append((self.loop.now_s, method, sender.place, receiver.place, kind))
         phase = BEGINS.get((method, kind))
         if phase is not None and sender.place != "world":
             if phase is Phase.QUEUED:
@@ -267,9 +267,9 @@ class World:
 
     async def _become_idle(self) -> None:
         """Wait until no worker has leased, held, quarantined or running work, and check every account."""
-        deadline_s = self.loop.time() + _IDLE_S
+        deadline_s = self.loop.now_s + _IDLE_S
         busy: list[str] = []
-        while self.loop.time() < deadline_s:
+        while self.loop.now_s < deadline_s:
             await asyncio.sleep(1.0)
             busy = [text for member in self.members.values() for text in await member.left_over()]
             if not busy:
