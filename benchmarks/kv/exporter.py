@@ -1,4 +1,4 @@
-"""The exporter's process: a pool, one transport, hand-offs over gRPC, and the exporter's side of the limits.
+"""The exporter's process: a pool, one transport, hand-offs over a worker's server, and its side of the limits.
 
 Reads and writes JSON, one object per line: first it prints what the importer must know, then it answers requests until
 its standard input ends.
@@ -11,14 +11,26 @@ import os
 import sys
 from dataclasses import asdict, dataclass
 
-import grpc
-
 from benchmarks.kv.nixl import BareExporter
-from benchmarks.kv.parties import EPOCH, EXPORTER, IMPORTER, KEY, LAYOUT, PROMPT_HASH, load_tls, means_of, module_of
+from benchmarks.kv.parties import (
+    EPOCH,
+    EXPORTER,
+    HOST,
+    IMPORTER,
+    KEY,
+    LAYOUT,
+    PROMPT_HASH,
+    load_tls,
+    means_of,
+    module_of,
+)
 from benchmarks.kv.shapes import BLOCK_SIZE, source_pool
 from benchmarks.kv.sockets import PlainServer
+from cluster.accounts.audit import Audit
+from cluster.auth.gate import MemberGate
 from cluster.clock import MonotonicClock
 from cluster.observe.telemetry import Telemetry
+from cluster.serving.serving import GrpcServer, join_address
 from cluster.settings.worker_settings import TransferSettings
 from kvtransfer.counters import TransferCounters
 from kvtransfer.exporter.exporter import Exporter, FirstToken
@@ -68,14 +80,18 @@ async def serve(transport_name: str, num_blocks: int, certificates: str, device:
     tls = load_tls(certificates)
     pool = source_pool(num_blocks, device, transport_name)
     transport: ExporterTransport = module_of(transport_name).exporter(means_of(EXPORTER, pool, tls))
-    server = grpc.aio.server()
-    if tls is None:
-        port = server.add_insecure_port("127.0.0.1:0")
-    else:
-        port = server.add_secure_port("127.0.0.1:0", tls.member_credentials())
+    telemetry = Telemetry()
+    gate = MemberGate(KEY, EXPORTER, telemetry, Audit())
+    server = GrpcServer(
+        service_names=["tandem.internal.v1.KvTransfer"],
+        telemetry=telemetry,
+        gate=gate,
+        credentials=tls.member_credentials() if tls is not None else None,
+    )
+    gate.serve(server)
     exporter = Exporter(
         member=EXPORTER,
-        address=f"127.0.0.1:{port}",
+        address=join_address(HOST, server.bind(HOST, 0)),
         wire=NativeFormat(pool),
         layout=LAYOUT,
         keys=KEY,
@@ -83,9 +99,9 @@ async def serve(transport_name: str, num_blocks: int, certificates: str, device:
         transports=[transport],
         release=lambda ticket_id: None,
         clock=MonotonicClock(),
-        counters=TransferCounters(Telemetry()),
+        counters=TransferCounters(telemetry),
     )
-    kv_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(exporter=exporter), server)
+    kv_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(exporter=exporter), server.grpc)
     await exporter.start()
     await server.start()
     bare = BareExporter(pool) if transport_name == "nixl" and pool.memfd is not None else None
@@ -100,7 +116,7 @@ async def serve(transport_name: str, num_blocks: int, certificates: str, device:
     _say(asdict(hello))
     await _answer(Offers(exporter))
     await exporter.close()
-    await server.stop(None)
+    await server.stop(0)
 
 
 async def _answer(offers: Offers) -> None:

@@ -19,9 +19,9 @@ from benchmarks.kv.nixl import BareImporter
 from benchmarks.kv.parties import EPOCH, IMPORTER, KEY, LAYOUT, PROMPT_HASH, load_tls, means_of, module_of
 from benchmarks.kv.shapes import BLOCK_SIZE, Shape, check_arrived, target_pool
 from benchmarks.kv.sockets import LOOPS, TLS_LOOPS, PlainClient
+from cluster.auth.member_channel import open_member_channel
 from cluster.clock import MonotonicClock
 from cluster.observe.telemetry import Telemetry
-from cluster.serving.serving import open_channel
 from cluster.settings.worker_settings import TransferSettings
 from engine.kv.pool import KvPool
 from kvtransfer.counters import TransferCounters
@@ -154,7 +154,7 @@ async def moves_over(
             transports=[side],
             clock=MonotonicClock(),
             counters=TransferCounters(Telemetry()),
-            connect=lambda address: open_channel(address, tls),
+            connect=partial(open_member_channel, keys=KEY, caller=str(IMPORTER), tls=tls),
         )
         channel = await side.open_channel(EPOCH, bytes.fromhex(process.hello["endpoint"]))
         moves = Moves(process, pool, channel, importer)

@@ -232,8 +232,8 @@ def pass_at_importer(importer: Importer, clock: ManualClock, duration_s: float) 
 
 
 async def finish_received(importer: Importer) -> None:
-    """Wait until the only hand-off in progress knows that its prefill has ended."""
-    (run,) = importer._runs.values()
+    """Wait until the hand-off that began last knows that its prefill has ended. An earlier one may still be closing."""
+    *_, run = importer._runs.values()
     async with asyncio.timeout(DEADLINE_S):
         while run._state.finished is None:  # noqa: ASYNC110 -- no event tells
             await asyncio.sleep(0)
