@@ -7,8 +7,8 @@ one call. A peer never retries and never decides what happens to a sequence; the
 import asyncio
 import logging
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -41,6 +41,7 @@ class Peer(WorkerHealth):
     ) -> None:
         """`others`: as of WorkerHealth."""
         super().__init__(member, channel, side, others)
+        self._call_timeout_s = side.timeouts.call_timeout_s
         self.unmodelled = UnmodelledTimes()
         self.kv_format = sys.intern(repr(member.fingerprint))
         self.stream = WorkerStream(
@@ -96,8 +97,8 @@ class Peer(WorkerHealth):
 
     # Prompts that the worker computes for another one
 
-    @asynccontextmanager
-    async def prefill(self, job: PrefillJob) -> AsyncIterator["PrefillCall"]:
+    @contextmanager
+    def prefill(self, job: PrefillJob) -> Iterator["PrefillCall"]:
         """Start a prefill. Leaving the block early cancels it."""
         work = PromptWork.of(len(job.token_ids), job.num_expected_cached)
         with self._queued(work, job.tenant) as computed:
@@ -158,7 +159,7 @@ class Peer(WorkerHealth):
 
         The worker computes nothing within this call, so a call that exceeds `call_timeout_s` makes the worker suspect.
         """
-        limit_s = self._timeouts.call_timeout_s
+        limit_s = self._call_timeout_s
         calls = self._decode_calls
         try:
             request, metadata = wire.decode_job_to_wire(job), _trace_metadata(job.trace_parent)

@@ -6,8 +6,8 @@ worker, so that the prefill is not repeated. docs/failover.md.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -123,8 +123,7 @@ class TicketImport:
     async def _run(self, decoding: DecodeLeg, ticket: bytes, attempt: int) -> None:
         job = self._admitted.decode_job(decoding.owners, self._committed, attempt, ticket)
         with leg(DECODE, decoding.worker):
-            async with self._unless_suspect(decoding.decode):
-                await self._start(decoding, job)
+            await self._unless_suspect(decoding.decode, self._start(decoding, job))
 
     async def _start(self, decoding: DecodeLeg, job: DecodeJob) -> None:
         await decoding.decode.start(job)
@@ -134,11 +133,11 @@ class TicketImport:
         decoding.cancel_ended()
         await decoding.until_started()
 
-    @asynccontextmanager
-    async def _unless_suspect(self, decode: Peer) -> AsyncIterator[None]:
-        """End the block by the error of the importer's loss once the importer is suspect and another worker can import
-        the ticket. This repeats no prefill, so no hedge is needed."""
+    async def _unless_suspect(self, decode: Peer, work: Coroutine[Any, Any, None]) -> None:
+        """Await `work`. Raises the error of the importer's loss once the importer is suspect and another worker can
+        import the ticket. This repeats no prefill, so no hedge is needed."""
         if self._is_replaceable(decode):
+            work.close()
             raise decode.loss(_SUSPECT)
         loop, until_suspect = asyncio.get_running_loop(), asyncio.timeout(None)
 
@@ -149,7 +148,7 @@ class TicketImport:
         try:
             async with until_suspect:
                 with self._context.fleet.calling(look):
-                    yield
+                    await work
         except TimeoutError as error:
             if not until_suspect.expired():
                 raise
@@ -250,7 +249,7 @@ class Attempt:
                 num_cached = self._prefixes.num_cached(num_blocks, prefill_id)
                 job = self._admitted.prefill_job(self._choices, self._number, decode_id, sources, num_cached)
                 prefill = self._fleet.connected_peer(prefill_id)
-                async with prefill.prefill(job) as call:
+                with prefill.prefill(job) as call:
                     begin = partial(ticket_import.begin, attempt=self._number, prefill=prefill)
                     first = await self._from(PREFILL, prefill, _first_tokens(call, begin))
                     self._deliver_first(first, prefill_id)
@@ -272,7 +271,7 @@ class Attempt:
         with leg(PREFILL, prefill_id):
             job = self._admitted.prefill_job(self._choices, self._number, importer=None)
             prefill = self._fleet.connected_peer(prefill_id)
-            async with prefill.prefill(job) as call:
+            with prefill.prefill(job) as call:
                 first = await self._from(PREFILL, prefill, _first_tokens(call, lambda ticket: None))
                 self._deliver_first(first, prefill_id)
 
@@ -311,10 +310,13 @@ class Attempt:
 
     async def _follow(self, decode: DecodeLeg) -> None:
         """Deliver tokens until every sequence has ended, wherever it was moved."""
+        if (move := await self._followed(decode)) is None:  # of most requests
+            return
         with ExitStack() as parted:  # holds those whose task never got to run
             async with branches() as travels:
-                while (move := await self._followed(decode)) is not None:
+                while move is not None:
                     travels.create_task(self._travel(parted.enter_context(decode.split(move.handle)), move))
+                    move = await self._followed(decode)
 
     async def _travel(self, decode: DecodeLeg, move: MoveRequest | None) -> None:
         """Follow one sequence from worker to worker."""

@@ -4,10 +4,10 @@ Owns the tasks of hedges, which end with their request at the latest. router/pol
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 from cluster.errors import Overloaded
 from cluster.observe.telemetry import Telemetry
@@ -71,15 +71,10 @@ class Hedging:
         self._budget = HedgeBudget()
         self._ended = ChangeSignal()  # of any hedge
 
-    @asynccontextmanager
-    async def of_request(self, go_on: GoOn) -> AsyncIterator["Hedges"]:
-        """Yield the hedges of one request, which end with the block. `go_on` completes choices from their committed
-        tokens."""
-        hedges = Hedges(self, go_on)
-        try:
-            yield hedges
-        finally:
-            await hedges.close()
+    def of_request(self, go_on: GoOn) -> "Hedges":
+        """Return the hedges of one request, for `async with`: they end with the block. `go_on` completes choices from
+        their committed tokens."""
+        return Hedges(self, go_on)
 
     def action(
         self, admitted: AdmittedRequest, choices: Sequence[Choice], pending: PendingLeg, *, may_hedge: bool
@@ -155,10 +150,13 @@ class Hedges:
         self._go_on = go_on
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await end(*self._tasks)
 
     async def unless_overtaken(
         self,
