@@ -5,7 +5,6 @@ behaviour. The pipeline, which gRPC shares, checks the ranges.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, PlainValidator, WithJsonSchema, field_validator
@@ -14,7 +13,7 @@ from cluster.errors import InvalidRequest
 from router.http.bodies.generation_fields import LogitFields, StreamOptions, StructuredOutputFields
 from router.http.bodies.messages import MAX_MESSAGES, Message, TemplateArguments, ToolFields
 from router.http.bodies.openapi import TOKEN_IDS
-from router.http.bodies.strict_body import NeutralValues, StrictBody, whole
+from router.http.bodies.strict_body import EMPTY, NeutralValues, StrictBody, whole
 from router.http.openai_responses import PromptFields, PromptNames
 from router.request.validation import (
     MAX_CACHE_SALT_CHARACTERS,
@@ -173,7 +172,7 @@ class _Request(LogitFields, StructuredOutputFields):
         FailFast(),
         BeforeValidator(_one_or_more),
         WithJsonSchema(_STOP_SCHEMA),
-    ] = Field([], description="a string or up to 16 strings; the text ends before the first that occurs")
+    ] = Field(EMPTY, description="a string or up to 16 strings; the text ends before the first that occurs")
     service_tier: Literal["auto", "default", "flex"] = Field(
         "auto", description="flex: uses only capacity that no other request needs"
     )
@@ -193,7 +192,7 @@ class _Request(LogitFields, StructuredOutputFields):
         Field(max_length=_MAX_LISTED),
         FailFast(),
         WithJsonSchema(_TOKEN_IDS | {"maxItems": MAX_STOP_TOKEN_IDS}),
-    ] = Field([], description="tokens that end the output, as the end-of-sequence token does")
+    ] = Field(EMPTY, description="tokens that end the output, as the end-of-sequence token does")
     cache_salt: str = Field(
         "",
         description="prompts share KV with those of the same salt only",
@@ -267,8 +266,7 @@ class _Request(LogitFields, StructuredOutputFields):
             prompt=prompt,
             label=label,
             model=self.model,
-            sampling=replace(
-                self.logit_params(),
+            sampling=self.sampling_params(
                 temperature=self.temperature,
                 top_k=0 if self.top_k == -1 else self.top_k,
                 top_p=self.top_p,
@@ -355,7 +353,7 @@ class ChatCompletionRequest(_Request, ToolFields):
         None, description="given to the chat template, with enable_thinking, which is false for none"
     )
     include_reasoning: bool = Field(default=True, description="false: the reasoning is left out of the answer")
-    documents: list[dict[str, str]] = Field([], description="given to the chat template", max_length=MAX_DOCUMENTS)
+    documents: list[dict[str, str]] = Field(EMPTY, description="given to the chat template", max_length=MAX_DOCUMENTS)
     chat_template: str | None = Field(None, description="replaces the model's own, where routers permit it")
     chat_template_kwargs: TemplateArguments = Field({}, description="further values for the chat template")
     add_generation_prompt: bool = Field(default=True, description="true: the prompt ends where an answer begins")

@@ -13,7 +13,7 @@ from pydantic import FailFast, Field, WithJsonSchema
 from cluster.errors import InvalidGrammar, InvalidRequest
 from cluster.messages import Grammar, GrammarKind
 from router.http.bodies.openapi import TOKEN_IDS
-from router.http.bodies.strict_body import NeutralValues, StrictBody
+from router.http.bodies.strict_body import EMPTY, NeutralValues, StrictBody
 from router.request.logit_rules import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARACTERS,
@@ -94,6 +94,8 @@ class StructuredOutputFields(StrictBody):
 
     def grammar(self) -> tuple[Grammar | None, str]:
         """Return the grammar and the field that holds it. Raises InvalidGrammar for more than one."""
+        if self.model_fields_set.isdisjoint(StructuredOutputFields.model_fields):
+            return None, ""
         found: list[tuple[Grammar, str]] = []
         if self.response_format is not None and (grammar := self.response_format.grammar()) is not None:
             found.append((grammar, "response_format"))
@@ -178,7 +180,7 @@ class LogitFields(StrictBody):
                 "maxItems": MAX_ALLOWED_TOKEN_IDS,
             }
         ),
-    ] = Field([], description="the only tokens that may be generated")
+    ] = Field(EMPTY, description="the only tokens that may be generated")
     bad_words: Annotated[
         list[str],
         Field(max_length=_MAX_LISTED),
@@ -190,10 +192,10 @@ class LogitFields(StrictBody):
                 "maxItems": MAX_BAD_WORDS,
             }
         ),
-    ] = Field([], description="strings that are never generated")
+    ] = Field(EMPTY, description="strings that are never generated")
 
-    def logit_params(self) -> SamplingParams:
-        """Return these fields as sampling parameters, with the others open. Raises InvalidRequest."""
+    def sampling_params(self, **others: Any) -> SamplingParams:
+        """Return these fields as sampling parameters, beside the others. Raises InvalidRequest."""
         return SamplingParams(
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
@@ -201,9 +203,13 @@ class LogitFields(StrictBody):
             logit_bias=self._biases(),
             allowed_token_ids=tuple(self.allowed_token_ids),
             bad_words=tuple(self.bad_words),
+            **others,
         )
 
     def _biases(self) -> tuple[tuple[int, float], ...]:
+        if not self.logit_bias:
+            return ()
+
         def is_id(key: str) -> bool:
             return key.isascii() and key.isdigit() and len(key) <= _ID_DIGITS
 

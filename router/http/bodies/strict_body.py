@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 _MAX_FIELDS = 128  # of one object; checking a million would block the event loop
 _ABOUT_THE_FIELD = ("title", "description", "default", "deprecated")
+EMPTY: Any = ()  # the default of lists: pydantic copies a default that can change, for each body
 
 NeutralValues = Mapping[str, tuple[object, ...]]
 
@@ -59,16 +60,16 @@ class StrictBody(BaseModel):
             return data
         if len(data) > _MAX_FIELDS:
             raise ValueError(f"an object has {len(data)} fields; the maximum is {_MAX_FIELDS}")
+        fields = cls.model_fields
         return {
             name: value if name in cls.reads_numbers else whole(value)
             for name, value in data.items()
-            if not cls._is_nothing(name, value)
+            if (value is not None if name in fields else not cls._is_neutral(name, value))
         }
 
     @classmethod
-    def _is_nothing(cls, name: object, value: object) -> bool:
-        if name in cls.model_fields:
-            return value is None
+    def _is_neutral(cls, name: object, value: object) -> bool:
+        """Return whether the value of a field that Tandem does not have asks for nothing."""
         neutral = cls.asks_for_nothing.get(name) if isinstance(name, str) else None
         # `True == 1` in Python: a boolean is nothing only where a boolean is named.
         return neutral is not None and (value is None or any(value == n and type(value) in _alike(n) for n in neutral))
