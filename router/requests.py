@@ -83,12 +83,6 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
     bad_words: tuple[str, ...] = ()
 
-    @property
-    def has_logit_rules(self) -> bool:
-        """Return whether the client set a field of router/request/logit_rules.py, which most requests do not."""
-        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
-        return penalties != (None, None, None) or bool(self.logit_bias or self.allowed_token_ids or self.bad_words)
-
 
 @dataclass(frozen=True, slots=True)
 class StopConditions:
@@ -144,6 +138,11 @@ class GenerateRequest:
     acceptance: bytes = b""  # with `resume_from`: what the router gave that accepted the request
     truncate_prompt_tokens: int | None = None  # keep only its last ones; -1: as many as max_tokens leaves room for
     skip_special_tokens: bool = True  # in the text
+
+    @property
+    def prompt_field(self) -> str:
+        """Return the client's field that holds the prompt."""
+        return "messages" if isinstance(self.prompt, ChatPrompt) else "prompt"
 
 
 class ChoiceDelta(NamedTuple):

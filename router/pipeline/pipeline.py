@@ -28,7 +28,6 @@ from router.pipeline.attempt import Attempt, AttemptContext
 from router.pipeline.failures import AttemptFailed, RetryBudget
 from router.pipeline.hedges import Hedges, Hedging, Overtaken
 from router.pipeline.migration import Migrations
-from router.pipeline.prompts import Prompts
 from router.pipeline.worker_choice import Options, PairHealth, WorkerChoice
 from router.policies.breakers import BreakerPolicy
 from router.policies.candidates import SloTargets
@@ -49,7 +48,7 @@ from router.requests import (
     Summary,
 )
 from router.running import all_of, first_done, running
-from router.text.tokenization import Tokenization, TokenizerThreads
+from router.text.tokenization import Prompts, Tokenization, TokenizerThreads
 
 _INLINE_TOKENS = 1024  # a resumed request with more tokens is replayed off the event loop
 
@@ -156,7 +155,8 @@ class Pipeline:
                 missed = await self._resume(admitted, live.request, acceptance)
                 options = None
                 if live.request.resume_from is None:
-                    live.reservation.reserve(_most_tokens(live.request, admitted), self._clock.now_s())
+                    if live.reservation is not None:
+                        live.reservation.reserve(_most_tokens(live.request, admitted), self._clock.now_s())
                     options = await self._worker_choice.refuse_early(admitted)
                 with self._live_requests.streaming(live, acceptance.stream_id):
                     live.account.record_admission(len(resolved.prompt_token_ids))
@@ -185,7 +185,8 @@ class Pipeline:
         if self._draining:
             raise Draining("this router is draining; try another")
         check(request, self._model)
-        check_request(request.caller, request.n, request.priority)
+        if request.caller.key_id:
+            check_request(request.caller, request.n, request.priority)
         return request.timeout_s if request.timeout_s is not None else self.request_timeout_s
 
     async def _accept(self, live: LiveRequest, timeout_s: float) -> tuple[ResolvedRequest, Acceptance]:

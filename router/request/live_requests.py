@@ -9,7 +9,7 @@ the network may deliver a call after a newer one: a call never ends a stream wit
 import asyncio
 import secrets
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -37,7 +37,7 @@ class LiveRequest:
     account: RequestAccount
     outbox: Outbox
     row: LiveRow
-    reservation: Reservation
+    reservation: Reservation | None  # None: the caller has no key, and so no limits
     accepted: asyncio.Future[Accepted]  # done once the request is admitted, before its first delta
     served: asyncio.Event = field(default_factory=asyncio.Event)  # set when its stream has ended
 
@@ -209,7 +209,9 @@ class LiveRequests:
     ) -> Iterator[LiveRequest]:
         caller, is_resumed, now_s = request.caller, request.resume_from is not None, self._clock.now_s()
         with (
-            self.limits.place(caller, now_s, request.num_bytes, is_resumed=is_resumed) as reservation,
+            self.limits.place(caller, now_s, request.num_bytes, is_resumed=is_resumed)
+            if caller.key_id
+            else nullcontext() as reservation,
             self._placed(request_id, request, takes_over=takes_over) as row,
         ):
             outbox = Outbox(self.buffers, self._clock, self._flush, request.stream_interval)
@@ -245,7 +247,7 @@ class LiveRequests:
         where it is resumed.
         """
         caller, account = live.request.caller, live.account
-        if not caller.key_id:
+        if live.reservation is None:
             return
         is_new = live.request.resume_from is None
         used = Usage(

@@ -16,7 +16,7 @@ from cluster.messages import MAX_GRAMMAR_BYTES, MAX_PROMPT_LOGPROBS, Grammar, Lo
 from cluster.protocol.field_rules import LONGEST_S
 from cluster.protocol.hashing import pack_ids
 from router.request.logit_rules import check_logit_rules, resolved_logit_rules
-from router.requests import Accepted, ChatPrompt, GenerateRequest, ResumedChoice, SamplingParams, StopConditions
+from router.requests import Accepted, GenerateRequest, ResumedChoice, SamplingParams, StopConditions
 from router.text.model_files import ModelInfo
 
 MAX_CHOICES = 128
@@ -95,7 +95,7 @@ def check(request: GenerateRequest, model: ModelInfo) -> None:
         )
     _check_times(request)
     _check_sampling(request.sampling)
-    if request.sampling.has_logit_rules:
+    if _has_logit_rules(request.sampling):
         check_logit_rules(request.sampling, model)
     _check_stop(request.stop, model)
     if request.grammar is not None:
@@ -128,10 +128,10 @@ def resolve(
     """Resolve all defaults of a request that has passed `check`. `bad_words`: the request's, in tokens. Raises
     InvalidRequest, ContextLengthExceeded."""
     if not prompt_token_ids:
-        raise InvalidRequest("the prompt is empty: it must have at least one token", param=prompt_field(request))
+        raise InvalidRequest("the prompt is empty: it must have at least one token", param=request.prompt_field)
     # First: a prompt may be too long to be looked through at all.
     max_tokens = _max_tokens(len(prompt_token_ids), request, model)
-    packed_prompt = _packed(prompt_token_ids, model, prompt_field(request))
+    packed_prompt = _packed(prompt_token_ids, model, request)
     _check_prompt_logprobs(request, len(prompt_token_ids))
     if request.stop.min_tokens > max_tokens:
         raise InvalidRequest(
@@ -167,19 +167,25 @@ def _rules(
 ) -> LogitRules | None:
     """Return the rules of the request and the model; None without any, as for most requests. Raises InvalidRequest."""
     params = request.sampling
-    if not (params.has_logit_rules or bad_words or stops.min_tokens or model.default_sampling.rules):
+    if not (_has_logit_rules(params) or bad_words or stops.min_tokens or model.default_sampling.rules):
         return None
     return resolved_logit_rules(params, bad_words, stops, model)
 
 
-def _packed(token_ids: tuple[int, ...], model: ModelInfo, param: str) -> bytes:
-    """Check that all token ids of the field are in the vocabulary, and pack them. Raises InvalidRequest."""
+def _has_logit_rules(params: SamplingParams) -> bool:
+    """Return whether the client set a field that logit_rules.py checks, which most clients do not."""
+    penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
+    return penalties != (None, None, None) or bool(params.logit_bias or params.allowed_token_ids or params.bad_words)
+
+
+def _packed(token_ids: tuple[int, ...], model: ModelInfo, request: GenerateRequest) -> bytes:
+    """Check that all token ids of the prompt are in the vocabulary, and pack them. Raises InvalidRequest."""
     try:
         packed = pack_ids(token_ids)  # only unsigned ids, so only the largest one can be outside
     except ValueError:
         packed = b""
     if not packed or max(token_ids) >= model.vocab_size:
-        check_token_ids(token_ids, model, param)
+        check_token_ids(token_ids, model, request.prompt_field)
     return packed
 
 
@@ -301,11 +307,6 @@ def _check_resumption(request: GenerateRequest, choices: tuple[ResumedChoice, ..
         check_token_ids(choice.token_ids, model, "resume_from")
 
 
-def prompt_field(request: GenerateRequest) -> str:
-    """Return the client's field that holds the prompt."""
-    return "messages" if isinstance(request.prompt, ChatPrompt) else "prompt"
-
-
 def _max_tokens(num_prompt_tokens: int, request: GenerateRequest, model: ModelInfo) -> int:
     stop = request.stop
     room = model.max_model_len - num_prompt_tokens
@@ -315,7 +316,7 @@ def _max_tokens(num_prompt_tokens: int, request: GenerateRequest, model: ModelIn
             f" tokens: at most {model.max_model_len - 1} leave room for one more",
             num_prompt=num_prompt_tokens,
             most=model.max_model_len - 1,
-            param=prompt_field(request),
+            param=request.prompt_field,
         )
     wanted, most = stop.max_tokens, model.lengths.most_output(room)
     refusal = model.lengths.refusal(num_prompt_tokens, wanted or 1)

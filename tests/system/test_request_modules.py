@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.request_modules import __main__ as request_modules
 
-_MOST_MODULES = 128  # as many were counted, the same in each run
+_MOST_MODULES = 125  # as many were counted, the same in each run
 
 
 @pytest.mark.slow

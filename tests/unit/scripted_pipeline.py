@@ -17,7 +17,6 @@ from fastapi import FastAPI
 from cluster.errors import TandemError
 from cluster.messages import FinishReason, PromptLogprobs, SampledToken, TokenLogprobs
 from cluster.protocol.wire import pack_ids
-from router.pipeline.prompts import truncated
 from router.request.choice import Choice, text_stream_of
 from router.request.validation import ResolvedRequest, check, resolve
 from router.requests import (
@@ -32,7 +31,7 @@ from router.requests import (
     TextPrompt,
     Usage,
 )
-from router.text.tokenization import Tokenization
+from router.text.tokenization import Tokenization, truncated
 
 LEDGER = Ledger((Phase("prefill", 0.25), Phase("decode", 0.5)), 0.75, 0.25, ("p@1", "d@2"), "shm", 4096, ("retry",))
 
