@@ -105,10 +105,6 @@ class Member:
         """Return whether both members support a common version of the protocol."""
         return self.protocol.common(other.protocol) is not None
 
-    def may_exchange_kv(self, other: "Member") -> bool:
-        """Return whether both have the same fingerprint. Only such members form a pair."""
-        return self.fingerprint is not None and self.fingerprint == other.fingerprint and self.speaks_with(other)
-
 
 def fingerprint_difference(ours: LayoutFingerprint, theirs: LayoutFingerprint) -> str:
     """The fields that differ, with both values; empty if all are equal."""

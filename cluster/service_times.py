@@ -146,11 +146,6 @@ class ServiceTimes:
         """Predict a step in which `batch` sequences with `context` tokens in all decode one token each."""
         return self.seconds(StepWork(batch=batch, context=context))
 
-    def mixed_step_s(self, num_new: int, prompt_context: float, batch: int, context: int) -> float:
-        """Predict a step that computes one chunk as in `prefill_s` and decodes as in `step_s`."""
-        attended = attended_tokens(num_new, prompt_context)
-        return self.seconds(StepWork(num_new=num_new, attended=attended, batch=batch, context=context))
-
     def seconds(self, work: StepWork) -> float:
         """Predict any step; 0 if it computes nothing."""
         prefill_s = self.prefill.seconds(work.num_new, work.attended) if work.num_new else 0.0

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable, Sequence
 
 HASH_BYTES = 16
-_LENGTH = bytes([HASH_BYTES])
+_LENGTH, _NO_PARENT = bytes([HASH_BYTES]), bytes([0])  # what precedes the ids: the parent's length, then the parent
 ID_BYTES = 4
 MAX_PREFIX_BLOCKS = 65_536  # whose hashes one message may name: 1 MiB
 NATIVE = "native"  # computed on this worker, or moved without quantisation
@@ -32,7 +32,9 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 def hash_prompt(key: bytes, token_ids: Sequence[int]) -> bytes:
     """The hash of a whole prompt. `key`: the cluster's key, at most 64 bytes. Raises ValueError for an id that is no
     uint32."""
-    return _digest(key, _PROMPT, b"", token_ids)
+    state = hashlib.blake2b(_NO_PARENT, digest_size=HASH_BYTES, key=key, person=_PROMPT)
+    state.update(pack_ids(token_ids))
+    return state.digest()
 
 
 def hash_root(key: bytes, *, salt: str = "", adapter: str = "", content: str = NATIVE) -> bytes:
@@ -42,18 +44,6 @@ def hash_root(key: bytes, *, salt: str = "", adapter: str = "", content: str = N
         encoded = field.encode("utf-8", "surrogatepass")
         state.update(struct.pack("<I", len(encoded)) + encoded)
     return state.digest()
-
-
-def hash_blocks(key: bytes, token_ids: Sequence[int], block_size: int, parent: bytes = b"") -> list[bytes]:
-    """Return the hash of each full block after `parent`, in order. A partly filled last block has none."""
-    if block_size < 1:
-        raise ValueError(f"block_size must be at least 1, not {block_size}")
-    return _hashes(key, pack_ids(token_ids), block_size, parent)
-
-
-def hash_block(key: bytes, parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The hash of one block that follows `parent`, the hash of a block or a root."""
-    return _digest(key, _BLOCK, parent, token_ids)
 
 
 class BlockChain:
@@ -123,6 +113,7 @@ def nameless_chains() -> NewChain:
 
 
 def _hashes(key: bytes, packed: bytes, block_size: int, parent: bytes) -> list[bytes]:
+    """The parent's length comes first, so that no two pairs of parent and ids are hashed as the same bytes."""
     num_bytes, hashes = ID_BYTES * block_size, list[bytes]()
     begun = hashlib.blake2b(digest_size=HASH_BYTES, key=key, person=_BLOCK)  # quicker to copy than to make
     head = bytes([len(parent)]) + parent
@@ -132,10 +123,3 @@ def _hashes(key: bytes, packed: bytes, block_size: int, parent: bytes) -> list[b
         hashes.append(digest := state.digest())
         head = _LENGTH + digest
     return hashes
-
-
-def _digest(key: bytes, person: bytes, parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The parent's length comes first, so that no two pairs of parent and ids are hashed as the same bytes."""
-    state = hashlib.blake2b(bytes([len(parent)]) + parent, digest_size=HASH_BYTES, key=key, person=person)
-    state.update(pack_ids(token_ids))
-    return state.digest()

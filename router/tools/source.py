@@ -141,10 +141,6 @@ class Source:
         assert self._mark is not None
         self._at, self._mark = self._mark, None
 
-    def since_mark(self) -> str:
-        assert self._mark is not None
-        return self._text[self._mark : self._at]
-
     def next_character(self) -> Waiting[str]:
         """Return the next character without reading it; empty at the end of the text."""
         while self._at >= len(self._text):

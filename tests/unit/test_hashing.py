@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from cluster.protocol.hashing import (
     HASH_BYTES,
-    hash_block,
-    hash_blocks,
+    BlockChain,
     hash_prompt,
     hash_root,
     keyed_chains,
@@ -19,10 +18,16 @@ KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 IDS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
 
+def hash_blocks(ids: list[int], block_size: int, parent: bytes = b"") -> list[bytes]:
+    chain = BlockChain(KEY, block_size, parent)
+    chain.extend(ids)
+    return chain.hashes
+
+
 def test_hashes_never_change() -> None:
     """Members of different versions compare hashes: a change of the hash is a new protocol version."""
     assert hash_prompt(KEY, [1, 2, 3]).hex() == "bd3aba358d7ba575fbf84c5384ccee65"
-    assert [block.hex() for block in hash_blocks(KEY, [1, 2, 3, 4, 5], 2)] == [
+    assert [block.hex() for block in hash_blocks([1, 2, 3, 4, 5], 2)] == [
         "a3008a37d448f5dbc5599c440b9718f9",
         "209bda39b4eadc4fe46d79fddc1f53e2",
     ]
@@ -36,14 +41,14 @@ def test_prompts_hash_equal_exactly_if_they_are_equal(first: list[int], second: 
 
 @given(IDS, st.integers(1, 5))
 def test_only_full_blocks_have_a_hash(ids: list[int], block_size: int) -> None:
-    assert len(list(hash_blocks(KEY, ids, block_size))) == len(ids) // block_size
+    assert len(hash_blocks(ids, block_size)) == len(ids) // block_size
 
 
 @given(st.lists(st.integers(0, 9), min_size=8, max_size=24), st.data())
 def test_a_block_hash_covers_all_tokens_up_to_its_end(ids: list[int], data: st.DataObject) -> None:
     changed_at = data.draw(st.integers(0, len(ids) - 1))
     changed = [*ids[:changed_at], ids[changed_at] + 1, *ids[changed_at + 1 :]]
-    before, after = list(hash_blocks(KEY, ids, 4)), list(hash_blocks(KEY, changed, 4))
+    before, after = hash_blocks(ids, 4), hash_blocks(changed, 4)
     assert [a == b for a, b in zip(before, after, strict=True)] == [i < changed_at // 4 for i in range(len(before))]
 
 
@@ -58,8 +63,8 @@ def test_a_hash_differs_by_key_tenant_and_use() -> None:
         hash_root(KEY, salt="a", adapter="b"),
         hash_root(KEY, salt="ab"),
     ]
-    hashes = {hash_block(KEY, root, ids) for root in roots}
-    hashes |= {hash_prompt(KEY, ids), hash_prompt(OTHER_KEY, ids), hash_block(KEY, b"", ids), *roots}
+    hashes = {block for root in (*roots, b"") for block in hash_blocks(ids, len(ids), root)}
+    hashes |= {hash_prompt(KEY, ids), hash_prompt(OTHER_KEY, ids), *roots}
     assert len(hashes) == len(roots) * 2 + 3
 
 
@@ -84,7 +89,7 @@ def test_a_chain_grown_in_steps_has_the_hashes_of_a_whole_chain(
     for end in range(len(more) + 1):
         apart.extend(ids + more[:end])
 
-    assert apart.hashes == list(hash_blocks(KEY, ids + more, block_size, hash_root(KEY, salt="tenant")))
+    assert apart.hashes == hash_blocks(ids + more, block_size, hash_root(KEY, salt="tenant"))
     assert chain.hashes == apart.hashes[: len(ids) // block_size]
     assert [apart.parent_of(i) for i in range(1, len(apart.hashes) + 1)] == apart.hashes
     assert apart.parent_of(0) == hash_root(KEY, salt="tenant")
@@ -98,12 +103,10 @@ def test_without_prefix_sharing_blocks_have_no_hash() -> None:
 
 
 def test_a_chain_can_be_continued_block_by_block() -> None:
-    first, second = hash_blocks(KEY, [1, 2, 3, 4], 2)
-    assert hash_block(KEY, first, [3, 4]) == second
+    first, second = hash_blocks([1, 2, 3, 4], 2)
+    assert hash_blocks([3, 4], 2, parent=first) == [second]
 
 
 def test_an_invalid_token_id_is_an_error() -> None:
     with pytest.raises(ValueError, match="32 bits"):
         hash_prompt(KEY, [-1])
-    with pytest.raises(ValueError, match="block_size"):
-        list(hash_blocks(KEY, [1], 0))

@@ -52,20 +52,15 @@ def test_two_members_speak_the_newest_version_that_both_understand(ours: int, th
 
 @pytest.mark.parametrize("ours", range(4))
 @pytest.mark.parametrize("theirs", range(4))
-def test_workers_exchange_kv_only_with_a_common_protocol_version(ours: int, theirs: int) -> None:
+def test_a_member_joins_only_with_a_protocol_version_that_the_others_support(ours: int, theirs: int) -> None:
     one, other = member("d0", VERSIONS[ours]), member("d1", VERSIONS[theirs])
-    can_pair = COMMON[ours][theirs] is not None
-    assert one.may_exchange_kv(other) == other.may_exchange_kv(one) == can_pair
-    if can_pair:
+    has_common = COMMON[ours][theirs] is not None
+    assert one.speaks_with(other) == other.speaks_with(one) == has_common
+    if has_common:
         refuse_unequal(one, (other,))
     else:
         with pytest.raises(ConfigError, match=r"supports protocol \d to \d"):
             refuse_unequal(one, (other,))
-
-
-def test_a_common_protocol_does_not_imply_a_common_kv_layout() -> None:
-    fine_tune = replace(member("d1", (1, 2)), fingerprint=replace(FINGERPRINT, weights="other"))
-    assert fine_tune.speaks_with(member()) and not fine_tune.may_exchange_kv(member())
 
 
 @pytest.mark.parametrize("versions", [(0, 1), (2, 1), (-1, -1)])

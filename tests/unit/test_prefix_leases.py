@@ -6,14 +6,16 @@ from dataclasses import dataclass, field
 import pytest
 
 from cluster.errors import MalformedMessage, Overloaded
-from cluster.protocol.hashing import hash_blocks
+from cluster.protocol.hashing import BlockChain
 from engine.scheduling.cache_commands import LeasePrefix, PrefixLeased
 from engine.steps.questions import Questions
 from kvtransfer.exporter.exporter import IssuedTicket
 from kvtransfer.exporter.service import PrefixLeases
 from tandem.internal.v1 import kv_pb2
 
-_HASHES = tuple(hash_blocks(b"key", range(64), 16))
+_CHAIN = BlockChain(b"key", 16, root=b"")
+_CHAIN.extend(range(64))
+_HASHES = tuple(_CHAIN.hashes)
 
 
 @dataclass
