@@ -1,4 +1,8 @@
-"""Forks members from a process that has imported their code, so that a start does not import torch again.
+"""Fork servers: processes that have imported the code of members and fork them, so that a start does not import torch
+again.
+
+`Forks` starts the children of a cluster through its fork servers, and a child that no server can fork as a new program,
+which behaves the same and takes seconds longer. The rest of this module is the server's own program:
 
     python -m cli.local.fork_server CONTROL PARENT MODULE...
 
@@ -11,39 +15,161 @@ The server has one thread and uses nothing of what it imports. If an import has 
 ends instead of forking, and its parent starts members as new programs.
 """
 
+import asyncio
 import ctypes
 import json
 import os
 import runpy
 import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
+from cli.local.child import MAX_LINE_BYTES, ChildProcess, ChildSpec, ForkedProcess, Pipe, environment_of, executed
 from cluster.process import die_with_parent, lasting
 
-MESSAGE_BYTES = 1 << 16
-PID_BYTES = 8
+# The modules of each kind of child, and what they import only while they start.
+ROUTER_MODULES = ("router.app", "pydantic.v1")
+WORKER_MODULES = (
+    *("worker.app", "torch.nn.attention.varlen"),
+    *("transformers.modeling_layers", "transformers.processing_utils"),
+)
+_WORKERS = ("worker", "prefill_worker", "decode_worker")
+_SERVER = "cli.local.fork_server"
+_MESSAGE_BYTES = 1 << 16
+_PID_BYTES = 8
 # What `ps` shows of a member is written over the arguments of this process, which end with room for that.
-ROOM = " " * 8192
+_ROOM = " " * 8192
 _DESCRIPTORS = 4  # of an order: stdout, stderr, the permission to go on, and the reply
 _ON_INTERRUPT = signal.getsignal(signal.SIGINT)  # of a program that is started as this process was
 _HARMLESS_FILES = ("/dev/null", "/dev/urandom")
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class ForkServer:
+    """A process that imports `modules` and then forks on request. Its children become children of this process, a
+    subreaper, and outlive the server. `environment`: what those modules read while they are imported.
+    """
+
+    def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
+        _become_subreaper(True)
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                (sys.executable, "-u", "-m", _SERVER, str(theirs.fileno()), str(os.getpid()), *modules, _ROOM),
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # a module that cannot be imported is reported by the child
+                env={**os.environ, **environment},
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def spawn(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        merged: bool = False,
+        limit: int = 1 << 16,
+    ) -> ForkedProcess | None:
+        """Start `python -m module arguments`. `merged`: its stderr goes to its stdout; `limit`: bytes of a line that
+        is read from them. Waits until the server has its imports; None if it has ended."""
+        order = json.dumps({"module": module, "arguments": list(arguments), "environment": dict(environment)}).encode()
+        if len(order) > _MESSAGE_BYTES:
+            return None
+        output, log, permission = os.pipe(), os.pipe(), os.pipe()
+        reply, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        given = [output[1], output[1] if merged else log[1], permission[0], theirs.fileno()]
+        try:
+            with theirs, suppress(ConnectionError):  # then nothing can be read from `reply` either
+                socket.send_fds(self._control, [order], given)
+            pid = int.from_bytes(await _received(reply))
+            if not pid:
+                return None
+            stdout, stderr = [await Pipe.read(os.dup(end), limit) for end in (output[0], log[0])]
+            child = ForkedProcess(pid, stdout, stderr)
+            with suppress(BrokenPipeError):  # it was killed already
+                os.write(permission[1], b"!")  # a child without it ends at once
+            return child
+        finally:
+            reply.close()
+            for end in (*output, *log, *permission):
+                os.close(end)
+
+    def kill(self) -> None:
+        """End the server. Its children stay."""
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+        _become_subreaper(False)  # what is forked already stays a child of this process
+
+
+class Forks:
+    """The fork servers of a cluster on this machine, one for routers, which never have torch, and one for workers. They
+    begin their imports at once. `threads`: the environment that makes workers use their number of threads."""
+
+    def __init__(self, threads: Mapping[str, str]) -> None:
+        self._threads = dict(threads)
+        self._workers = ForkServer(WORKER_MODULES, threads)
+        self._routers = ForkServer(ROUTER_MODULES, {})
+
+    async def launch(self, spec: ChildSpec) -> ChildProcess:
+        """Start a child: a Launch for the supervisor."""
+        environment = environment_of(spec)
+        server = None
+        if spec.module == "router":
+            server = self._routers
+        elif spec.module in _WORKERS and self._threads.items() <= environment.items():
+            server = self._workers
+        arguments = spec.arguments[3:]
+        child = await server.spawn(spec.module, arguments, environment, limit=MAX_LINE_BYTES) if server else None
+        return child or await executed(spec)
+
+    def close(self) -> None:
+        """End the servers; what they have forked stays."""
+        self._routers.kill()
+        self._workers.kill()
+
+
+def _become_subreaper(is_one: bool) -> None:
+    """Start or stop being a subreaper: the parent of descendants whose own parents have ended."""
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, int(is_one), 0, 0, 0)
+
+
+async def _received(reply: socket.socket) -> bytes:
+    """Return the next message; nothing if the other side has ended."""
+    loop, readable = asyncio.get_running_loop(), asyncio.Event()
+    reply.setblocking(False)
+    loop.add_reader(reply, readable.set)
+    try:
+        await readable.wait()
+        return reply.recv(_PID_BYTES)
+    finally:
+        loop.remove_reader(reply)
 
 
 def serve(control: socket.socket, parent: int) -> None:
     """Fork a member per order until the parent ends."""
     while True:
-        order, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES, _DESCRIPTORS)
+        order, descriptors, _, _ = socket.recv_fds(control, _MESSAGE_BYTES, _DESCRIPTORS)
         if not order:
             return
         pid = _fork_twice(json.loads(order), descriptors, parent)
         with socket.socket(fileno=descriptors[-1]) as reply, suppress(BrokenPipeError):  # then it does not go on
-            reply.send(pid.to_bytes(PID_BYTES))
+            reply.send(pid.to_bytes(_PID_BYTES))
         for descriptor in descriptors[:-1]:
             os.close(descriptor)
 
@@ -59,12 +185,12 @@ def _fork_twice(order: dict[str, object], descriptors: Sequence[int], parent: in
             member = os.fork()
             if member == 0:
                 _become(order, output, log, permission, parent)
-            os.write(write_end, member.to_bytes(PID_BYTES))
+            os.write(write_end, member.to_bytes(_PID_BYTES))
         finally:
             os._exit(0)
     os.close(write_end)
     os.waitpid(between, 0)
-    pid = int.from_bytes(os.read(read_end, PID_BYTES))
+    pid = int.from_bytes(os.read(read_end, _PID_BYTES))
     os.close(read_end)
     return pid
 
@@ -142,7 +268,7 @@ def main(control: int, parent: int, modules: Sequence[str]) -> None:
     with lasting():  # no collection in a member writes to the pages that they share
         for module in modules:
             import_module(module)
-    show_arguments((sys.executable, "-m", "cli.local.fork_server", *modules))
+    show_arguments((sys.executable, "-m", _SERVER, *modules))
     if why := why_not_forked():
         sys.exit(f"fork server: {why}")
     serve(socket.socket(fileno=control), parent)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cli.local.forks import Forks
+from cli.local.fork_server import Forks
 from cli.local.layout import Layout, Pools, Ports, new_suffix, pool_plan, thread_environment, worker_slots
 from cli.local.pool_follower import PoolFollower, Workers
 from cli.local.supervisor import Supervisor

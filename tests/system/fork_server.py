@@ -27,8 +27,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from cli.local.fork_server import run_as_program
-from cli.local.forks import ROUTER_MODULES, WORKER_MODULES
+from cli.local.fork_server import ROUTER_MODULES, WORKER_MODULES, run_as_program
 from cluster.process import die_with_parent
 
 _MESSAGE_BYTES = 1 << 16

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cli.local.child import ChildProcess, ChildSpec, ForkedProcess, environment_of, executed
-from cli.local.forks import ForkServer
+from cli.local.fork_server import ForkServer
 
 DEADLINE_S = 30.0
 ROOT = Path(__file__).parents[2]
@@ -125,7 +125,7 @@ async def test_modules_that_cannot_be_forked_are_left_to_programs(module: str) -
 def test_children_and_server_die_with_a_killed_parent() -> None:
     parent_program = (
         "import asyncio, sys\n"
-        "from cli.local.forks import ForkServer\n"
+        "from cli.local.fork_server import ForkServer\n"
         "async def main():\n"
         "    server = ForkServer(('colorsys',), {})\n"
         f"    child = await server.spawn({PROGRAM!r}, ({STAY!r},), {{}})\n"
