@@ -5,7 +5,7 @@ elsewhere, and following what the cache holds. Pure values.
 from dataclasses import dataclass
 
 from cluster.messages import CacheEvents
-from engine.scheduling.question import Answer, Key, Question
+from engine.scheduling.step import Answer, Key, Question
 
 
 @dataclass(frozen=True, slots=True)

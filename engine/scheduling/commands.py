@@ -9,7 +9,7 @@ from cluster.errors import TandemError
 from cluster.messages import DecodeJob, MemberId, PrefillJob, PromptLogprobs, Role, SampledToken
 from cluster.service_times import StepLimit
 from engine.scheduling.cache_commands import CacheAnswer, CacheCommand
-from engine.scheduling.question import Answer, Key, Question, Refusal
+from engine.scheduling.step import Answer, Key, Question, Refusal
 
 
 @dataclass(frozen=True, slots=True)

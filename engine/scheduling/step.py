@@ -1,4 +1,5 @@
-"""One engine step as values: a scheduler's budget and plan, and the runner's result. Pure.
+"""The interface of the step loop with its scheduler and its runner: a step's budget, plan and result, and questions,
+which are commands that the scheduler answers with one event each. Pure.
 
 A step computes a packed batch of chunks. A chunk is a run of consecutive tokens of one sequence: a whole prompt, a part
 of one, or the single newest token of a decoding sequence. Prefill chunks and decodes may share a step.
@@ -9,17 +10,19 @@ early would seal no block sooner and would leave budget unused. Beside running s
 (`PromptTime`), which protects the time between tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 
-from cluster.errors import GrammarRejected
+from cluster.errors import GrammarRejected, TandemError
 from cluster.messages import PromptLogprobs, Sampling, TokenLogprobs
 from cluster.service_times import PrefillTimes
 from engine.sampling.logit_state import GrammarState, LogitState
 
 Command = TypeVar("Command", contravariant=True)
 Event = TypeVar("Event", covariant=True)
+AnswerT = TypeVar("AnswerT")
+Key: TypeAlias = tuple[Hashable, ...]
 
 UNKNOWN_TOKEN = -1  # placeholder for a token that a running step has not returned yet
 
@@ -310,3 +313,32 @@ class PlanningAhead(Protocol[Command, Event]):
         """Plan the next step as if no sequence of the running step ended with a token that is not known yet. Return
         None if that token is needed first. Sequences that did end are dropped from the next step's result."""
         ...
+
+
+class Question(Generic[AnswerT]):
+    """A command that the scheduler answers with one event: an AnswerT or a Refusal with the same key."""
+
+    __slots__ = ()
+
+    @property
+    def key(self) -> Key:
+        """A key that is unique among the questions that wait for an answer."""
+        raise NotImplementedError
+
+
+class Answer:
+    """An event that answers a question."""
+
+    __slots__ = ()
+
+    @property
+    def key(self) -> Key:
+        """The key of the question."""
+        raise NotImplementedError
+
+
+class Refusal(Answer):
+    """An answer that raises its error at the caller who asked."""
+
+    __slots__ = ()
+    error: TandemError

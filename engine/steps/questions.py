@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from cluster.errors import Unavailable
-from engine.scheduling.question import Answer, Key, Question, Refusal
+from engine.scheduling.step import Answer, Key, Question, Refusal
 
 AnswerT = TypeVar("AnswerT")
 EventT = TypeVar("EventT")

@@ -23,12 +23,12 @@ from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 from cluster.clock import Clock
-from engine.scheduling.question import Question
 from engine.scheduling.step import (
     Feeding,
     Launched,
     Launcher,
     PlanningAhead,
+    Question,
     Runner,
     Scheduler,
     StepPlan,

@@ -86,7 +86,6 @@ PURE = [
     "engine.scheduling.limits",
     "engine.scheduling.policies",
     "engine.scheduling.prefix_access",
-    "engine.scheduling.question",
     "engine.scheduling.scheduler",
     "engine.scheduling.step",
     "engine.scheduling.steps_in_flight",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from cluster.errors import NotFound, TandemError, Unavailable
-from engine.scheduling.question import Answer, Key, Question, Refusal
+from engine.scheduling.step import Answer, Key, Question, Refusal
 from engine.steps.questions import Questions
 
 
