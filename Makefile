@@ -86,8 +86,8 @@ bench-engine: $(VENV)/.test ## one core: Tandem's colocated worker, vLLM (VLLM_P
 bench-start: $(VENV)/.test ## from `tandem up` to the first token, phase by phase; BENCH_ARGS="--against CHECKOUT --write"
 	@$(BIN)/python -m benchmarks.start $(BENCH_ARGS)
 
-bench-step-loop: $(VENV)/.test ## what a decode step costs beside its forward and its draw; BENCH_ARGS=--write
-	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.engine.loop_parts $(BENCH_ARGS)
+bench-step-loop: $(VENV)/.test ## a decode step of the step thread, part by part; BENCH_ARGS=--write
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.engine.steps $(BENCH_ARGS)
 
 check: $(VENV)/.test ## ruff and strict mypy
 	$(BIN)/ruff check .

@@ -24,7 +24,7 @@ from benchmarks.engine import parties
 from benchmarks.engine.limits import Core, Limits
 from benchmarks.engine.shapes import LOADS, MODELS, Load, ModelShape
 from benchmarks.engine.start import Start, measure_starts
-from benchmarks.engine.table import Row, Sample, StepParts, rates_table, steps_table
+from benchmarks.engine.table import Row, Sample, rates_table, steps_table
 from benchmarks.machine import about, commit
 
 _RESULTS = Path(__file__).parents[1] / "results"
@@ -78,11 +78,11 @@ def _on_model_core(model: ModelShape, loads: Sequence[Load]) -> list[Limits]:
         os.sched_setaffinity(0, allowed)
 
 
-def _step_parts(folder: Path, loads: Sequence[Load]) -> list[StepParts]:
+def _step_parts(folder: Path, loads: Sequence[Load]) -> list[dict[str, float]]:
     lines = "".join(json.dumps(asdict(load)) + "\n" for load in loads)
-    command = (sys.executable, "-m", "benchmarks.engine.steps", str(folder))
+    command = (sys.executable, "-m", "benchmarks.engine.steps", "--model", str(folder))
     done = subprocess.run(command, input=lines, capture_output=True, text=True, check=True, cwd=_ROOT)
-    return [StepParts(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 def as_markdown(rows: Sequence[Row], starts: Sequence[Start], said: dict[str, str]) -> str:

@@ -16,10 +16,9 @@ from statistics import median
 
 import torch
 
-from benchmarks.engine.loop_parts import filled
 from benchmarks.engine.parties import MODEL_CORE
 from benchmarks.engine.shapes import MODELS, Load, ModelShape
-from benchmarks.engine.steps import build
+from benchmarks.engine.steps import build, filled
 from benchmarks.router.figures import Interval, interval
 from cluster.clock import MonotonicClock
 from cluster.observe.telemetry import Telemetry

@@ -20,22 +20,12 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class StepParts:
-    """Medians of one decode step in the engine alone, in seconds."""
-
-    pack_s: float
-    forward_s: float
-    draw_s: float
-    run_s: float  # the whole of ModelRunner.run
-
-
-@dataclass(frozen=True, slots=True)
 class Row:
     model: str
     load: Load
     limits: Limits
     samples: Mapping[str, Sequence[Sample]]  # by party
-    parts: StepParts | None = field(default=None)
+    parts: Mapping[str, float] = field(default_factory=dict)  # median seconds of a decode step, by part
 
     def prefill_rate(self, party: str) -> float:
         """Prompt tokens per second."""
@@ -108,16 +98,16 @@ def steps_table(rows: Sequence[Row]) -> list[str]:
         "forward",
         "pack",
         "draw",
-        "rest of the runner",
-        "scheduler, streams, router",
+        "rest of the step thread",
+        "streams, router",
     ]
     lines = [_line([*head, "limit", "bare products (oneDNN)"]), "|" + "---|" * (len(head) + 2)]
     for row in rows:
-        parts, step_s = row.parts, row.step_s(_OURS)
-        if parts is None:
+        if not row.parts:
             continue
-        rest_s = parts.run_s - parts.forward_s - parts.pack_s - parts.draw_s
-        figures = [step_s, parts.forward_s, parts.pack_s, parts.draw_s, rest_s, step_s - parts.run_s]
+        step_s, thread_s = row.step_s(_OURS), sum(row.parts.values())
+        named = [row.parts[part] for part in ("forward", "pack", "draw")]
+        figures = [step_s, *named, thread_s - sum(named), step_s - thread_s]
         figures += [row.limits.step_s, row.limits.products_s]
         lines.append(_line([row.model, row.load.name, *(f"{1e3 * figure:.2f}" for figure in figures)]))
     return lines

@@ -13,12 +13,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.engine import loop_parts, observed
+from benchmarks.engine import observed, steps
 from benchmarks.engine.limits import Limits, Rates, roofline
 from benchmarks.engine.parties import alone
 from benchmarks.engine.shapes import MODELS, Load, ModelShape
-from benchmarks.engine.steps import build, measure
-from benchmarks.engine.table import Row, Sample, StepParts, rates_table, steps_table
+from benchmarks.engine.table import Row, Sample, rates_table, steps_table
 
 _LOAD = Load(sequences=4, tokens_in=100, tokens_out=11)
 
@@ -28,11 +27,11 @@ def test_rates_are_medians_of_samples_and_shares_of_limit_peer_and_goal() -> Non
         "tandem": [Sample(0.5, 2.5), Sample(0.4, 1.4), Sample(0.4, 9.0)],  # steps of 0.2, 0.1 and 0.86 s
         "vllm": [Sample(0.8, 2.8)],
     }
-    parts = StepParts(pack_s=0.01, forward_s=0.1, draw_s=0.02, run_s=0.15)
+    parts = {"pack": 0.01, "forward": 0.1, "draw": 0.02, "runner": 0.02, "plan": 0.01}
     row = Row("tiny", _LOAD, Limits(prefill_s=0.2, step_s=0.05, products_s=0.04), samples, parts)
     assert cells(rates_table([row], "prefill")) == ["tiny", "4 x 100/11", "1000", "2000", "0.50", "500", "2.00", "1.82"]
     assert cells(rates_table([row], "decode")) == ["tiny", "4 x 100/11", "20", "80", "0.25", "20", "1.00", "0.50"]
-    shares = ["200.00", "100.00", "10.00", "20.00", "20.00", "50.00", "50.00", "40.00"]
+    shares = ["200.00", "100.00", "10.00", "20.00", "30.00", "40.00", "50.00", "40.00"]
     assert cells(steps_table([row])) == ["tiny", "4 x 100/11", *shares]
     assert json.loads(json.dumps(row.as_json()))["samples"]["vllm"] == [{"first_s": 0.8, "all_s": 2.8}]
 
@@ -53,23 +52,18 @@ def test_a_step_is_bound_by_reading_when_few_run_and_by_arithmetic_when_many_do(
     assert prefill_s > 2 * model.layers * model.layer_params * 256 * 16 / 400e9
 
 
-def test_a_steps_parts_are_measured_on_a_real_engine(tmp_path: Path) -> None:
-    shape = ModelShape("tiny", "llama", hidden=64, intermediate=96, layers=2, heads=4, kv_heads=2, vocab=128)
-    parts = measure(build(str(shape.save(tmp_path / "tiny")), kv_cache_memory="1MiB", max_model_len=64), Load(2, 16, 8))
-    assert 0 < parts.pack_s + parts.forward_s + parts.draw_s < parts.run_s
-
-
 async def test_the_parts_of_the_step_thread_add_up_to_its_time(tmp_path: Path) -> None:
     shape = ModelShape("tiny", "llama", 64, 128, 2, 4, 2, 256)
-    engine = build(str(shape.save(tmp_path / "tiny")), kv_cache_memory="1MiB", max_model_len=128)
+    engine = steps.build(str(shape.save(tmp_path / "tiny")), kv_cache_memory="1MiB", max_model_len=128)
     began_s = time.process_time()
 
-    steps = await loop_parts.measure(engine, Load(3, 16, 8), num_steps=5)
+    measured = await steps.measure(engine, Load(3, 16, 8), num_steps=5)
 
-    assert len(steps) == 5
-    assert all(seconds > 0 for step in steps for seconds in step.values())
-    assert sum(sum(step.values()) for step in steps) < time.process_time() - began_s
-    assert all(0 < loop_parts.share(step) < 1 for step in steps)
+    assert len(measured) == 5
+    assert all(seconds > 0 for step in measured for seconds in step.values())
+    assert sum(sum(step.values()) for step in measured) < time.process_time() - began_s
+    assert all(0 < steps.share(step) < 1 for step in measured)
+    assert steps.medians(measured)["forward"] == sorted(step["forward"] for step in measured)[2]
     (step_s, *_), (more, *_) = await observed.measure(engine, Load(3, 16, 8), num_runs=6)
     assert 0 < step_s < time.process_time() - began_s and more > -1
     engine.pool.close()
