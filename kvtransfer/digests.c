@@ -5,11 +5,11 @@
  *
  * - The vector holds the 16 sums of one piece. Four bytes of the piece are broadcast by the instruction itself, and its
  *   64 coefficients are loaded once for GROUP pieces. So a sum stays in one register, and nothing is added across lanes.
- * - The unsigned operand holds the coefficients plus 128. What that adds, 128 times the sum of the piece's bytes, is
+ * - The unsigned operand holds the coefficients plus 128. The excess, 128 times the sum of the piece's bytes, is
  *   subtracted at the end.
- * - Pieces are worked on in bands of BAND bytes. A band is read from the source once, into the first-level cache; the
- *   same registers are written to the target. So the digest is of the bytes that were written, whatever another process
- *   does to the source meanwhile. The band after it is prefetched: the memory works while the processor multiplies.
+ * - Pieces are processed in bands of BAND bytes. A band is read from the source once, into the first-level cache; the
+ *   same registers are written to the target. So the digest covers the bytes that were written, even if another process
+ *   changes the source meanwhile. The next band is prefetched: the memory works while the processor multiplies.
  * - Copies of STREAMED_BYTES or more bypass the caches on their way to the target.
  *
  * Nothing here allocates or fails. Addresses need no alignment but that of the coefficients, 64 bytes.
@@ -26,7 +26,7 @@ enum { PIECE = 8192, SUMS = 16, BAND = 512, GROUP = 8, LINE = 64, HASHED_PIECES 
 typedef struct {
     const uint8_t *source;         /* row i is at source + source_rows[i] * row_bytes; NULL: at i * row_bytes */
     const int64_t *source_rows;
-    uint8_t *target;               /* likewise; NULL: nothing is copied */
+    uint8_t *target;               /* row i is at target + target_rows[i] * row_bytes; NULL: nothing is copied */
     const int64_t *target_rows;
     int64_t num_rows, row_bytes;
     const uint8_t *coefficients;   /* of each fold one after the other: [folds][PIECE / 4][SUMS][4], plus 128 */
@@ -34,9 +34,9 @@ typedef struct {
     uint8_t *digests;              /* [num_rows][16] */
 } td_digests;
 
-/* Pieces of equal length that are worked on together. */
+/* Pieces of equal length that are processed together. */
 typedef struct {
-    const uint8_t *source[GROUP], *next[GROUP];  /* next: what is prefetched */
+    const uint8_t *source[GROUP], *next[GROUP];  /* next: the addresses to prefetch */
     uint8_t *target[GROUP];
     int32_t *sums[GROUP];
 } group;
@@ -54,7 +54,7 @@ static const uint8_t *source_of(const td_digests *rows, int64_t row) {
 }
 
 INLINE __m512i add_products(__m512i sums, __m512i unsigned_bytes, __m512i signed_bytes) {
-    /* Not the intrinsic: GCC 12 copies the sums before and after it. */
+    /* Assembly, because with the intrinsic GCC 12 copies the sums before and after it. */
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(unsigned_bytes), "v"(signed_bytes));
     return sums;
 }
@@ -74,7 +74,7 @@ INLINE __m512i take_band(const uint8_t *source, uint8_t *target, uint8_t *kept, 
     return total;
 }
 
-/* The same for the last bytes of a row; `kept` is filled up with zeros, which change no sum. */
+/* Does the same for the last bytes of a row; `kept` is padded with zeros, which change no sum. */
 INLINE __m512i take_rest(const uint8_t *source, uint8_t *target, int64_t num_bytes, uint8_t *kept, __m512i total) {
     memset(kept, 0, BAND);
     memcpy(kept, source, (size_t)num_bytes);

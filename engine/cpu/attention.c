@@ -1,7 +1,7 @@
-/* Causal attention over the pool's blocks, in place. A step's sequences are taken one after the other, their queries in
- * blocks, their positions in tiles of 64 that are counted from the sequence's first. A tile is packed once per KV head
- * and then read by all query rows (token, head of the group) of the block; each row keeps a running maximum, a running
- * sum and an unfinished output, all float32 (Dao et al., FlashAttention-2, 2023).
+/* Causal attention over the pool's blocks, in place. A step's sequences are computed one after the other, their queries
+ * in blocks, their positions in tiles of 64, counted from the sequence's first position. A tile is packed once per KV
+ * head and then read by all query rows (token, head of the group) of the block. Each row keeps a running maximum, a
+ * running sum and an output that is not divided yet, all in float32 (Dao et al., FlashAttention-2, 2023).
  */
 #include "attention.h"
 
@@ -9,23 +9,23 @@
 
 TD_VECTOR_BEGIN
 
-enum { QUERY_BLOCK_BYTES = 384 * 1024 }; /* of rows' state: it stays in the second-level cache while tiles pass */
+enum { QUERY_BLOCK_BYTES = 384 * 1024 }; /* of rows' state, which stays in the second-level cache */
 
 static const float UNSEEN = -2e30f;  /* a score that gets no weight: 2^((UNSEEN - LOWEST) * scale) is exactly 0 */
-static const float LOWEST = -1e30f;  /* every row's maximum at first */
+static const float LOWEST = -1e30f;  /* the maximum of every row before its first tile */
 
-/* A query block's rows, one KV head after the other; of each: token by token, the heads of the group. */
+/* The rows of a query block, ordered by KV head, then by token, then by the head of the group. */
 typedef struct {
     bf16 *query;    /* [rows, head_dim] */
     float *output;  /* [rows, columns], before the division by the sum */
     float *highest; /* [rows] */
-    float *sums;    /* [rows, 16]: a lane's own sum */
+    float *sums;    /* [rows, 16]: each lane has its own sum */
     bf16 *keys;     /* one tile: [head_dim / 2][64][2] */
     bf16 *values;   /* one tile: [columns / 64][32][64][2] */
     int64_t columns, max_tokens;
 } State;
 
-/* Part of one sequence's chunk. */
+/* A part of one sequence's chunk that fits the state. */
 typedef struct {
     int64_t first_row, num_tokens; /* in the step */
     int64_t first_position, context_len;
@@ -64,7 +64,7 @@ int64_t td_attend_bytes(const td_model *model) {
     return rows * row_bytes(model, columns) + (model->head_dim + columns) * PANEL * 2 + 6 * 64;
 }
 
-/* Where up to 64 positions lie, from the layer's keys or values; from `count` on, places that may be read. */
+/* The places of up to 64 positions in the layer's keys or values. Places from `count` on are unused but readable. */
 typedef struct {
     int64_t places[PANEL], count;
 } Tile;
@@ -79,7 +79,7 @@ static void find_tile(const td_model *model, const Span *span, int64_t start, Ti
     }
 }
 
-/* 32 elements of 64 rows; `whole`: there are as many of both. */
+/* Packs 32 elements of 64 rows. `whole`: no row and no element is missing. */
 TD_INLINE void pack_columns(const Rows *rows, int64_t column, __mmask32 there, const Rows *ahead, const int whole,
                             bf16 *out) {
     short order[2 * LANES];
@@ -97,8 +97,8 @@ TD_INLINE void pack_columns(const Rows *rows, int64_t column, __mmask32 there, c
     }
 }
 
-/* Pairs of positions side by side, for the product with the weights. What stands in a block behind the context may be
- * anything, and 0 times that need not be 0: it is packed as zero. `ahead`: as in pack_rows. */
+/* Packs pairs of positions side by side, for the product with the weights. Positions behind the context are packed as
+ * zero, because they may hold an infinity or NaN, which times a weight of 0 is not 0. `ahead`: as in pack_rows. */
 static void pack_values(const Rows *rows, int64_t head_dim, const Rows *ahead, bf16 *panels) {
     for (int64_t column = 0; column < head_dim; column += 2 * LANES) {
         bf16 *out = panels + column / PANEL * PANEL * PANEL + column % PANEL * 2;
@@ -110,7 +110,7 @@ static void pack_values(const Rows *rows, int64_t head_dim, const Rows *ahead, b
     }
 }
 
-/* Of 64 positions from `start` on, those that a token at `position` sees. */
+/* Returns a bit for each of 64 positions from `start` on: whether a token at `position` sees it. */
 static uint64_t visible(int64_t position, int64_t start, int64_t window) {
     int64_t end = position - start + 1, begin = window ? end - window : 0;
     uint64_t mask = end >= PANEL ? ~0ull : (1ull << end) - 1;
@@ -118,14 +118,14 @@ static uint64_t visible(int64_t position, int64_t start, int64_t window) {
     return begin > 0 ? mask & ~0ull << begin : mask;
 }
 
-/* cap * tanh(x * scaling / cap) */
+/* Returns cap * tanh(x * scaling / cap). */
 TD_INLINE __m512 capped(__m512 x, float scaling, float cap) {
     __m512 e = exp2_ps(_mm512_mul_ps(x, _mm512_set1_ps(2.0f * 1.44269504f * scaling / cap)));
     __m512 part = _mm512_div_ps(_mm512_set1_ps(2.0f), _mm512_add_ps(_mm512_set1_ps(1.0f), e));
     return _mm512_mul_ps(_mm512_set1_ps(cap), _mm512_sub_ps(_mm512_set1_ps(1.0f), part));
 }
 
-/* The largest lane of each of 8 registers: that of register i comes to lane i % 4 * 4 + i / 4. */
+/* Returns the largest lane of each of 8 registers; that of register i is in lane i % 4 * 4 + i / 4. */
 TD_INLINE __m512 largest_lanes(const __m512 x[8]) {
     __m512 half[4], quarter[2];
     TD_UNROLL for (int i = 0; i < 4; i++) half[i] = _mm512_max_ps(_mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0x44),
@@ -138,26 +138,26 @@ TD_INLINE __m512 largest_lanes(const __m512 x[8]) {
     return _mm512_max_ps(pairs, _mm512_permute_ps(pairs, 0x4e));
 }
 
-/* A block of rows against one tile: what goes from the product with the keys to that with the values. */
+/* The intermediate values of a block of rows and one tile, between the products with keys and with values. */
 typedef struct {
     float scores[TILE_ROWS][PANEL];
     bf16 weights[TILE_ROWS][PANEL];
-    float worth[LANES]; /* of each row's output so far */
+    float rescale[LANES]; /* the factor by which each row's earlier output is scaled */
     const uint64_t *seen;
-} __attribute__((aligned(64))) Passage;
+} __attribute__((aligned(64))) Softmax;
 
-/* Scores are capped and those that are not seen go out; -> each row's largest, as largest_lanes has them. */
-TD_INLINE __m512 mask_scores(const td_model *model, Passage *passage, const int rows) {
+/* Caps the scores and replaces those of unseen positions. Returns each row's largest score, as largest_lanes does. */
+TD_INLINE __m512 mask_scores(const td_model *model, Softmax *softmax, const int rows) {
     __m512 most[8];
     TD_UNROLL for (int r = 0; r < rows; r++) {
         __m512 x[TILE_VECTORS];
-        uint64_t seen = passage->seen[r];
-        TD_UNROLL for (int v = 0; v < TILE_VECTORS; v++) x[v] = _mm512_load_ps(passage->scores[r] + v * LANES);
+        uint64_t seen = softmax->seen[r];
+        TD_UNROLL for (int v = 0; v < TILE_VECTORS; v++) x[v] = _mm512_load_ps(softmax->scores[r] + v * LANES);
         if (model->softcap > 0 || ~seen)
             TD_UNROLL for (int v = 0; v < TILE_VECTORS; v++) {
                 if (model->softcap > 0) x[v] = capped(x[v], model->scaling, model->softcap);
                 x[v] = _mm512_mask_mov_ps(_mm512_set1_ps(UNSEEN), (__mmask16)(seen >> v * LANES), x[v]);
-                _mm512_store_ps(passage->scores[r] + v * LANES, x[v]);
+                _mm512_store_ps(softmax->scores[r] + v * LANES, x[v]);
             }
         most[r] = _mm512_max_ps(_mm512_max_ps(x[0], x[1]), _mm512_max_ps(x[2], x[3]));
     }
@@ -165,51 +165,51 @@ TD_INLINE __m512 mask_scores(const td_model *model, Passage *passage, const int 
     return largest_lanes(most);
 }
 
-/* Scores become weights in bf16, the rows' maxima and sums go on. `row`: the first one's number in the state. */
-TD_INLINE void weigh(const td_model *model, const State *state, int64_t row, Passage *passage, const int rows) {
+/* Softmax: converts scores to weights in bf16 and updates the rows' maxima and sums. `row`: the first row. */
+TD_INLINE void weigh(const td_model *model, const State *state, int64_t row, Softmax *softmax, const int rows) {
     float scale = 1.44269504f * (model->softcap > 0 ? 1.0f : model->scaling);
     float largest[LANES] __attribute__((aligned(64))), shift[TILE_ROWS];
-    _mm512_store_ps(largest, mask_scores(model, passage, rows));
+    _mm512_store_ps(largest, mask_scores(model, softmax, rows));
     TD_UNROLL for (int r = 0; r < rows; r++) {
         float before = state->highest[row + r], now = largest[r % 4 * 4 + r / 4];
         float after = now > before ? now : before;
         state->highest[row + r] = after;
         shift[r] = after * scale;
-        passage->worth[r] = (before - after) * scale;
+        softmax->rescale[r] = (before - after) * scale;
     }
-    TD_UNROLL for (int r = rows; r < LANES; r++) passage->worth[r] = 0;
-    _mm512_store_ps(passage->worth, exp2_ps(_mm512_load_ps(passage->worth)));
+    TD_UNROLL for (int r = rows; r < LANES; r++) softmax->rescale[r] = 0;
+    _mm512_store_ps(softmax->rescale, exp2_ps(_mm512_load_ps(softmax->rescale)));
     TD_UNROLL for (int r = 0; r < rows; r++) {
         float *sums = state->sums + (row + r) * LANES;
-        __m512 sum = _mm512_mul_ps(_mm512_load_ps(sums), _mm512_set1_ps(passage->worth[r]));
+        __m512 sum = _mm512_mul_ps(_mm512_load_ps(sums), _mm512_set1_ps(softmax->rescale[r]));
         TD_UNROLL for (int v = 0; v < TILE_VECTORS; v++) {
-            __m512 score = _mm512_load_ps(passage->scores[r] + v * LANES);
+            __m512 score = _mm512_load_ps(softmax->scores[r] + v * LANES);
             __m512 weight = exp2_ps(_mm512_fmsub_ps(score, _mm512_set1_ps(scale), _mm512_set1_ps(shift[r])));
             sum = _mm512_add_ps(sum, weight);
-            store_bf16(passage->weights[r] + v * LANES, 0xffff, weight);
+            store_bf16(softmax->weights[r] + v * LANES, 0xffff, weight);
         }
         _mm512_store_ps(sums, sum);
     }
 }
 
-/* Rows from `row` on of one KV head against the packed tile. */
+/* Adds the packed tile to the outputs of rows of one KV head, from `row` on: scores, softmax, weighted values. */
 TD_INLINE void attend_rows(const td_model *model, const State *state, int64_t row, const uint64_t *seen,
                            const int rows) {
     __m512 acc[TILE_ROWS][TILE_VECTORS];
-    Passage passage;
-    passage.seen = seen;
+    Softmax softmax;
+    softmax.seen = seen;
     TD_UNROLL for (int r = 0; r < rows; r++) TD_UNROLL for (int v = 0; v < TILE_VECTORS; v++)
         acc[r][v] = _mm512_setzero_ps();
     multiply(acc, rows, state->query + row * model->head_dim, model->head_dim, state->keys, model->head_dim / 2, NULL,
              0);
     TD_UNROLL for (int r = 0; r < rows; r++) TD_UNROLL for (int v = 0; v < TILE_VECTORS; v++)
-        _mm512_store_ps(passage.scores[r] + v * LANES, acc[r][v]);
-    weigh(model, state, row, &passage, rows);
+        _mm512_store_ps(softmax.scores[r] + v * LANES, acc[r][v]);
+    weigh(model, state, row, &softmax, rows);
     for (int64_t column = 0; column < state->columns; column += PANEL) {
         float *output = state->output + row * state->columns + column;
         TD_UNROLL for (int r = 0; r < rows; r++) TD_UNROLL for (int v = 0; v < TILE_VECTORS; v++) acc[r][v] =
-            _mm512_mul_ps(_mm512_load_ps(output + r * state->columns + v * LANES), _mm512_set1_ps(passage.worth[r]));
-        multiply(acc, rows, passage.weights[0], PANEL, state->values + column * PANEL, PANEL / 2, NULL, 0);
+            _mm512_mul_ps(_mm512_load_ps(output + r * state->columns + v * LANES), _mm512_set1_ps(softmax.rescale[r]));
+        multiply(acc, rows, softmax.weights[0], PANEL, state->values + column * PANEL, PANEL / 2, NULL, 0);
         TD_UNROLL for (int r = 0; r < rows; r++) TD_UNROLL for (int v = 0; v < TILE_VECTORS; v++)
             _mm512_store_ps(output + r * state->columns + v * LANES, acc[r][v]);
     }
@@ -224,7 +224,7 @@ ROWS_OF(1) ROWS_OF(2) ROWS_OF(3) ROWS_OF(4) ROWS_OF(5) ROWS_OF(6)
 static void (*const ATTEND[TILE_ROWS])(const td_model *, const State *, int64_t, const uint64_t *) = {
     attend_1, attend_2, attend_3, attend_4, attend_5, attend_6};
 
-/* All rows of one KV head whose tokens see any of the tile. */
+/* Adds a tile to the outputs of all rows of one KV head whose tokens see any of its positions. */
 static void attend_tile(const td_model *model, const td_layer *layer, const State *state, const Span *span,
                         int64_t head, int64_t start) {
     int64_t group = model->num_heads / model->num_kv_heads;
@@ -269,9 +269,9 @@ static int64_t first_tile(const td_layer *layer, const Span *span) {
     return layer->window ? td_max(0, span->first_position - layer->window + 1) / PANEL * PANEL : 0;
 }
 
-/* `next`: the span after this one, or itself at the step's end. `tile`: the span's first, and then that of the next.
- * While a tile's keys are packed its values are asked for, and meanwhile the next keys: the processor foresees a weight
- * that it reads from one end to the other, but not these short rows. */
+/* `next`: the span after this one, or this one at the step's end. `tile`: this span's first tile; on return, that of
+ * `next`. While a tile's keys are packed its values are prefetched, and while its values are packed, the next keys: the
+ * processor's own prefetcher follows a weight that is read from end to end, but not these short rows. */
 static void attend_span(const td_model *model, const td_layer *layer, const State *state, const Span *span,
                         const Span *next, Tile *tile, const bf16 *query, bf16 *output) {
     int64_t end = span->first_position + span->num_tokens;
@@ -296,7 +296,7 @@ static void attend_span(const td_model *model, const td_layer *layer, const Stat
     finish_rows(model, state, span, output);
 }
 
-/* The next piece of the step that `state` has room for, from `sequence` and `row` on; 0 where there is none. */
+/* Sets `span` to the next part of the step that fits the state, from `sequence` and `row` on. Returns 0 at the end. */
 static int next_span(const td_step *step, int64_t max_tokens, int64_t *sequence, int64_t *row, Span *span) {
     while (*sequence < step->num_sequences && *row == step->query_starts[*sequence + 1]) ++*sequence;
     if (*sequence == step->num_sequences) return 0;

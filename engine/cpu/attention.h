@@ -1,4 +1,4 @@
-/* What attention needs of a step's scratch. Private to the kernels. */
+/* The scratch of attention. Private to the kernels. */
 #ifndef TANDEM_ATTENTION_H
 #define TANDEM_ATTENTION_H
 

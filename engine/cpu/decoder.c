@@ -6,15 +6,15 @@
 #include "products.h"
 #include "tile.h"
 
-/* Scratch, for as many rows as the step has tokens. */
+/* The parts of scratch, with one row per token of the step. */
 typedef struct {
     bf16 *normed;     /* [tokens, hidden] */
     float *heads;     /* [tokens, all query, key and value heads] */
     bf16 *query;      /* [tokens, heads, head_dim] */
     bf16 *attended;   /* [tokens, heads, head_dim] */
     bf16 *activated;  /* [tokens, intermediate] */
-    float *delta;     /* [tokens, hidden]: what a part adds, where it is normed first */
-    float *kept;      /* [tokens, hidden]: the residual stream of the rows that are still of use */
+    float *delta;     /* [tokens, hidden]: the output of a part that is normed before it is added */
+    float *kept;      /* [tokens, hidden]: the residual stream of the rows with logits */
     float *tiles;     /* of products */
     void *attention;
     char *end;
@@ -50,7 +50,7 @@ int64_t td_scratch_bytes(const td_model *model, int64_t num_tokens) {
 
 TD_VECTOR_BEGIN
 
-/* The leading elements of one head are rotated in halves; `out` gets the head in bf16. */
+/* Rotates the leading elements of one head in halves and writes the head to `out` in bf16. */
 static void rotate(const float *x, int64_t dim, int64_t rotary_dim, const float *cos, const float *sin, bf16 *out) {
     int64_t half = rotary_dim / 2;
     for (int64_t i = 0; i < half; i += LANES) {
@@ -64,7 +64,7 @@ static void rotate(const float *x, int64_t dim, int64_t rotary_dim, const float 
     td_round(x + rotary_dim, dim - rotary_dim, out + rotary_dim);
 }
 
-/* Query and key norms, rotation; keys and values go to their places in the pool. */
+/* Applies query and key norms and the rotation, and writes keys and values to the pool. */
 static void place_heads(const td_model *model, const td_layer *layer, const td_step *step, const Scratch *parts) {
     int64_t dim = model->head_dim, heads = model->num_heads, kv_heads = model->num_kv_heads;
     int64_t whole = model->norms_whole_rows;
@@ -91,7 +91,7 @@ static void place_heads(const td_model *model, const td_layer *layer, const td_s
 
 TD_VECTOR_END
 
-/* What goes into a product: normed where the layer norms it, and in bf16. */
+/* Writes the input of a product in bf16, normed if the layer has a norm there. */
 static void enter(const td_model *model, const float *hidden, int64_t rows, const float *norm, bf16 *out) {
     if (norm)
         td_rms_norm(hidden, rows, model->hidden, norm, model->norm_eps, out);
@@ -99,7 +99,7 @@ static void enter(const td_model *model, const float *hidden, int64_t rows, cons
         td_round(hidden, rows * model->hidden, out);
 }
 
-/* The product goes onto the residual stream, normed before where the layer norms it. */
+/* Adds a product to the residual stream, normed before if the layer has a norm there. */
 static void leave(const td_model *model, const bf16 *x, int64_t rows, const td_product *product, const float *norm,
                   const Scratch *parts, float *hidden) {
     int64_t width = model->hidden;
@@ -129,13 +129,13 @@ static void feed_forward(const td_model *model, const td_layer *layer, int64_t r
     leave(model, parts->activated, rows, &layer->down, layer->ffn_out_norm, parts, hidden);
 }
 
-/* Behind the last layer's attention only rows with logits are of use: they move together. */
+/* After the last layer's attention only rows with logits are needed: moves them to the front. */
 static void keep_logit_rows(const td_model *model, const td_step *step, const Scratch *parts) {
     int64_t width = model->num_heads * model->head_dim;
     for (int64_t i = 0; i < step->num_logit_rows; i++) {
         int64_t row = step->logit_rows[i];
         memcpy(parts->kept + i * model->hidden, step->hidden + row * model->hidden, model->hidden * 4);
-        memcpy(parts->query + i * width, parts->attended + row * width, width * 2); /* queries are done with */
+        memcpy(parts->query + i * width, parts->attended + row * width, width * 2); /* over the queries */
     }
 }
 

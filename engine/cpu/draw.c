@@ -1,12 +1,12 @@
-/* Drawing of tokens: the choice of engine/steps/sampler.py, which says what it means, at a fraction of its cost.
+/* Draws the tokens that engine/steps/sampler.py, the reference, would draw, at a fraction of its cost.
  *
- * The winner has the greatest score + noise, and noise needs two logarithms. Of u = 1 - v the noise -log(-log u) is at
- * most -log v, and that at most ln 2 times what v's exponent and mantissa say, read as a number (log2(1 + m) >= m). So
- * all but the few tokens whose score and bound reach the best so far are passed over with a hash and a comparison of
- * float32; what remains is computed in float64 as ever.
+ * The drawn token has the greatest score + noise, and noise needs two logarithms. The noise of u = 1 - v, -log(-log u),
+ * is at most -log v, which is at most -ln 2 times log2 of v as its exponent and mantissa approximate it from below
+ * (log2(1 + m) >= m). So a hash and a comparison of float32 exclude all tokens but the few whose score and bound reach
+ * the best so far; those are computed in float64, as the reference computes all.
  *
- * Top-k and top-p need a threshold, not an order: a quickselect over counts and over masses. Nothing is fused or
- * reordered, so every processor has the same weights and sums.
+ * Top-k and top-p need a threshold and no order: a quickselect over counts and over masses finds it. No operation is
+ * fused or reordered, so every processor computes the same weights and sums.
  */
 #include <float.h>
 #include <immintrin.h>
@@ -21,18 +21,18 @@
 enum { BLOCK = 64, SUMS = 16, SAMPLED = 32, LANES = 32 };
 
 static const uint64_t GOLDEN = 0x9E3779B97F4A7C15u, MIX_1 = 0xBF58476D1CE4E5B9u, MIX_2 = 0x94D049BB133111EBu;
-static const double MOST_NOISE = 36.8;  /* of u = 1 - 2^-53, and more */
-static const float SLACK = 1e-3f;       /* more than what float32 rounds of scores and noise below 100 */
+static const double MOST_NOISE = 36.8;  /* above the noise of u = 1 - 2^-53 */
+static const float SLACK = 1e-3f;       /* above the rounding error of float32 for scores and noise below 100 */
 static const double LARGEST_TEMPERATURE = 1e20;
 
 typedef struct {
-    float *logits;  /* [vocab], then -inf to a multiple of BLOCK; -inf for what is banned or below min-p */
+    float *logits;  /* [vocab], padded with -inf to a multiple of BLOCK; -inf: banned or below min-p */
     int64_t vocab, padded;
-    int64_t first;  /* of those with the best logit */
+    int64_t first;  /* the lowest id with the best logit */
     double best, temperature;
 } row_of;
 
-/* The `count` best are kept, among equals those of the lowest ids; the last of them has the logit `least`. */
+/* Top-k and top-p keep the `count` best tokens, of equals the lowest ids. `least`: the logit of the last one. */
 typedef struct {
     float least;
     int64_t count;
@@ -56,7 +56,7 @@ ANY_INLINE uint64_t hash_of(uint64_t key, int64_t id) {
 
 static double noise_of(uint64_t key, int64_t id) { return -log(-log(((double)hash_of(key, id) + 0.5) * 0x1p-52)); }
 
-/* e^x of x <= 0, within an ulp or two; 0 below -708, where a sum that holds a 1 does not see it. */
+/* Returns e^x for x <= 0, within two ulps; 0 below -708, too little to change a sum of at least 1. */
 ANY_INLINE double exp_of(double x) {
     static const double inverse[] = {1.0 / 6227020800, 1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880,
                                      1.0 / 40320, 1.0 / 5040, 1.0 / 720, 1.0 / 120, 1.0 / 24, 1.0 / 6, 0.5, 1.0, 1.0};
@@ -97,7 +97,7 @@ ANY_INLINE void load(const td_draws *draws, int64_t row, float *to) {
     for (int64_t i = 0; is_narrow(draws, row) && i < draws->vocab; i++) to[i] = logit_at(from, 1, i);
 }
 
-/* -inf for the tokens that a mask excludes. */
+/* Sets the logits of tokens that a mask excludes to -inf. */
 ANY_INLINE void exclude(const uint32_t *mask, int64_t words, int64_t vocab, float *logits) {
     const int64_t whole = vocab / 32 < words ? vocab / 32 : words;
     for (int64_t w = 0; w < whole; w++) {
@@ -110,8 +110,8 @@ ANY_INLINE void exclude(const uint32_t *mask, int64_t words, int64_t vocab, floa
         if (i / 32 >= words || !(mask[i / 32] >> (i & 31) & 1)) logits[i] = -INFINITY;
 }
 
-/* The lowest id of the best logit that may be drawn, in one pass over the logits where they lie; words of a mask that
- * exclude all their tokens are skipped. -1 where one of these logits is not a number, or none is finite. */
+/* Returns the lowest id with the best allowed logit, in one pass over the logits in place. Words of a mask that exclude
+ * all their tokens are skipped. Returns -1 if one of these logits is NaN or the best one is not finite. */
 ANY_INLINE int64_t best_of(const void *logits, const int is_bf16, int64_t vocab, const uint32_t *mask, int64_t words) {
     float most[LANES], best = -INFINITY;
     int32_t places[LANES] = {0}, is_odd[LANES] = {0}, any_odd = 0;
@@ -154,13 +154,13 @@ static int is_among(const int64_t *ids, int64_t n, int64_t id) {
     return found;
 }
 
-/* Of those above the pivot, or not below it. Without weights each weighs 1. */
+/* Returns the count and the mass of the tokens above the pivot, or not below it. Without weights each weighs 1. */
 ANY_INLINE share share_of(const float *logits, const double *weights, int64_t n, float pivot, const int or_equal) {
     double sums[SUMS] = {0};
     int32_t counts[SUMS] = {0};
     for (int64_t i = 0; i < n; i += SUMS)
         for (int l = 0; l < SUMS; l++) counts[l] += or_equal ? logits[i + l] >= pivot : logits[i + l] > pivot;
-    for (int64_t i = 0; weights && i < n; i += SUMS) /* multiplied: a sum of chosen lanes goes wrong in GCC 12 */
+    for (int64_t i = 0; weights && i < n; i += SUMS) /* GCC 12 compiles a sum of chosen lanes wrongly */
         for (int l = 0; l < SUMS; l++)
             sums[l] += weights[i + l] * (double)(or_equal ? logits[i + l] >= pivot : logits[i + l] > pivot);
     share found = {0, 0};
@@ -177,7 +177,7 @@ ANY_INLINE void pad(float *logits, double *weights, int64_t n) {
     }
 }
 
-/* Moves what lies between two logits to the front, and answers how much that is. Pads are -inf and never kept. */
+/* Moves the logits between `above` and `below` to the front of `left`, with their weights. Returns their number. */
 ANY_INLINE int64_t keep(const float *logits, double *weights, int64_t n, float above, float below, float *left) {
     int64_t kept = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -189,7 +189,7 @@ ANY_INLINE int64_t keep(const float *logits, double *weights, int64_t n, float a
     return kept;
 }
 
-/* The same. */
+/* Does what `keep` does, in registers of 512 bits. */
 WIDE static int64_t keep_by_512(const float *logits, double *weights, int64_t n, float above, float below,
                                 float *left) {
     int64_t kept = 0;
@@ -210,7 +210,7 @@ WIDE static int64_t keep_by_512(const float *logits, double *weights, int64_t n,
     return kept;
 }
 
-/* Of a few, the one at which so much of their mass is reached as `part` is of all's. */
+/* Returns the index of a pivot: of a few samples from the best on, the one that completes `part` of their mass. */
 ANY_INLINE int64_t pivot_of(const float *logits, const double *weights, int64_t n, double part) {
     const int64_t num = n < SAMPLED ? n : SAMPLED;
     int64_t places[SAMPLED];
@@ -230,8 +230,8 @@ ANY_INLINE int64_t pivot_of(const float *logits, const double *weights, int64_t 
     return places[num - 1];
 }
 
-/* The fewest of the best whose weights come to the goal. `logits` and `weights` end with pads; `left` is as long, and
- * may be `logits`; the weights are overwritten. */
+/* Returns the smallest set of best tokens whose weights sum to the goal. `logits` and `weights` end with pads of -inf
+ * and 0. `left` has the same length and may be `logits`. The weights are overwritten. */
 ANY_INLINE cut select_best(const float *logits, double *weights, int64_t n, double goal, double total, float *left,
                            const keeping keep) {
     share above = {0, 0};
@@ -290,7 +290,7 @@ ANY_INLINE cut cut_of(const row_of *row, const td_sampling *sampling, float *lef
     return nucleus.count < kept.count ? nucleus : kept;
 }
 
-/* Logits may differ and their scores be equal: scores decide. */
+/* Returns whether the filters keep a token. Different logits may have equal scores; scores decide. */
 static int is_kept(const row_of *row, cut kept, int64_t id) {
     const double least = score_of(row, kept.least), score = score_of(row, row->logits[id]);
     if (score != least) return score > least;
@@ -302,7 +302,7 @@ static int is_kept(const row_of *row, cut kept, int64_t id) {
     return before < kept.count;
 }
 
-/* A logit below this cannot win against `best`, or is not kept. */
+/* Returns the logit below which no token can reach `best` or is kept. */
 ANY_INLINE float floor_of(const row_of *row, cut kept, double best) {
     double floor = row->best + row->temperature * (best - MOST_NOISE);
     const double least = kept.least - (row->best - kept.least) * 0x1p-48;

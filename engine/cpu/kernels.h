@@ -1,11 +1,11 @@
-/* Kernels for CPUs with AVX-512 BF16: what engine/cpu/ calls through ctypes. C11, no library but libm, no state.
+/* Kernels for CPUs with AVX-512 BF16, which engine/cpu/ calls through ctypes. C11, no library but libm, no state.
  * Built from all .c files of this folder into one shared object, with
  *     -O3 -std=c11 -ffp-contract=off -fno-math-errno -shared -fPIC
  * and no option that names a processor: the files choose their instructions, and td_supported() uses none of them.
  *
- * bf16 values are uint16_t. Tensors are row-major; strides are counted in elements. Nothing here allocates: scratch is
- * handed in, aligned to 64 bytes. No function fails; what cannot be is asserted by the caller: in_features are even,
- * head_dim is a multiple of 16 of at most 256, rotary_dim is even, the heads are a multiple of the KV heads.
+ * bf16 values are uint16_t. Tensors are row-major; strides are counted in elements. Nothing here allocates: the
+ * caller passes scratch, aligned to 64 bytes. No function fails. The caller asserts that in_features are even, head_dim
+ * is a multiple of 16 of at most 256, rotary_dim is even, and the heads are a multiple of the KV heads.
  *
  * A row of a result depends on that row alone: not on the other rows of the call, nor on how a sequence was cut into
  * chunks. Every sum runs in one order: products over the input features from the first to the last, attention over
@@ -29,20 +29,20 @@ typedef struct {
     int64_t in_features, out_features;
 } td_product;
 
-/* Norm weights are float32, already with whatever the model adds to them (Gemma: 1). NULL: the layer has none there. */
+/* Norm weights are float32 and include any constant that the model adds (Gemma: 1). NULL: the layer has none. */
 typedef struct {
     const float *input_norm;          /* [hidden], before attention */
     const float *query_norm;          /* see td_model.norms_whole_rows */
     const float *key_norm;
-    const float *attention_out_norm;  /* [hidden], of what attention adds to the residual */
+    const float *attention_out_norm;  /* [hidden], of attention's output before it is added to the residual */
     const float *ffn_norm;            /* [hidden], before the feed-forward */
-    const float *ffn_out_norm;        /* [hidden], of what the feed-forward adds */
+    const float *ffn_out_norm;        /* [hidden], of the feed-forward's output before it is added */
     td_product qkv;                   /* rows: all query heads, all key heads, all value heads */
     td_product out;
     td_product gate_up;               /* of td_pack_gate_up; out_features: 2 * intermediate; bias: gate, then up */
     td_product down;
     bf16 *keys, *values;              /* of the pool's block 0 in this layer: [block_size, kv_heads, head_dim] */
-    int64_t window;                   /* a token sees so many, itself included; 0: all before it */
+    int64_t window;                   /* the number of tokens that a token sees, itself included; 0: all */
     int64_t rotary;                   /* which of td_step.cos / sin */
 } td_layer;
 
@@ -70,39 +70,39 @@ typedef struct {
     float *hidden;                               /* [tokens, hidden]: the embeddings; overwritten */
     float *logits;                               /* [logit rows, vocab] */
     void *scratch;
-    void (*written)(void);                       /* called when the K and V of all tokens are in the pool; NULL: nothing */
+    void (*written)(void);                       /* called when the K and V of all tokens are in the pool, or NULL */
 } td_step;
 
 int64_t td_version(void);
-/* 1 where this processor, and the system's saving of its registers, can run the rest. Always safe to call. */
+/* Returns 1 if this processor can run the other functions and the system saves its registers. Always safe to call. */
 int64_t td_supported(void);
 
-/* bf16 elements that a packed weight takes, and the packing of `weight`: [out_features, in_features] of this stride. */
+/* Returns the number of bf16 elements of a packed weight; packs `weight`, [out_features, in_features]. */
 int64_t td_packed_elems(int64_t out_features, int64_t in_features);
 void td_pack(const bf16 *weight, int64_t stride, int64_t out_features, int64_t in_features, bf16 *panels);
-/* The same for two weights of [intermediate, in_features], in turns; as many elements as 2 * intermediate features. */
+/* Packs two weights of [intermediate, in_features], interleaved, into the elements of 2 * intermediate features. */
 void td_pack_gate_up(const bf16 *gate, int64_t gate_stride, const bf16 *up, int64_t up_stride, int64_t intermediate,
                      int64_t in_features, bf16 *panels);
 
-/* Bytes of scratch that a step of so many tokens needs at most. */
+/* Returns the most bytes of scratch that a step of `num_tokens` needs. */
 int64_t td_scratch_bytes(const td_model *model, int64_t num_tokens);
-/* All layers, the final norm and the head. */
+/* Runs all layers, the final norm and the head. */
 void td_run(const td_model *model, const td_step *step);
 
-/* The parts, for tests and measurements. td_linear's scratch: td_linear_scratch_bytes(rows). td_attend, whose output is
- * [tokens, heads, head_dim] as its query is, takes no more scratch than a step. */
+/* Parts of a step, for tests and measurements. td_linear needs td_linear_scratch_bytes(rows) of scratch, and td_attend
+ * no more than a step; its query and its output are [tokens, heads, head_dim]. */
 int64_t td_linear_scratch_bytes(int64_t rows);
 void td_linear(const bf16 *x, int64_t rows, const td_product *product, float *y, void *scratch);
 void td_rms_norm(const float *x, int64_t rows, int64_t width, const float *weight, float eps, bf16 *y);
 void td_attend(const td_model *model, const td_layer *layer, const td_step *step, const bf16 *query, bf16 *output,
                void *scratch);
 
-/* Drawing, which runs on any processor: draw.c. Where a row has a logit that is not a number, or no finite best one, or is
- * too hot, its token is -1: the caller draws it by other means. */
+/* Drawing, which runs on any processor (draw.c). The token of a row is -1, and the caller draws it by other means, if a
+ * logit is NaN, if the largest logit is not finite, or if the temperature is too high. */
 typedef struct {
     uint64_t key;             /* of the noise */
     int64_t top_k;            /* 0: all */
-    double temperature;       /* 0: the lowest of the best */
+    double temperature;       /* 0: the token with the largest logit, of equals the lowest id */
     double top_p;             /* not below 1: all */
     double least_score;       /* log(min-p); -inf: all */
     int64_t num_banned;
@@ -114,14 +114,14 @@ typedef struct {
     const void *logits;       /* [rows, vocab] of this stride: float, or bf16; not changed */
     int64_t is_bf16, stride, rows, vocab;
     const td_sampling *samplings;  /* [rows] */
-    const int64_t *banned;    /* token ids of all rows, one row's after the other's; others are nothing */
+    const int64_t *banned;    /* token ids of all rows, row after row; ids outside the vocabulary are ignored */
     int64_t *token_ids;       /* [rows] */
     void *scratch;            /* td_draw_scratch_bytes(vocab) */
     int64_t mask_words;
 } td_draws;
 
 int64_t td_draw_scratch_bytes(int64_t vocab);
-/* In the widest registers there are of at most so many bits; their width changes no token. */
+/* Draws with the widest registers of this processor, up to `widest` bits. The width changes no token. */
 void td_draw(const td_draws *draws, int64_t widest);
 
 #endif

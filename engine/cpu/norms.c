@@ -7,7 +7,7 @@
 
 TD_VECTOR_BEGIN
 
-/* 1 / sqrt(mean of squares + eps) */
+/* Returns 1 / sqrt(mean of squares + eps). */
 TD_INLINE __m512 inverse_rms(const float *x, int64_t width, float eps) {
     __m512 sum = _mm512_setzero_ps(), other = _mm512_setzero_ps();
     int64_t i = 0;

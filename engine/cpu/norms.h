@@ -1,4 +1,4 @@
-/* What works on rows of float32 between the products. Private to the kernels. */
+/* Operations on rows of float32 between the products. Private to the kernels. */
 #ifndef TANDEM_NORMS_H
 #define TANDEM_NORMS_H
 

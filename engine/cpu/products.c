@@ -1,12 +1,12 @@
-/* Products with packed weights: the packing, the loops, and what becomes of the results. */
+/* Products with packed weights: the packing, the loops, and the ends that use the results. */
 #include "products.h"
 #include "tile.h"
 
 TD_VECTOR_BEGIN
 
-/* Input features that are taken at once where a panel is read by more than one block of rows. */
+/* Input features that are computed at once if several blocks of rows read a panel. */
 enum { SLAB = 512 };
-/* How far ahead of use a weight is asked for that is read only once. */
+/* The prefetch distance of a weight that is read only once. */
 enum { AHEAD_BYTES = 8192 };
 
 int64_t td_packed_elems(int64_t out_features, int64_t in_features) {
@@ -22,7 +22,7 @@ void td_pack(const bf16 *weight, int64_t stride, int64_t out_features, int64_t i
     }
 }
 
-/* 32 rows of gate, then 32 of up; where the intermediate features end, any rows: their results are not taken. */
+/* A panel has 32 rows of gate, then 32 of up. Rows behind the last feature repeat it; their results are not used. */
 void td_pack_gate_up(const bf16 *gate, int64_t gate_stride, const bf16 *up, int64_t up_stride, int64_t intermediate,
                      int64_t in_features, bf16 *panels) {
     for (int64_t first = 0; first < intermediate; first += PANEL / 2) {
@@ -92,13 +92,13 @@ void td_activate(const td_end *end, const td_product *product, int64_t panel, co
     }
 }
 
-/* A block of rows of x times a slab of one panel. */
+/* The product of a block of rows of x and a slab of one panel. */
 typedef struct {
     const bf16 *x, *slab;
     int64_t stride, pairs;
     float *tile;       /* [rows, 64] */
-    int first;         /* the slab is the panel's first: sums begin */
-    const char *ahead; /* what comes next in memory */
+    int first;         /* whether the slab is the panel's first, at which sums begin */
+    const char *ahead; /* the address to prefetch from */
 } Block;
 
 TD_INLINE void multiply_block(const Block *block, const int rows, const int fetched) {
@@ -123,7 +123,7 @@ static void (*const BLOCKS[TILE_ROWS][5])(const Block *) = { /* [rows - 1][cache
 
 int64_t td_linear_scratch_bytes(int64_t rows) { return td_align(rows * PANEL * (int64_t)sizeof(float)); }
 
-/* Few rows: each panel passes once through the registers, and the memory is kept busy by asking ahead. */
+/* For few rows: reads each panel once and prefetches, so that the memory is always busy. */
 static void multiply_few(const bf16 *x, int64_t rows, const td_product *product, const td_end *end, float *tiles) {
     int64_t width = product->in_features;
     for (int64_t panel = 0; panel * PANEL < product->out_features; panel++) {
@@ -134,8 +134,8 @@ static void multiply_few(const bf16 *x, int64_t rows, const td_product *product,
     }
 }
 
-/* Many rows: a slab stays in the cache for all of them. Meanwhile the one after it is asked for, a part with each block
- * of rows: of the four cache lines that a pair takes, `asked` lie behind and this block goes on to `asking`. */
+/* For many rows: a slab stays in the cache for all of them. Meanwhile each block of rows prefetches a part of the next
+ * slab: of the four cache lines of each pair, those from `asked` up to `asking`. */
 static void multiply_many(const bf16 *x, int64_t rows, const td_product *product, const td_end *end, float *tiles) {
     int64_t width = product->in_features, num_slabs = td_ceil(width, SLAB), num_blocks = td_ceil(rows, TILE_ROWS);
     int64_t pairs_each = td_ceil(width / 2, num_slabs);

@@ -1,15 +1,15 @@
-/* What becomes of a product's results, for the decoder's fused ends. Private to the kernels. */
+/* The ends of products: functions that use the results while they are in the cache. Private to the kernels. */
 #ifndef TANDEM_PRODUCTS_H
 #define TANDEM_PRODUCTS_H
 
 #include "kernels.h"
 
-/* Results of one panel: `tile` is [rows, 64], for rows from `first_row` on. */
+/* `take` uses the results of one panel: `tile` is [rows, 64], for rows from `first_row` on. */
 typedef struct td_end td_end;
 struct td_end {
     void (*take)(const td_end *end, const td_product *product, int64_t panel, const float *tile, int64_t first_row,
                  int64_t rows);
-    void *out;             /* float or bf16, as `take` says */
+    void *out;             /* float or bf16, depending on `take` */
     int64_t out_stride;
     int64_t activation;    /* of td_activate */
 };

@@ -1,5 +1,5 @@
-/* What the kernels share: the vector instructions, the register tile of every product, packing, exponentials. Included
- * by each file that computes, and by none that must run on any processor.
+/* Code that all kernels share: vector instructions, the register tile of every product, packing, exponentials. Files
+ * that must run on any processor do not include it.
  */
 #ifndef TANDEM_TILE_H
 #define TANDEM_TILE_H
@@ -24,7 +24,7 @@
 
 enum {
     LANES = 16,                    /* floats of a register */
-    TILE_ROWS = 6,                 /* 6 x 4 accumulators, 4 registers of weights and one of x fill the 32 there are */
+    TILE_ROWS = 6,                 /* 6 x 4 accumulators, 4 registers of weights and one of x fit the 32 registers */
     TILE_VECTORS = 4,
     PANEL = TILE_VECTORS * LANES,  /* columns of a packed matrix that lie together: [in_features / 2][PANEL][2] */
 };
@@ -36,21 +36,20 @@ static inline int64_t td_align(int64_t bytes) { return (bytes + 63) & ~(int64_t)
 
 TD_VECTOR_BEGIN
 
-/* The first `count` of 16 lanes; none below zero. */
+/* Returns the mask of the first `count` of 16 lanes; 0 for a negative count. */
 TD_INLINE __mmask16 first_lanes(int64_t count) {
     return count >= LANES ? 0xffff : count <= 0 ? 0 : (__mmask16)((1u << count) - 1);
 }
 
-/* Rounded to nearest, ties to even. */
+/* Stores x as bf16, rounded to nearest, ties to even. */
 TD_INLINE void store_bf16(bf16 *place, __mmask16 lanes, __m512 x) {
     _mm256_mask_storeu_epi16(place, lanes, (__m256i)_mm512_cvtneps_pbh(x));
 }
 
 /* acc[rows][vectors] += a[rows][2 * pairs] times the panel b; `rows` and `vectors` are constants where it is inlined.
- * One accumulator runs through all of k, so a row's sums do not know how many rows go with it. Of what `ahead` points
- * to, `fetched` cache lines are asked for with each pair: all of a pair's go to the first-level cache, since they are
- * used within 8 KB, a part of them to the second level, where whole slabs have room. That is measured
- * (benchmarks/results/cpu_engine.md), not derived.
+ * One accumulator sums over all of k, so a row's sums do not depend on the number of rows. `fetched` cache lines from
+ * `ahead` on are prefetched with each pair. Four lines, a whole pair, go to the first-level cache, as they are used
+ * within 8 KB; fewer go to the second level, where whole slabs fit. Measured in benchmarks/results/cpu_engine.md.
  */
 TD_INLINE void multiply(__m512 acc[TILE_ROWS][TILE_VECTORS], const int rows, const bf16 *a, int64_t a_stride,
                         const bf16 *b, int64_t pairs, const char *ahead, const int fetched) {
@@ -72,7 +71,7 @@ TD_INLINE void multiply(__m512 acc[TILE_ROWS][TILE_VECTORS], const int rows, con
     }
 }
 
-/* 2^x, within 3e-7 of it; 0 far below, infinite far above. */
+/* Returns 2^x with a relative error below 3e-7; 0 on underflow, infinity on overflow. */
 TD_INLINE __m512 exp2_ps(__m512 x) {
     __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     __m512 part = _mm512_sub_ps(x, whole); /* of [-1/2, 1/2] */
@@ -85,13 +84,13 @@ TD_INLINE __m512 exp2_ps(__m512 x) {
     return _mm512_scalef_ps(y, whole);
 }
 
-/* x / (1 + e^-z) */
+/* Returns x / (1 + e^-z). */
 TD_INLINE __m512 times_sigmoid(__m512 x, __m512 z) {
     __m512 e = exp2_ps(_mm512_mul_ps(z, _mm512_set1_ps(-1.44269504f)));
     return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
 }
 
-/* Columns of 16 rows of 16 pairs become rows of a panel, of which the first `pairs` are written. */
+/* Transposes 16 rows of 16 pairs into rows of a panel and writes the first `pairs` of them. */
 TD_INLINE void transpose_pairs(__m512i in[LANES], bf16 *out, int64_t pairs) {
     __m512i a[LANES], b[LANES];
     TD_UNROLL for (int i = 0; i < LANES; i += 2) {
@@ -120,14 +119,14 @@ TD_INLINE void transpose_pairs(__m512i in[LANES], bf16 *out, int64_t pairs) {
         if (i < pairs) _mm512_store_si512(out + i * PANEL * 2, b[i]);
 }
 
-/* Rows of bf16, `places` elements from `base`. From `count` on they read as zero, but their places may be read. */
+/* Rows of bf16; row i begins `places[i]` elements after `base`. Rows from `count` on are taken as zero. */
 typedef struct {
     const bf16 *base;
     const int64_t *places; /* [64] */
     int64_t count;
 } Rows;
 
-/* 16 rows of `pairs` pairs become 16 columns of a panel; `whole`: there are as many of both. */
+/* Packs 16 rows of `pairs` pairs as 16 columns of a panel. `whole`: no row and no pair is missing. */
 TD_INLINE void pack_square(const Rows *rows, int64_t first, int64_t pair, int64_t pairs, const int whole, bf16 *out) {
     __m512i in[LANES];
     TD_UNROLL for (int r = 0; r < LANES; r++) {
@@ -138,8 +137,8 @@ TD_INLINE void pack_square(const Rows *rows, int64_t first, int64_t pair, int64_
     transpose_pairs(in, out, whole ? LANES : pairs);
 }
 
-/* One panel of rows of `width` elements (even). Each read of a row asks for the same place in the row of `ahead` that
- * has its number, up to the second-level cache as in multiply(). */
+/* Packs one panel of rows of `width` elements (even). With each read of a row, the same elements of the row of `ahead`
+ * with the same number are prefetched into the second-level cache. */
 TD_INLINE void pack_rows(const Rows *rows, int64_t width, const Rows *ahead, bf16 *panel) {
     for (int64_t pair = 0; pair < width / 2; pair += LANES) {
         int64_t pairs = td_min(width / 2 - pair, LANES);
