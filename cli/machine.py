@@ -1,4 +1,4 @@
-"""Checks this machine for what Tandem needs: versions, devices and limits. Changes nothing.
+"""Checks that this machine meets Tandem's needs: versions, devices and limits. Changes nothing.
 
 A finding is a problem only if Tandem cannot work with it. A transport that is not available is not a problem.
 """

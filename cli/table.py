@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from tandem.results import Result
 
-_NO_TRANSPORT = ("", "local")  # what a ledger names when no KV moved between workers
+_NO_TRANSPORT = ("", "local")  # the transport in a ledger if no KV moved between workers
 
 
 def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -36,7 +36,7 @@ class CompiledLibrary:
     """A library built from all .c and .h files of one folder. It exports td_version() beside its functions.
 
     The files are read when this is created, with the module that calls the library: a process that was forked from an
-    older one builds the sources of the code that it runs, whatever was installed in their place since."""
+    older one builds the sources of the code that it runs, even if others were installed in their place since."""
 
     name: str  # the file's name begins with it
     folder: Path

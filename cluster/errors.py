@@ -1,4 +1,4 @@
-"""Every error that crosses a boundary of Tandem, and the one table of what it is called on the wire.
+"""Every error that crosses a boundary of Tandem, and the one table of their names on the wire.
 
     TandemError
     ├── InvalidRequest            the client must change something
@@ -113,7 +113,7 @@ class InvalidGrammar(InvalidRequest):
 
 
 class GrammarRejected(InvalidRequest):
-    """The tokens that a request continues from do not follow its grammar, or the grammar cannot say what follows them.
+    """The tokens that a request continues from do not follow its grammar, or the grammar cannot continue from them.
     The request ends: it is never continued without its grammar."""
 
     reason = "grammar_rejected"

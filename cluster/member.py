@@ -66,7 +66,7 @@ class Capacity:
     num_blocks: int
     block_size: int
     max_num_seqs: int
-    max_model_len: int  # as configured or the model's, limited to what the pool holds
+    max_model_len: int  # as configured or the model's, limited to the size of the pool
     block_bytes: int = 0  # 0: unknown
     num_watermark_blocks: int = 0  # blocks of a decode worker that hand-offs may not use
     max_input_length: int = 0  # 0: no limit
@@ -89,7 +89,7 @@ class Member:
     fingerprint: LayoutFingerprint | None = None
     transports: tuple[str, ...] = ()  # best first
     capacity: Capacity | None = None
-    grammar_engine: str = ""  # of a worker: what its masks depend on (cluster/grammar/engine.py); empty: it has none
+    grammar_engine: str = ""  # of a worker: equal if masks are (cluster/grammar/engine.py); empty: it has none
     scheduling_policy: str = ""  # of a worker, as --scheduling-policy names it; empty: unknown
     protocol_oldest: int = OUR_VERSIONS.oldest
     protocol_newest: int = OUR_VERSIONS.newest

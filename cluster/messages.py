@@ -69,7 +69,7 @@ class LogitRules:
     output tokens alone.
     """
 
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit); each id once
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit); each id once
     repetition_penalty: float = 1.0  # divides positive logits of tokens that occurred, multiplies the others
     frequency_penalty: float = 0.0  # is subtracted once per occurrence
     presence_penalty: float = 0.0  # is subtracted from the logits of tokens that occurred

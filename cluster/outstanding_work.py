@@ -2,7 +2,7 @@
 
 `OutstandingWork` is the worker's own account, by router. The worker sends each router the sum over all other routers
 (`OthersWork`); a router counts its own work itself, from the moment it sends it (router/policies/work_ahead.py). So
-nothing counts twice, whatever is in flight between the two: a router's own work is never in the reports that it
+nothing counts twice, even while messages are in flight: a router's own work is never in the reports that it
 receives. A router sends its predictions (cached tokens, output length) with the work, so that every router counts the
 same.
 """
@@ -14,7 +14,7 @@ from itertools import count
 from cluster.messages import MemberId
 from cluster.service_times import attended_tokens
 
-_LEAST_LEFT_SHARE = 0.25  # of the expected length: what a sequence that has outlived it is expected to generate yet
+_LEAST_LEFT_SHARE = 0.25  # of the expected length: the rest expected of a sequence that exceeds it
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class OutstandingWork:
     def add_sequences(
         self, router: MemberId, outlooks: Mapping[int, SequenceOutlook], prompt: PromptWork | None, now_s: float
     ) -> None:
-        """Record the sequences of one job by handle. `prompt`: what this worker computes before their first token;
+        """Record the sequences of one job by handle. `prompt`: the work of this worker before their first token;
         None: it imports their KV."""
         key = None if prompt is None else (router, *outlooks)
         if prompt is not None:

@@ -126,8 +126,8 @@ def reload_requested() -> asyncio.Event:
 def announce_ready(**fields: object) -> None:
     """Print the line `ready name=value ...` on stdout, for which the parent process waits.
 
-    From then on the garbage collector skips what exists now: a worker has 400,000 objects of its libraries, and a full
-    collection stopped it for 195 ms."""
+    From then on the garbage collector skips the objects that exist now: a worker has 400,000 objects of its libraries,
+    and a full collection stopped it for 195 ms."""
     gc.freeze()
     sys.stdout.write(" ".join(["ready", *(f"{name}={value}" for name, value in fields.items())]) + "\n")
     sys.stdout.flush()

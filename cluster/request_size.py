@@ -91,7 +91,7 @@ def handoff_shortage(capacity: Capacity, size: RequestSize) -> str:
 
 
 def blocks_shortage(capacity: Capacity, num_blocks: int) -> str:
-    """Return what `handoff_shortage` returns, for a hand-off that reserves `num_blocks` blocks."""
+    """Return the shortage as `handoff_shortage` does, for a hand-off that reserves `num_blocks` blocks."""
     most = capacity.num_blocks - capacity.num_watermark_blocks
     if num_blocks <= most:
         return ""

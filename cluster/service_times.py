@@ -97,7 +97,7 @@ class DecodeTimes:
 @dataclass(frozen=True, slots=True)
 class MixedTimes:
     """The model of mixed steps: seconds = factor * (the larger step_s of prefill and decode + all other terms of both),
-    and at least what either of them takes alone.
+    and at least the time that either of them takes alone.
     """
 
     factor: float
@@ -168,7 +168,7 @@ class ServiceTimes:
         return prefill_s - self.prefill.step_s
 
     def both_s(self, work: StepWork) -> float:
-        """Return what a mixed step would take if its parts added up, with the larger step_s counted once."""
+        """Return the time of a mixed step if its parts added up, with only the larger step_s counted."""
         prefill_s = self.prefill.seconds(work.num_new, work.attended)
         decode_s = self.decode.seconds(work.batch, work.context)
         return prefill_s + decode_s - min(self.prefill.step_s, self.decode.step_s)

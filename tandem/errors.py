@@ -119,7 +119,7 @@ def error_from_rpc(error: grpc.RpcError) -> TandemError:
 
 
 def _param(error: "grpc.Call | grpc.aio.AioRpcError") -> str | None:
-    """Return what the rich details of an error name, None without such details or with damaged ones."""
+    """Return the content of the rich details of an error, None without such details or with damaged ones."""
     bad, info = error_details_pb2.BadRequest(), error_details_pb2.ErrorInfo()
     try:
         status = rpc_status.from_call(error)

@@ -75,7 +75,7 @@ class CallParameters:
 
 
 class _BaseGeneration:
-    """The parts of both generations: what was read, and the call to the present router."""
+    """The parts of both generations: the received output, and the call to the present router."""
 
     def __init__(self, parameters: CallParameters) -> None:
         self._parameters = parameters

@@ -63,7 +63,7 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: bool
     include_stop_str_in_output: bool  # the text ends behind the stop string or stop token
     skip_special_tokens: bool  # default: True; else the text has special tokens by their names
-    truncate_prompt_tokens: int  # keeps so many last tokens of the prompt; -1: as many as max_tokens leaves room for
+    truncate_prompt_tokens: int  # the number of last tokens to keep; -1: all that max_tokens leaves room for
     logprobs: int  # log-probabilities of the chosen token and of this many most likely tokens
     prompt_logprobs: int  # the same for the prompt's tokens, in Result.prompt_logprobs
     cache_salt: str  # only requests of one salt share KV of equal beginnings
@@ -149,7 +149,7 @@ def generate_request(
 
 
 def _grammar(options: GenerateOptions) -> inference_pb2.Grammar | None:
-    """Return what the answer must match. Raises ValueError for more than one option, and TypeError."""
+    """Return the constraint on the answer. Raises ValueError for more than one option, and TypeError."""
     given = [name for name in ("json_schema", "regex", "choice", "grammar") if options.get(name) is not None]
     if not given:
         return None
@@ -227,7 +227,7 @@ def _check_options(options: AllOptions, *, has_messages: bool) -> None:
 # {"role": "system" | "user" | "assistant" | "tool", "content": text}, and where it applies name, tool_calls,
 # tool_call_id and reasoning. A call is {"id", "type": "function", "function": {"name", "arguments": JSON text}}.
 def chat_prompt(messages: Iterable[Message], options: ChatOptions) -> inference_pb2.ChatPrompt:
-    """Return the message. Raises ValueError for what it cannot hold."""
+    """Return the message. Raises ValueError for a value that it cannot hold."""
     choice = options.get("tool_choice", "")
     is_word = isinstance(choice, str)
     arguments = options.get("template_arguments")

@@ -172,7 +172,8 @@ class Assembly:
         return [delta for delta in grown if delta is not None]
 
     def resume_from(self, num_choices: int, resume_number: int) -> inference_pb2.ResumeFrom:
-        """Return what another router needs to resume the accepted request. Later responses are those of its stream."""
+        """Return the state that another router needs to resume the accepted request. Later responses are those of its
+        stream."""
         assert self.accepted is not None
         choices = [self._choices.setdefault(number, _Growth()) for number in range(num_choices)]
         return inference_pb2.ResumeFrom(
@@ -195,7 +196,8 @@ class Assembly:
         )
 
     def _add_prompt(self, message: inference_pb2.PromptLogprobs) -> None:
-        """Add what was not received before: a stream that is resumed from no token sends the prompt again."""
+        """Add the log-probabilities that were not received before: a stream that is resumed from no token sends the
+        prompt again."""
         num_known = 1 + len(self._prompt) - message.first_position
         if num_known < 0:
             what = f"continue at token {message.first_position}, but {1 + len(self._prompt)} were received"

@@ -11,7 +11,7 @@ one: it runs its module as `__main__` with its own arguments, environment and ou
 child of PARENT, a subreaper, not of this process: it is stopped, waited for and killed with its parent like any other
 child, and outlives this process.
 
-The server has one thread and uses nothing of what it imports. If an import has started a thread or opened a device, it
+The server has one thread and calls nothing that it imports. If an import has started a thread or opened a device, it
 ends instead of forking, and its parent starts members as new programs.
 """
 
@@ -33,7 +33,7 @@ from typing import NoReturn
 from cli.local.child import MAX_LINE_BYTES, ChildProcess, ChildSpec, ForkedProcess, Pipe, environment_of, executed
 from cluster.process import die_with_parent, lasting
 
-# The modules of each kind of child, and what they import only while they start.
+# The modules of each kind of child, and modules that they import only when they start.
 ROUTER_MODULES = ("router.app", "pydantic.v1")
 WORKER_MODULES = (
     *("worker.app", "torch.nn.attention.varlen"),
@@ -54,7 +54,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 class ForkServer:
     """A process that imports `modules` and then forks on request. Its children become children of this process, a
-    subreaper, and outlive the server. `environment`: what those modules read while they are imported.
+    subreaper, and outlive the server. `environment`: the variables that those modules read at import.
     """
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -114,7 +114,7 @@ class ForkServer:
         self._control.close()
         self._process.kill()
         self._process.wait()
-        _become_subreaper(False)  # what is forked already stays a child of this process
+        _become_subreaper(False)  # members that were forked before stay children of this process
 
 
 class Forks:
@@ -139,7 +139,7 @@ class Forks:
         return child or await executed(spec)
 
     def close(self) -> None:
-        """End the servers; what they have forked stays."""
+        """End the servers. Their members keep running."""
         self._routers.kill()
         self._workers.kill()
 
@@ -243,7 +243,7 @@ def run_as_program(module: str) -> NoReturn:
 
 
 def show_arguments(arguments: Sequence[str]) -> None:
-    """Write over the arguments that the kernel shows for this process; what does not fit is left out."""
+    """Write over the arguments that the kernel shows for this process, cut to their length."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc_pid_stat(5); the third is first here
     text = b"".join(argument.encode() + b"\0" for argument in arguments)[: end - begin - 1]

@@ -73,8 +73,8 @@ def threads_per_worker(num_cores: int, num_workers: int) -> int:
 
 
 def thread_environment(num_threads: int) -> dict[str, str]:
-    """Return what a worker's libraries read when they are loaded. NumPy's BLAS, which no worker uses, would start its
-    threads at once, and a process with threads cannot be forked."""
+    """Return the variables that a worker's libraries read when they are loaded. NumPy's BLAS, which no worker uses,
+    would start its threads at once, and a process with threads cannot be forked."""
     return {
         "OMP_NUM_THREADS": str(num_threads),
         "OPENBLAS_NUM_THREADS": "1",

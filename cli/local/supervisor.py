@@ -232,7 +232,7 @@ class Supervisor:
             return None
         kept.num_failures += 1
         if end.status == ExitStatus.CONFIG:
-            reason = f": {end.last_lines[-1]}" if end.last_lines else ""  # which is one line, and says what to change
+            reason = f": {end.last_lines[-1]}" if end.last_lines else ""  # one line, with the remedy
             return ConfigError(f"{kept.spec.name} {_how(end)}; its settings were refused{reason}")
         if kept.num_failures >= self._limits.first_starts:
             return Unavailable(

@@ -1,4 +1,4 @@
-"""Draws what `tandem top` watches as lines that fit a terminal."""
+"""Draws the data of `tandem top` as lines that fit a terminal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class View:
     """The operator's choices. Only the command changes them."""
 
     in_members: bool = False  # the arrow keys choose a member, not a request
-    request: tuple[str, str] | None = None  # what is chosen: WatchedRequest.key; None: the first one
+    request: tuple[str, str] | None = None  # the chosen one: WatchedRequest.key; None: the first
     member: str = ""  # "id@incarnation"; empty: the first one
     request_order: int = 0
     member_order: int = 0

@@ -106,7 +106,7 @@ class Session:
         self._wake_read, self._wake_write = os.pipe()
         self._ended = threading.Event()
         self._text = ""  # shown in place of the screen
-        self._confirmed: Callable[[], str] | None = None  # what `y` does
+        self._confirmed: Callable[[], str] | None = None  # the action that `y` starts
         self._first_error: TandemError | None = None
 
     def run(self) -> None:

@@ -95,7 +95,7 @@ class Watch:
         return (max(each.p50_s for each in found), max(each.p99_s for each in found)) if found else None
 
     def faults(self) -> Iterator[str]:
-        """Return what is wrong now, a sentence each."""
+        """Return the present faults, one sentence each."""
         for member in self.members:
             if member.state == admin_pb2.MEMBER_STATE_UNHEALTHY:
                 yield f"{member.member_id} is unhealthy"

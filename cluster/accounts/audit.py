@@ -28,7 +28,7 @@ class Audit:
         wall_clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open the file at `path` for appending; empty: lines go to the process's log, whatever its level. Raises
+        """Open the file at `path` for appending; empty: lines go to the process's log at every level. Raises
         ConfigError.
         """
         self._wall_clock, self._monotonic = wall_clock, monotonic

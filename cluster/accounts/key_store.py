@@ -139,8 +139,9 @@ class RecordedKeys:
             _LOG.error("the present API keys stay in use: %s", error.message)
 
     async def change(self, changed: Callable[[KeySet], KeySet]) -> None:
-        """Store what `changed` makes of the present records, and use it. Raises what `changed` raises, ConfigError for
-        a document that is not signed, and Unavailable or RegistryUnavailable where the store does not answer."""
+        """Store and use the records that `changed` returns for the present ones. Raises what `changed` raises,
+        ConfigError for a document that is not signed, and Unavailable or RegistryUnavailable where the store does not
+        answer."""
         for _ in range(_ATTEMPTS):
             before = await self._store.read()
             if not self._gate.replace(self._parsed(before)):

@@ -181,8 +181,8 @@ def tenant_salt(salt_key: bytes, tenant: str, cache_salt: str) -> str:
 
 
 def tenant_share(salt_key: bytes, caller: Caller) -> TenantShare:
-    """Return what workers learn of a request's tenant. All routers give it the same label, from which its name cannot
-    be found without the key."""
+    """Return the identity of a request's tenant that workers receive. All routers give it the same label, from which
+    its name cannot be found without the key."""
     if not caller.tenant:
         return NO_TENANT
     label = hmac.digest(salt_key, b"tenant label\0" + caller.tenant.encode(), "sha256").hex()

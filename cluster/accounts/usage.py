@@ -57,7 +57,7 @@ class UsageMeter:
         self._new[tenant, key_id] = self._new.get((tenant, key_id), Usage()) + usage
 
     def batch(self) -> tuple[int, dict[str, int]]:
-        """Return what to store, by field, and the number of this batch. Returns the same batch until `stored` is
+        """Return the amounts to store, by field, and the number of this batch. Returns the same batch until `stored` is
         called, so that a store can ignore a batch that it has already.
         """
         if not self._batch:
@@ -77,7 +77,7 @@ class UsageMeter:
 
 
 def read_usage(fields: Mapping[str, str]) -> list[KeyUsage]:
-    """Return the usage of every key from what batches have added up to. Unknown fields are left out."""
+    """Return the usage of every key from the sums of all batches. Unknown fields are left out."""
     found: dict[tuple[str, str], dict[str, int]] = {}
     for field, amount in fields.items():
         kind, _, rest = field.partition(_SEPARATOR)
@@ -90,7 +90,7 @@ def read_usage(fields: Mapping[str, str]) -> list[KeyUsage]:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """The use of one tenant: its requests and tokens of the last minute, and what it holds now."""
+    """The use of one tenant: its requests and tokens of the last minute, and its present reservations."""
 
     requests: int = 0
     tokens: int = 0
@@ -180,7 +180,7 @@ class Reservation:
         self._slot: Slot | None = None  # None: nothing is reserved, or the caller has no limits
 
     def reserve(self, num_tokens: int, now_s: float) -> None:
-        """Reserve what the request may use. Raises LimitReached."""
+        """Reserve the most that the request may use. Raises LimitReached."""
         self._tenants.check_tokens(self._caller, num_tokens, now_s)
         self._num_tokens = num_tokens
         self._slot = self._tenants.count_tokens(self._caller, num_tokens, now_s)

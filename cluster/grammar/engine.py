@@ -26,7 +26,7 @@ _ERROR_CHARACTERS = 300
 
 
 def grammar_engine_id(folder: Path) -> str:
-    """Return what two members must have in common to compute the same masks: the library's version, and a digest of
+    """Return an id that is equal for two members if they compute the same masks: the library's version, and a digest of
     tokenizer, vocabulary and end-of-sequence tokens. Empty if this member cannot apply grammars: the library is not
     installed, or the model in `folder` has no tokenizer or no end-of-sequence token. Raises ConfigError."""
     digest = tokenizer_digest(folder)

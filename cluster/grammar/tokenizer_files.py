@@ -55,8 +55,8 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 def tokenizer_digest(folder: Path) -> str:
-    """Return a digest that is equal on members that convert tokens to the same text, whatever version of the library
-    they run; empty without a tokenizer. Raises ConfigError."""
+    """Return a digest that is equal on members that convert tokens to the same text, regardless of the version of the
+    library they run; empty without a tokenizer. Raises ConfigError."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         return ""

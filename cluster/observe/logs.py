@@ -77,6 +77,6 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def _quoted(value: object) -> str:
-    """Quote what could break the line: a client chooses its request id and must not be able to forge a line."""
+    """Quote text that could break the line: a client chooses its request id and must not be able to forge a line."""
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     return text if text and text.isprintable() and not set(text) & set(' "=') else json.dumps(text)

@@ -194,7 +194,7 @@ WORKER: dict[str, Metric] = {
     "tandem_computed_tokens_total": _counter("tokens computed in steps, those of prompts included"),
     "tandem_preemptions_total": _counter("sequences that were preempted by others and continued later"),
     "tandem_evicted_blocks_total": _counter("cached blocks that were given to other sequences"),
-    "tandem_swaps_total": _counter("preempted sequences by what happened to their KV", "action"),
+    "tandem_swaps_total": _counter("preempted sequences by the fate of their KV", "action"),
     "tandem_draft_tokens_total": _counter("draft tokens of speculation by outcome: all, or accepted", "outcome"),
     "tandem_prefill_refused_total": _counter("prefills refused by the worker", "reason"),
     "tandem_prefill_failed_total": _counter("prefills that failed after they were accepted", "reason"),

@@ -70,7 +70,7 @@ class Telemetry:
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
         self._histograms: dict[str, _Histogram] = {}
-        self._series: dict[tuple[Any, ...], Any] = {}  # what has been used, by kind, name and labels
+        self._series: dict[tuple[Any, ...], Any] = {}  # the series in use, by kind, name and labels
         for name in published:
             self._publish(name)
 
@@ -83,7 +83,7 @@ class Telemetry:
         return Telemetry((*EVERY_PROCESS, *WORKER))
 
     def describe(self, *, role: str, member: str, model: str) -> None:
-        """Publish what this process is now, in place of what it was before a change of its role."""
+        """Publish the present identity of this process in place of the former one, after a change of its role."""
         installed = (version("tandem-serving"), platform.python_version())
         self.gauge_all("tandem_build_info", {(*installed, role, member, model): 1})
 

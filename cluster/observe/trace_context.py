@@ -68,7 +68,7 @@ def trace_parent_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
 
 
 def open_span_export(endpoint: str, *, service: str, member: str) -> "SpanExport | None":
-    """Return what sends the spans of a process; None: `endpoint` is empty. `member`: its id, perhaps empty. Raises
+    """Return the sender of the spans of a process; None: `endpoint` is empty. `member`: its id, perhaps empty. Raises
     ConfigError if OpenTelemetry is not installed."""
     if not endpoint:
         return None

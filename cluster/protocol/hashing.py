@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable, Sequence
 
 HASH_BYTES = 16
-_LENGTH, _NO_PARENT = bytes([HASH_BYTES]), bytes([0])  # what precedes the ids: the parent's length, then the parent
+_LENGTH, _NO_PARENT = bytes([HASH_BYTES]), bytes([0])  # the parent's length, which the parent follows
 ID_BYTES = 4
 MAX_PREFIX_BLOCKS = 65_536  # whose hashes one message may name: 1 MiB
 NATIVE = "native"  # computed on this worker, or moved without quantisation

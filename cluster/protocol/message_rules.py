@@ -1,7 +1,7 @@
 """The bounds of every field of every message that members of a cluster send to each other.
 
 A test fails if a message of worker.proto or kv.proto, or one of its fields, is missing in this table. The receiver
-afterwards compares values with what only it knows: its vocabulary, the size of its pool, its request.
+afterwards compares values with its own limits: its vocabulary, the size of its pool, its request.
 """
 
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ from tandem.v1 import admin_pb2, inference_pb2
 ID_BYTES, DIGEST_BYTES = 4, 16
 _HASH_BYTES, _TICKET_ID_BYTES = 16, 16
 _MOST_CHOICES = 1_024
-_MOST_ITEMS = 1 << 20  # tokens of a step, events of a moment: a message's own size is what bounds these
+_MOST_ITEMS = 1 << 20  # tokens of a step, events of a moment: the size of the message bounds these
 _MOST_BYTES = 1 << 30
 
 _COUNT = Whole()

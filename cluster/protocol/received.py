@@ -128,7 +128,7 @@ def _sealed(message: kv_pb2.Sealed) -> str:
     return "" if are_among else "unverified_block_ids must be among block_ids"
 
 
-# Of more than one field: what is wrong, or nothing. Each field has passed its own rule.
+# Rules over several fields return the fault, or an empty text. Each field has passed its own rule.
 ACROSS_FIELDS: Mapping[type[Message], Callable[..., str]] = {
     worker_pb2.PrefillRequest: _prefill,
     worker_pb2.StartRequest: _start,

@@ -1,5 +1,5 @@
-"""Convert between what workers report about themselves and the values of the router: measured speeds,
-outstanding work, cache events.
+"""Converts the reports of workers about themselves to values of the router and back: measured speeds, outstanding work,
+cache events.
 
 As in cluster/protocol/wire.py, a received message is checked first.
 """

@@ -1,7 +1,7 @@
 """Convert between the messages of tandem/internal/v1 and the values of cluster/messages.py.
 
 cluster/protocol/received.py checks a received message first: each field is within its bounds, or MalformedMessage. The
-worker checks what a value may be for its model; cluster/protocol/tickets.py verifies signatures. Sends nothing.
+worker checks values against its model; cluster/protocol/tickets.py verifies signatures. Sends nothing.
 
 Sampling travels as 32-bit floats: both legs of a request read the same rounded values.
 """

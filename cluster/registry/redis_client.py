@@ -169,7 +169,7 @@ def open_redis(text: str, timeout_s: float) -> RedisClient:
 
 
 def problem(place: str, error: BaseException) -> str:
-    """Return in one line why Redis does not serve, and what an operator can do."""
+    """Return one line with the reason why Redis does not serve, and the remedy."""
     if any(sign in str(error) for sign in _NO_PASSWORD):
         return f"Redis at {place} needs a password; give it in --redis, as redis://USER:PASSWORD@HOST:PORT"
     if isinstance(error, AuthenticationError):

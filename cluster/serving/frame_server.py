@@ -49,7 +49,7 @@ class FrameServer:
     ) -> None:
         """`interceptors`: of the gRPC server, the outermost first. `accept` begins the proofs of a connection.
         `on_refused` is called with the reason and the address of a peer that does not prove to be a member,
-        `on_closed` with the reason why the connection of a member is closed because of what the member does."""
+        `on_closed` with the reason when the connection of a member is closed because of a fault of the member."""
         self._handlers: list[grpc.GenericRpcHandler] = []
         find: Find = self._handler
         for interceptor in reversed(interceptors):

@@ -1,4 +1,4 @@
-"""Calls between members as frames on one TCP connection: the frames, and what both ends of a connection do.
+"""Calls between members as frames on one TCP connection: the frames, and the code of both ends of a connection.
 
 gRPC's Python costs each side several hundred microseconds for a call and for a message of a stream; a frame costs tens.
 A frame is a head (length of its body, kind, number of its call) and a body. A connection begins with the proofs of both

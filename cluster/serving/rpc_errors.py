@@ -241,7 +241,7 @@ _BY_REASON = _by_reason(TandemError)
 
 
 def shortened(message: str) -> str:
-    """Return the message, cut to what the metadata of a call can carry."""
+    """Return the message, cut to the size that the metadata of a call can carry."""
     encoded = message.encode(errors="replace")
     if len(encoded) <= _MAX_MESSAGE_BYTES:
         return message

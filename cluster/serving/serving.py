@@ -83,7 +83,7 @@ class GrpcServer:
         maximum number of calls at once; a further call ends with RESOURCE_EXHAUSTED before it is read. None: no limit,
         for a server whose callers are members. `max_connections`: counted before any handshake; a further connection is
         closed. None: as `max_calls`. `max_connection_age_s`: about this old (gRPC varies it by a tenth), a connection
-        takes no further call and closes when its last call has ended, so that a client balances its load anew. 0: no
+        takes no further call and closes when its last call has ended, so that a client balances its load again. 0: no
         such age."""
         self._interceptors = [*([gate] if gate is not None else []), ErrorInterceptor(telemetry), *interceptors]
         self._frames: FrameServer | None = None  # None: all calls use gRPC
@@ -146,7 +146,7 @@ class GrpcServer:
         await self._server.start()
 
     async def set_ready(self, ready: bool) -> None:
-        """Set what the health service reports for the server and each of its services."""
+        """Set the status that the health service reports for the server and each of its services."""
         self.status.is_ready = ready
         await self._publish()
 

@@ -151,7 +151,7 @@ def load_tls(settings: ClusterSettings, host: str) -> ClusterTls | None:
 
 
 def _verified(files: TlsFiles, name: str) -> _Verified:
-    """Read the files and make a handshake with what was read, as a caller that verifies `name`. Raises ConfigError."""
+    """Read the files and make a handshake with their content, as a caller that verifies `name`. Raises ConfigError."""
     pem = _read_all(files)
     _try_authorities(files, pem)
     try:

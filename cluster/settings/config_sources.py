@@ -111,7 +111,7 @@ def parse_arguments(config_type: type[Config], prog: str, arguments: Sequence[st
 
 
 def setting_outside_flags(name: str, environment: Mapping[str, str] | None = None) -> str:
-    """Return what the variable of a setting, or else the file of TANDEM_CONFIG, says; empty: neither does. Commands use
+    """Return the value of a setting's variable, or else in the file of TANDEM_CONFIG; empty: in neither. Commands use
     it, so that in a member's container they find the member's files. Raises ConfigError for a file without settings.
     """
     environment = os.environ if environment is None else environment

@@ -69,9 +69,9 @@ class SettingsReload(Generic[Config]):
         setters: Mapping[str, Callable[[Any], None]],
         tls: TlsReload | None,
     ) -> None:
-        """`setters`: by the name of each setting that can change, what gives the process its new value."""
+        """`setters`: by the name of each setting that can change, the function that applies its new value."""
         self._config, self._source, self._setters, self._tls = config, source, setters, tls
-        self._version: object = None  # of what was read at the start, which may have changed since
+        self._version: object = None  # of the files read at the start, which may have changed since
         self._unused: dict[str, object] = {}  # changed values that need a restart, by name
 
     async def run(self) -> None:
@@ -85,7 +85,7 @@ class SettingsReload(Generic[Config]):
             self.look()
 
     def look(self) -> None:
-        """Read again what has changed; all of it if SIGHUP came since the last look."""
+        """Read changed files again; all files if SIGHUP came since the last look."""
         is_asked = self._source.asked.is_set()
         self._source.asked.clear()
         self._look_at_tls(is_asked)

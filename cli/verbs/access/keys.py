@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--allow",
         action="append",
         choices=[str(access) for access in Access],
-        help="what the key allows; may be repeated; admin includes the others (default: inference)",
+        help="a right of the key; may be repeated; admin includes the others (default: inference)",
     )
     for flag, text in _FLAGS_OF_LIMITS.items():
         add.add_argument(flag, type=_whole, metavar="N", default=0, help=f"most {text}; 0: no limit")

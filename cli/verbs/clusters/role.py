@@ -1,4 +1,4 @@
-"""`tandem role`: change what routers use a worker for, without a restart."""
+"""`tandem role`: change the role of a worker without a restart."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "member", metavar="MEMBER", help="name of the worker as in `tandem status`, or NAME@INCARNATION"
     )
-    parser.add_argument("role", choices=_ROLES, help="what routers use it for from now on")
+    parser.add_argument("role", choices=_ROLES, help="the work that routers send to it from now on")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def moved_target_text(target: admin_pb2.ScaleTarget) -> str:
-    """Return what a change of a role has done to the scale target."""
+    """Return the text about a scale target that moved with the role of a worker."""
     sizes = sizes_text(target.prefill, target.decode, target.colocated)
     if target.counts_roles:
         return f"the scale target is {sizes} now"

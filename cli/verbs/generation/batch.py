@@ -33,7 +33,7 @@ _OK = 200
 _ID_PREFIX = "batch_req_"
 _BEGIN = f'{{"id": "{_ID_PREFIX}'  # of every line of answers
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
-HELP = "answer a file of requests in OpenAI's batch format; a restarted command sends only what is left"
+HELP = "answer a file of requests in OpenAI's batch format; a restarted command sends only the rest"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`tandem explain`: why a request's workers were chosen, what was predicted, and what was measured."""
+"""`tandem explain`: the reasons for the choice of a request's workers, and the predicted and the measured times."""
 
 import argparse
 import json
@@ -165,7 +165,7 @@ def _placement_text(number: int, placement: admin_pb2.PlacementExplanation) -> s
     why = _REASONS.get(placement.reason, placement.reason)
     lines = [f"placement {number}, {1e3 * placement.after_s:.1f} ms after arrival, by {placement.reason}: {why}"]
     if placement.propensity < 1:
-        lines.append(f"drawn with probability {placement.propensity:g}; ~ marks what else could have been drawn")
+        lines.append(f"drawn with probability {placement.propensity:g}; ~ marks other pairs that could have been drawn")
     is_predicted = any(candidate.HasField("prediction") for candidate in placement.candidates)
     rows = [_row(candidate, is_predicted=is_predicted) for candidate in placement.candidates]
     lines.append(table(_PREDICTED if is_predicted else _BY_LOAD, rows))
@@ -194,7 +194,7 @@ def _row(candidate: admin_pb2.PlacementCandidate, *, is_predicted: bool) -> tupl
 
 
 def _real_text(request: admin_pb2.RequestExplanation) -> str:
-    """Return the measured times, beside what was predicted at the first placement."""
+    """Return the measured times beside those predicted at the first placement."""
     first = request.placements[0] if request.placements else admin_pb2.PlacementExplanation()
     chosen = next((each for each in first.candidates if each.is_chosen and each.HasField("prediction")), None)
     real = []

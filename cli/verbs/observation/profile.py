@@ -7,7 +7,7 @@ from pathlib import Path
 from cli import connection
 from tandem.v1 import admin_pb2
 
-HELP = "record what host and device do during a worker's next steps, as a file for https://ui.perfetto.dev"
+HELP = "record the work of host and device in a worker's next steps, as a file for https://ui.perfetto.dev"
 _EXPORT_S = 90.0  # beside the steps: for the profiler to start, and to write the trace
 
 

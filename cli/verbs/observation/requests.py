@@ -1,4 +1,4 @@
-"""`tandem requests`: what the cluster's routers are serving now."""
+"""`tandem requests`: the requests that the cluster's routers serve now."""
 
 import argparse
 import json

@@ -163,7 +163,7 @@ def _effect_object(effect: admin_pb2.LatencyEffect) -> dict[str, object]:
 
 
 def disaggregation_text(found: admin_pb2.Disaggregation) -> str:
-    """Return whether disaggregation pays, by how much, and what the estimate is based on."""
+    """Return whether disaggregation pays, by how much, and the basis of the estimate."""
     if found.verdict not in _VERDICTS:
         return f"disaggregation: not known yet whether it is worth it here; {_advice(found)}"
     rows = [
@@ -181,7 +181,7 @@ def disaggregation_text(found: admin_pb2.Disaggregation) -> str:
 
 
 def _advice(found: admin_pb2.Disaggregation) -> str:
-    """Return what the operator can do to get a better estimate."""
+    """Return advice to the operator on getting a better estimate."""
     if found.placement != "auto":
         return "start routers with --placement auto to predict it, and with --explore 0.02 to measure it"
     if found.verdict == admin_pb2.DISAGGREGATION_VERDICT_NOT_KNOWN:

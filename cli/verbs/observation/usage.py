@@ -1,4 +1,4 @@
-"""`tandem usage`: what each tenant and API key has used."""
+"""`tandem usage`: the usage of each tenant and API key."""
 
 import argparse
 import json

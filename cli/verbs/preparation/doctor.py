@@ -1,4 +1,4 @@
-"""`tandem doctor`: what this machine has, and how KV moves between each pair of workers of a running cluster."""
+"""`tandem doctor`: checks this machine, and the KV links between each pair of workers of a running cluster."""
 
 import argparse
 import asyncio
