@@ -370,7 +370,7 @@ def _outlooks(job: DecodeJob) -> dict[int, SequenceOutlook]:
 
 
 def _prompt_work(job: DecodeJob) -> PromptWork | None:
-    """Return what this worker computes before the first token of the job; None: it imports the KV."""
+    """Return the work of this worker before the first token of the job; None: it imports the KV."""
     if job.signed_ticket is not None:
         return None
     num_tokens = len(job.prompt_token_ids) + len(job.sequences[0].committed_token_ids)

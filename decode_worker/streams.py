@@ -131,7 +131,7 @@ class RouterStreams:
         return [router for router, stream in self._streams.items() if stream.is_connected]
 
     def send_latest(self, router: MemberId, message: worker_pb2.WorkerMessage) -> None:
-        """Send to the router what replaces an earlier message of this kind, if it is connected."""
+        """Send the router, if it is connected, a message that replaces an earlier one of its kind."""
         stream = self._streams.get(router)
         if stream is not None and stream.is_connected:
             stream.send_latest(message)

@@ -34,7 +34,7 @@ from engine.steps.forward import Forward, PlainForward
 from engine.steps.runner import LaunchingRunner, ModelRunner
 
 _ONE_TOKEN = StepPlan((Chunk(sequence_id=0, token_ids=(0,), start=0, block_ids=(0,)),))  # of an unused pool
-_LARGEST_SAMPLING = Sampling(temperature=1.0, top_p=0.9, num_logprobs=20)  # what needs the most memory
+_LARGEST_SAMPLING = Sampling(temperature=1.0, top_p=0.9, num_logprobs=20)  # the sampling that needs the most memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -228,7 +228,7 @@ def measure(loaded: LoadedModel, settings: EngineSettings) -> GpuMemory:
             f"does not fit the GPU beside {weights} bytes of weights: give less of both, or a shorter --max-model-len"
         ) from error
     torch.cuda.synchronize(device)
-    step_bytes = torch.cuda.max_memory_reserved(device) - reserved  # with what the allocator loses to fragments
+    step_bytes = torch.cuda.max_memory_reserved(device) - reserved  # with the fragments of the allocator
     pool.close()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)

@@ -1,6 +1,6 @@
 """The kernel that computes the sums of kvtransfer/digests.py on a GPU.
 
-It reads each block once, in place, whatever the order of the blocks. One program multiplies a number of pieces, of any
+It reads each block once, in place, in any order of the blocks. One program multiplies a number of pieces, of any
 blocks, with the matrix of coefficients. Matrix units compute int8 products in 32-bit sums exactly. A fold is the same
 work over its own output, whose rows are often shorter than a piece; no program reads past their end.
 
@@ -18,7 +18,7 @@ _COLUMNS = 256  # bytes of each piece at a time
 _STAGES = 5  # four loads are in flight, because the few programs of a short read or of a fold wait for memory
 
 
-# There is one compiled kernel for a pool's blocks and one for each fold, whatever the number of blocks: a compilation
+# There is one compiled kernel for a pool's blocks and one for each fold, for any number of blocks: a compilation
 # takes longer than a hand-off.
 @triton.jit(do_not_specialize=["num_pieces"])  # type: ignore[untyped-decorator]
 def _sum_pieces(  # type: ignore[no-untyped-def]

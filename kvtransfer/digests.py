@@ -276,7 +276,7 @@ class VerifyMode(StrEnum):
 
     @property
     def warning(self) -> str:
-        """Return a warning for the log that says what is not verified; empty if everything is."""
+        """Return a warning for the log that names the blocks that are not verified; empty if all are."""
         match self:
             case VerifyMode.ALL | VerifyMode.KEYED:
                 return ""

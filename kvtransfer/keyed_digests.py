@@ -42,7 +42,8 @@ _BLOCK = struct.Struct("<q?")
 
 @dataclass(frozen=True, slots=True)
 class DigestDefinition:
-    """How both sides of a hand-off compute what they compare. Without a tag key it is the digest itself."""
+    """The definition of the tags that both sides of a hand-off compare. Without a tag key a tag is the digest
+    itself."""
 
     name: str
     seed: bytes = field(default=PUBLIC, repr=False)  # of the coefficients
@@ -54,7 +55,7 @@ class DigestDefinition:
 
 
 class BlockTags:
-    """Turns the digests of one ticket's blocks into what its exporter announces."""
+    """Converts the digests of one ticket's blocks to the tags that its exporter announces."""
 
     def __init__(self, definition: DigestDefinition, exporter: MemberId, ticket_id: bytes) -> None:
         self.definition = definition

@@ -5,8 +5,8 @@ only a share of the free blocks, so that concurrent hand-offs find room. While a
 blocks they stay in quarantine; if that can never be ruled out, the worker is reported as unhealthy.
 
 `LinkCheckAccess` is the other side: it lets one other worker at a time read this worker's pool for a few seconds.
-Nothing is allocated, pinned or written for that: the other worker reads whatever the blocks contain and discards it.
-Only members of the cluster may request a link check; they sign their id with the cluster's keys.
+Nothing is allocated, pinned or written for that: the other worker reads the present content of the blocks and discards
+it. Only members of the cluster may request a link check; they sign their id with the cluster's keys.
 """
 
 import asyncio
@@ -135,7 +135,7 @@ class LinkCheckAccess:
 
 
 def link_check_text(importer: str, exporter: MemberId, address: str) -> bytes:
-    """Return what an importer signs and sends with its id.
+    """Return the text that an importer signs and sends with its id.
 
     It is valid for this exporter at this address only: an attacker who directs a worker to another address receives no
     signature that the exporter would accept.
@@ -233,7 +233,7 @@ class LinkCheck:
                 async with asyncio.timeout(_RESERVE_S):
                     reservation = await source.reserve(reserved.check_id, num_blocks, is_announced=True)
             except TimeoutError:
-                raise Overloaded(f"no {num_blocks} blocks became free within {_RESERVE_S} s") from None
+                raise Overloaded(f"fewer than {num_blocks} blocks became free within {_RESERVE_S} s") from None
             reserved.block_ids = reservation.block_ids[reservation.num_cached :]
             yield reserved
         finally:
@@ -328,7 +328,7 @@ class LinkCheck:
 
     async def _time(self, path: "_LinkPath", reserved: _CheckBlocks) -> Estimate:
         """Measure one transport. Raises one of _READ_ERRORS, TimeoutError."""
-        async with asyncio.timeout(_OPEN_S):  # a transport that is cancelled here closes what it has opened
+        async with asyncio.timeout(_OPEN_S):  # a transport that is cancelled here closes its connections
             channel = await path.transport.open_channel(path.epoch, path.endpoint)
         is_clean = False
         try:

@@ -1,7 +1,7 @@
 """The worker: one engine, one scheduler and one step loop, behind the services of both roles on one port.
 
 This module builds every part before any of them starts, joins them, and starts and ends them in order. A worker's role
-is what routers use it for and may change at any time, so every worker has all parts that its settings ask for.
+is the work that routers send to it and may change at any time, so every worker has all parts that its settings ask for.
 """
 
 import asyncio

@@ -10,7 +10,7 @@ Canaries: short generations by which an idle worker checks that it still compute
 A canary takes the same path as a request: the worker's scheduler, its steps and its kernels. It is greedy and alone in
 its steps, so every canary must give the tokens of the first one; a device that computes something else is found before
 a client notices. Requests that arrive meanwhile go first, and that canary's result is then ignored. This module owns
-when the next canary is due, what the first one gave, and the events of those that run.
+the time of the next canary, the result of the first one, and the events of those that run.
 """
 
 import asyncio
@@ -219,7 +219,7 @@ class CanaryGeneration:
         return self._answer
 
     def end(self, number: int) -> None:
-        """Remove what is left of the canary, whether or not it has ended."""
+        """Remove the canary from the step thread, whether or not it has ended."""
         self._post(commands.CancelSequences(_NO_ROUTER, frozenset({number})))
         self._answer = None
 

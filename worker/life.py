@@ -2,7 +2,7 @@
 roles.
 
 This module owns the worker's name, key, address, registration and server, and the order of these steps. The role
-decides what the server serves and how it drains.
+decides which services the server has and how it drains.
 
 `StartPhases` measures where the time of a start goes, from the creation of the process.
 """
@@ -189,7 +189,7 @@ class WorkerLife:
         return former
 
     def describe(self, role: Role) -> None:
-        """Publish what this worker is, with its present role."""
+        """Publish the identity of this worker with its present role."""
         self.telemetry.describe(role=role, member=self.member.id, model=self.config.model_name)
 
     def register_step_target(self, limit: StepLimit) -> None:
@@ -220,9 +220,9 @@ class WorkerLife:
         setters: Mapping[str, Callable[[Any], None]],
     ) -> None:
         """Serve until the worker is asked to stop, then drain and return. `drain` gets the grace in seconds, `on_role`
-        each new role. `setters`: by the name of each setting of the worker's work that can change, what receives its
-        new value. Raises DrainIncomplete if work is left after the grace, Fenced if a newer member has this name,
-        InternalError after `fatal`, and ConfigError if the worker does not fit into the cluster."""
+        each new role. `setters`: by the name of each setting of the worker's work that can change, the function that
+        receives its new value. Raises DrainIncomplete if work is left after the grace, Fenced if a newer member has
+        this name, InternalError after `fatal`, and ConfigError if the worker does not fit into the cluster."""
         registration = Registration(self._registry, self._as_member(profile), on_role=on_role)
         await self.server.start()
         self._health.start()

@@ -63,7 +63,7 @@ class WorkerTransfer:
         kv_pb2_grpc.add_KvTransferServicer_to_server(servicer, life.server.grpc)
 
     def profile(self, capacity: Capacity, grammar_engine: str) -> WorkerProfile:
-        """Return what the worker registers. `capacity`: the largest requests that its scheduler accepts."""
+        """Return the profile that the worker registers. `capacity`: the largest requests that its scheduler accepts."""
         capacity = replace(capacity, block_bytes=self.block_bytes)
         return WorkerProfile(self._layout, capacity, self.transports.names, grammar_engine)
 

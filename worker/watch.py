@@ -1,7 +1,7 @@
 """The self-observation of a worker and its reports: inspections, health, canaries, heartbeats and metrics.
 
 `watch_over` builds the watch over the step thread from the settings of the worker. `Heartbeats` sends every router the
-step counter, the load and the free blocks. `WorkerMetrics` publishes what the step thread counts.
+step counter, the load and the free blocks. `WorkerMetrics` publishes the figures of the step thread.
 """
 
 import asyncio

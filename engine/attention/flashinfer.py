@@ -15,7 +15,7 @@ import torch
 from engine.attention.interface import AttentionOptions, LayerKv
 from engine.batch import PackedBatch
 
-_WORKSPACE_BYTES = 128 << 20  # what its documentation recommends
+_WORKSPACE_BYTES = 128 << 20  # recommended by its documentation
 _TENSOR_CORE_GROUP = 4  # from this many heads per KV head on, matrix units are faster than plain ones in a decode
 
 

@@ -1,4 +1,4 @@
-"""Lists the attention back ends with what each supports, and chooses the one that a model uses."""
+"""Lists the attention back ends with their capabilities, and chooses the back end of a model."""
 
 import importlib.util
 import inspect

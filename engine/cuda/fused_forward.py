@@ -38,8 +38,8 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Heads:
-    """One layer's queries, keys and values as the matrix product returns them, and where keys and values are
-    written."""
+    """One layer's queries, keys and values as the matrix product returns them, and the views to which keys and values
+    are written."""
 
     query: torch.Tensor  # [tokens, heads, dim], as all three a part of one tensor
     key: torch.Tensor  # [tokens, kv_heads, dim]

@@ -206,7 +206,7 @@ def captured(
 
     try:
         graphs.capture(bucket_sizes(max_num_seqs), step_for, capture)
-    except Exception as error:  # noqa: BLE001 - whatever a kernel or a library raises: steps are computed without
+    except Exception as error:  # noqa: BLE001 - a kernel or a library may raise anything: steps are computed without
         return graphs, str(error).strip().partition("\n")[0] or type(error).__name__
     return graphs, ""
 

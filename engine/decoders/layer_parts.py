@@ -94,7 +94,7 @@ class TracedCalls:
 @torch.inference_mode()
 def trace_calls(model: PreTrainedModel) -> TracedCalls:
     """Run one forward pass and return its calls. Raises NotCompiled if a module is wrapped, because a compiled forward
-    would leave out what the wrapper does."""
+    would leave out the work of the wrapper."""
     for name, module in model.named_modules():
         if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
             raise NotCompiled(f"{name or type(module).__name__} is wrapped")
@@ -296,4 +296,4 @@ def _require_no_parameters_of_its_own(module: nn.Module) -> None:
     own: Iterator[str] = (name for name, _ in module.named_parameters(recurse=False))
     name = next(own, None)
     if name is not None:
-        raise NotCompiled(f"{type(module).__name__} has {name} of its own")
+        raise NotCompiled(f"{type(module).__name__} overrides {name}")

@@ -255,7 +255,7 @@ class BlockPool:
         }
 
     def check(self) -> None:
-        """Recount everything. Raises AssertionError with what is broken. Fast enough for a heartbeat: about three
+        """Recount everything. Raises AssertionError with the broken invariant. Fast enough for a heartbeat: about three
         milliseconds for 10,000 blocks."""
         counts = self.counts()
         assert sum(counts.values()) == self.num_blocks, f"states sum to {counts}, the pool has {self.num_blocks}"

@@ -30,7 +30,7 @@ from engine.steps.runner import ModelRunner
 _NUM_DECODES = 4  # one-token steps at the end of each sequence
 _SHORT_PROMPT = 3
 _LONG = 24
-_STALE = 3.0  # stands for what earlier sequences left in the blocks
+_STALE = 3.0  # stands for the content that earlier sequences left in the blocks
 _SAMPLE = (Sample(seed=0, position=0, sampling=Sampling()),)
 _SEED = 7
 _EAGER_BYTES = (
@@ -63,8 +63,8 @@ def check_equal(loaded: LoadedModel, chunk_tokens: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """The errors of another Forward's logits, relative to the spread of a row's logits: of half of a sequence's rows
-    at most `typical`, of every row at most `worst`. `allowed` is what `check_equal` allows in half of the rows."""
+    """The errors of another Forward's logits, relative to the spread of a row's logits: of half of a sequence's rows at
+    most `typical`, of every row at most `worst`. `allowed`: the error that `check_equal` allows in half of the rows."""
 
     typical: float
     worst: float
@@ -322,7 +322,7 @@ def _computed_logits(loaded: LoadedModel, sequence: _Sequence) -> torch.Tensor:
 
 def _set_own_attention(loaded: LoadedModel, fits: bool) -> None:
     if not fits:
-        with contextlib.suppress(ValueError, ImportError):  # the model has no sdpa: eager, whatever its size
+        with contextlib.suppress(ValueError, ImportError):  # the model has no sdpa: eager at any size
             loaded.model.set_attn_implementation("sdpa")
             return
     loaded.model.set_attn_implementation("eager")

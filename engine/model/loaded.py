@@ -1,6 +1,6 @@
-"""A model that may be served, what the rest of Tandem needs to know of it, and its fingerprint.
+"""A model that may be served, its properties for the rest of Tandem, and its fingerprint.
 
-The fingerprint contains digests of what two workers must have in common before KV moves between them.
+The fingerprint contains digests of all that two workers must share before KV moves between them.
 
 The digest of the weights is kept in their folder between starts, because hashing takes longer than mapping the files. A
 kept digest counts only for the very same files: their paths, devices, inodes, sizes, and the times of their last change
@@ -37,13 +37,13 @@ from engine.kv.layout import BlockLayout
 from engine.kv.pool import KvPool
 from engine.steps.forward import PlainForward
 
-_FORMAT = 1  # of this file, and of what `weights_digest` covers
+_FORMAT = 1  # of this file, and of the input of `weights_digest`
 _NAME = ".tandem-weights.json"
 _MIN_BYTES = 64 << 20  # less is hashed in a moment
 # A file changed within the resolution of its dates may change once more without a trace, as in Git's index.
 _SETTLED_S = 2.0
 _LIBRARIES = ("torch", "transformers", "safetensors")
-# Keys that say where the model came from or how it was called, not what it computes.
+# Keys about the origin and the name of the model that do not change its results.
 _IGNORED_KEYS = frozenset({"_name_or_path", "transformers_version", "architectures", "dtype", "use_cache"})
 _HASH_THREADS = 4  # hashing releases the GIL; with threads it takes no longer than reading the weights did
 _ROWS_HINT = 64  # measured: packed for so many rows, products of 1 to 512 rows are as quick as packed for their own

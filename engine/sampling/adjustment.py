@@ -132,7 +132,7 @@ class MaskedRows:
 
 def masked_rows(samples: Sequence[Sample]) -> MaskedRows | None:
     """Return the masks of a step's samples, which have been computed; None if no sample has one. A refused state has
-    none: what is drawn for it is dropped."""
+    none: the token drawn for it is dropped."""
     rows, words = [], []
     for row, sample in enumerate(samples):
         state = sample.grammar_state

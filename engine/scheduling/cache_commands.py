@@ -1,5 +1,5 @@
 """The commands that concern the prefix cache, and their answers: finding and leasing cached blocks, filling blocks from
-elsewhere, and following what the cache holds. Pure values.
+elsewhere, and following the content of the cache. Pure values.
 """
 
 from dataclasses import dataclass

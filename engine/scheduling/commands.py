@@ -39,7 +39,7 @@ class Inspected(Answer):
     inspection_id: int
     blocks: dict[str, int]  # by state; they sum to the pool
     figures: dict[str, float]  # running, waiting, steps, ...
-    violation: str  # what check() found broken; empty if nothing
+    violation: str  # the invariant that check() found broken; empty if none is
     holders: frozenset[str] = frozenset()  # everything that holds blocks or waits for them, named by cluster/holders.py
 
     @property

@@ -224,13 +224,13 @@ class PromptExports:
         return () if sequence.group.export is None or sequence.is_over else self._seal(sequence, num_written)
 
     def score(self, prompts: SequenceOf[tuple[Sequence, int]], first_place: int) -> tuple[ScoredTokens, ...]:
-        """Return what the step that is being planned scores of these prompts, given with their numbers of tokens.
+        """Return the tokens of these prompts, given with their numbers of tokens, that the step being planned scores.
         `first_place`: the place of the first prompt's chunk."""
         scored = (_scored(place, *prompt) for place, prompt in enumerate(prompts, first_place) if prompt[0].is_scored)
         return tuple(each for each in scored if each.token_ids)
 
     def record_scored(self, sequence: Sequence, logprobs: PromptLogprobs) -> None:
-        """Keep what a step has scored of a prompt."""
+        """Keep the log-probabilities of a prompt that a step has computed."""
         _export(sequence).prompt_logprobs.append(logprobs)
 
     def advance(self, sequence: Sequence, drawn: tuple[DrawnToken, ...], now_s: float) -> tuple[Event, ...]:
@@ -326,7 +326,7 @@ class PromptExports:
 
 
 def _note_chunk(sequence: Sequence, now_s: float) -> None:
-    """Record what a step computed of a prompt. Beyond MAX_PREFILL_CHUNKS the last chunk grows."""
+    """Record the chunk of a prompt that a step computed. Beyond MAX_PREFILL_CHUNKS the last chunk grows."""
     export = _export(sequence)
     num_tokens = max(0, sequence.num_computed - max(export.num_noted, sequence.num_cached))
     export.num_noted = sequence.num_computed

@@ -4,7 +4,7 @@ Owns the statistics of past lengths, per tenant and length of prompt. For every 
 reached a length and how many ended by themselves there; a sequence that was cut off, by max_tokens or its client,
 counts only up to its length (the product-limit estimate: Kaplan and Meier, 1958). The prediction is the length that a
 sequence with so many tokens will not exceed with a given probability: a sequence that exceeds its prediction is
-compared with those that did the same. Never decides what is done with a prediction.
+compared with those that did the same. Never decides how a prediction is used.
 """
 
 from array import array

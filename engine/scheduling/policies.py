@@ -2,7 +2,7 @@
 
 A policy ranks a piece of work by its numbers. The work of the lowest rank is served first, and the work of the highest
 rank is preempted where memory is short. Under every policy the batch class comes after everything else. The scheduler
-decides what to do with the order.
+applies the order.
 """
 
 from dataclasses import dataclass

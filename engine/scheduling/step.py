@@ -202,15 +202,15 @@ class ChunkBudget:
         return taken
 
     def take_for_prompt(self, num_left: int, context: int) -> int:
-        """Do what `take` does for a prompt with `num_left` tokens to compute after `context` computed ones. There must
+        """Like `take`, for a prompt with `num_left` tokens to compute after `context` computed ones. There must
         be room for prompts; at least one token fits.
         """
         fitting = min(num_left, self.left)
         return self.take(fitting if self._prompt_time is None else self._prompt_time.take(fitting, num_left, context))
 
     def take_for_scored_prompt(self, num_left: int, context: int) -> int:
-        """Like `take_for_prompt`, for a prompt that needs the logits of all its positions, of which a step computes
-        only so many. Returns 0 if it has used them up."""
+        """Like `take_for_prompt`, for a prompt that needs the logits of all its positions. The number of such positions
+        in a step is limited. Returns 0 if the limit is reached."""
         fitting = min(num_left, self._num_scored_left)
         taken = self.take_for_prompt(fitting, context) if fitting else 0
         self._num_scored_left -= taken

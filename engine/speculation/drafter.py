@@ -119,8 +119,8 @@ def best_num_draft_tokens(rate: float, max_draft_tokens: int, cost: float) -> in
 class PromptLookup:
     """The TokenProposer of one sequence. Indexes each token once and compares a bounded number of positions per call.
 
-    Proposes what followed the position whose preceding tokens match the end of the sequence the longest, up to
-    `max_ngram` and at least `min_ngram` tokens; among equals the newest.
+    Proposes the tokens that followed the position whose preceding tokens match the end of the sequence the longest, up
+    to `max_ngram` and at least `min_ngram` tokens; among equals the newest.
     """
 
     def __init__(self, min_ngram: int = 2, max_ngram: int = 8) -> None:

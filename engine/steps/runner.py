@@ -128,7 +128,7 @@ class ModelRunner:
         self.drafts: Drafts | None = None  # answers DraftRequests, if a draft model is loaded
         # Called on a CPU in each step that `announces`, when its KV is in the pool; by the thread of the step.
         self.on_written: Callable[[], None] | None = None
-        self.masks: StepMasks | None = None  # computes what grammars allow; without it no sample has a grammar
+        self.masks: StepMasks | None = None  # computes the masks of grammars; without it no sample has a grammar
         self._newest: StartedStep | None = None
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -159,7 +159,7 @@ class ModelRunner:
         return StepResult(tokens, draft_tokens, redrawn, refused=started.refused, scored=started.scores.read())
 
     def _begin_masks(self, plan: StepPlan) -> PendingMasks | None:
-        """Begin to compute what grammars allow; None: no sequence of the step has a grammar."""
+        """Begin to compute the masks of grammars; None: no sequence of the step has a grammar."""
         return self.masks.begin(plan) if self.masks is not None and plan.has_grammar else None
 
     def _take_back(self, started: "StartedStep") -> tuple[int, ...]:

@@ -231,7 +231,7 @@ class _Parameters:
     top_k: torch.Tensor
     temperature: torch.Tensor
     min_p: torch.Tensor
-    top_p: torch.Tensor  # a top_p of 1 keeps all tokens, whatever the sums round to: infinite
+    top_p: torch.Tensor  # infinite for a top_p of 1, which keeps all tokens even if sums are rounded
 
     @classmethod
     def of(cls, rows: Sequence[int], samples: Sequence[Sample], like: torch.Tensor) -> "_Parameters":

@@ -151,7 +151,7 @@ class StepLoop(Generic[CommandT, EventT]):
         self._held: list[tuple[EventT, ...]] | None = [] if isinstance(runner, Launcher) else None  # None: none is held
         self._inbox: SimpleQueue[CommandT | _Stop] = SimpleQueue()
         self._kept: CommandT | _Stop | None = None  # taken from the inbox, to be applied when no step is running
-        self._broken: Exception | None = None  # what `written` raised
+        self._broken: Exception | None = None  # the error that `written` raised
         self._questions = Questions(self.post)
         self._progress = Progress(0, clock.now_s())
         # A daemon, so that a step that hangs in the device does not keep the process from ending.
@@ -190,9 +190,9 @@ class StepLoop(Generic[CommandT, EventT]):
         return self._questions.settle(events)
 
     def written(self) -> None:
-        """Emit what importers may read already, while the step computes its tokens. The runner calls it on this thread,
-        when the KV of a step that `announces` is in the pool. Raises nothing; an error of the scheduler ends the loop
-        with the step."""
+        """Announce the blocks that importers may read already, while the step computes its tokens. The runner calls it
+        on this thread, when the KV of a step that `announces` is in the pool. Raises nothing; an error of the scheduler
+        ends the loop with the step."""
         plan = self._progress.plan
         assert plan is not None, "no step runs"
         try:

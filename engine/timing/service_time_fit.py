@@ -15,8 +15,8 @@ Four rules protect a model:
 - Sizes are divided into ranges, and every range that was ever measured keeps a small weight. A worker that has decoded
   one sequence for an hour still predicts a batch.
 
-`TypicalSteps` finds what workers are compared by: measured steps, because fits to different sizes of steps differ where
-they are extrapolated, however fast the workers are.
+`TypicalSteps` finds the figures that workers are compared by: measured steps, because fits to different sizes of steps
+differ where they are extrapolated, however fast the workers are.
 
 `NormalEquations` solves the least-squares problems with coefficients that are not negative.
 """
@@ -45,7 +45,7 @@ FORGETTING = 0.97  # per step: about the last thirty count
 _SPEED_RUN = 5  # steps in a row, all slower or all quicker than predicted
 _SPEED_DEVIATION = 1.25  # by this factor at least
 _SPEED_AFTER = 20  # steps: before, a deviation shows that the model is young
-_OUTLIER = 3.0  # a step counts as at most this many times what was predicted, and at least as this part
+_OUTLIER = 3.0  # a step counts as at most this many times its prediction, and at least as this part
 _NEW_RANGE_OUTLIER = 10.0  # in a range that was never measured, where the model may be far off
 _RANGE_WEIGHT = 0.05  # of a range, in steps
 _RANGE_GAIN = 0.3  # of the newest step in its range

@@ -124,7 +124,7 @@ class Exporter:
     async def start(self) -> None:
         """Start the transports. Raises OSError.
 
-        It also prepares what digests need once (kernels, matrices), which takes longer than a short hand-off."""
+        It also prepares the kernels and matrices of digests, which takes longer than a short hand-off."""
         for transport in self._transports:
             await transport.start()
         await asyncio.get_running_loop().run_in_executor(self._digester, self._prepare, (0,), self._definition().seed)

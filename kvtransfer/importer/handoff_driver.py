@@ -289,7 +289,7 @@ class HandOffDriver:
             asyncio.get_running_loop().call_soon(self._count_checked, reading, digests)  # the next messages leave first
 
     def _tagged(self, tags: BlockTags, places: Sequence[int], digests: Sequence[bytes]) -> tuple[bytes, ...]:
-        """Return what the exporter must have announced for blocks with these digests."""
+        """Return the tags that the exporter must have announced for blocks with these digests."""
         offered, num_sealed = self._state.offered, self._plan.num_sealed
 
         def tagged(place: int, digest: bytes) -> bytes:

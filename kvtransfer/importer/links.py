@@ -22,7 +22,7 @@ from cluster.service_times import HandOffTimes
 
 FORGETTING = 0.9  # per read: about the last ten count
 MIN_READS = 3
-_OUTLIER = 3.0  # a read counts as at most this many times what the line predicts
+_OUTLIER = 3.0  # a read counts as at most this many times its prediction
 _WEIGHT_FLOOR_BYTES = 256 * 1024  # below it, reads differ by latency only
 _MIN_SPREAD = 0.05  # of sizes, relative: with less, latency and bandwidth cannot be separated
 _MIN_SECONDS = 1e-7

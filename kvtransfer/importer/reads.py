@@ -52,8 +52,8 @@ class TransportChoice:
         return {name: self._transports[name].endpoint() for name in usable or self._transports}
 
     def accept(self, accepted: Sequence[tuple[str, bytes]]) -> int:
-        """Record what the exporter accepted, best first; later calls change nothing. Return the number of
-        alternatives."""
+        """Record the transports that the exporter accepted, best first; later calls change nothing. Return the number
+        of alternatives."""
         if not self._accepted:
             self._accepted = [*accepted[:1], *(way for way in accepted[1:] if way[0] in self._transports)]
         return len(self._accepted) - 1
@@ -213,7 +213,7 @@ class BlockReader:
 
 
 def message_of(error: Exception) -> str:
-    """Return what a log or a failed hand-off says about an error of a read or of what surrounds it."""
+    """Return the text about an error of a read for a log or a failed hand-off."""
     if isinstance(error, HandOffFailed):
         return error.detail
     return error.message if isinstance(error, TandemError) else f"{type(error).__name__}: {error}"

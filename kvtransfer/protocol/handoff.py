@@ -22,7 +22,8 @@ duplicates, and nothing depends on the order in which messages arrive.
                                           <-         Settled{the lease held throughout}
       delivers the blocks only now
 
-`Guards` names every condition that keeps this safe, so that a test can take each away and see what breaks.
+`Guards` names every condition that keeps this safe, so that a test can remove each one and find the promise that
+breaks.
 """
 
 import hmac

@@ -217,7 +217,7 @@ def renew(leases: TicketLeases, attempt: int, now_s: float, guards: LeaseGuards 
 def settle(
     leases: TicketLeases, attempt: int, now_s: float, guards: LeaseGuards = LEASE_GUARDS
 ) -> tuple[TicketLeases, bool]:
-    """End the attempt. Returns True if the lease held throughout, so that what was read is valid."""
+    """End the attempt. Returns True if the lease held throughout, so that the blocks that were read are valid."""
     lease = leases.find(attempt)
     if lease is None:
         return leases, False

@@ -51,7 +51,8 @@ class ExporterTransport(Protocol):
         ...
 
     def grant(self, epoch: Epoch) -> bytes:
-        """Grant the epoch access to the pool. Returns what its importer needs to open a channel (Accepted.endpoint)."""
+        """Grant the epoch access to the pool. Returns the endpoint that its importer needs to open a channel
+        (Accepted.endpoint)."""
         ...
 
     def revoke(self, epoch: Epoch) -> None:
@@ -100,7 +101,7 @@ class ImporterTransport(Protocol):
     def name(self) -> str: ...
 
     def endpoint(self) -> bytes:
-        """Return what the exporter needs to know about this side (Attach.endpoints)."""
+        """Return the endpoint of this side, for the exporter (Attach.endpoints)."""
         ...
 
     async def open_channel(self, epoch: Epoch, exporter_endpoint: bytes) -> Channel:

@@ -54,7 +54,7 @@ def limit_stalls(connection: socket.socket, timeout_s: float) -> None:
 def shut_down(connection: socket.socket) -> None:
     """End both directions, which wakes a waiting thread. The descriptor stays open until that thread is joined."""
     with contextlib.suppress(OSError):  # not connected any more
-        # Not SSLSocket's own: that would leave the thread reading what is still encrypted.
+        # Not SSLSocket's own: that would leave the thread reading encrypted bytes.
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
@@ -78,7 +78,7 @@ def receive_into(connection: socket.socket, views: Sequence[memoryview]) -> None
         left = list(views[first : first + _MAX_VIEWS])
         while left:
             if isinstance(connection, ssl.SSLSocket):
-                num_bytes = connection.recv_into(left[0])  # what one record holds
+                num_bytes = connection.recv_into(left[0])  # the content of one record
             else:
                 num_bytes = connection.recvmsg_into(left, 0, socket.MSG_WAITALL)[0]
             if num_bytes == 0:

@@ -1,7 +1,7 @@
 """The format in which KV is transferred, and the formats that `--kv-wire-dtype` names.
 
-Blocks keep their ids: block 7 of the pool is block 7 of the wire memory. `memory` is what transports serve and fill and
-what digests cover. With the native format it is the pool itself.
+Blocks keep their ids: block 7 of the pool is block 7 of the wire memory. Transports serve and
+fill `memory`, and digests cover it. With the native format it is the pool itself.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,8 +1,8 @@
 """The tiers under the block pool: host memory and disk keep blocks that the pool evicts; a fetch brings them back.
 
 `PrefixTiers` lives on the event loop. It owns the tier index (where each block is stored), the copies in progress, and
-what they hold of the pool: leases on blocks that are copied out, reservations of blocks that are copied in. Every copy
-releases what it holds without an await, whichever exception ends it. The tiers are best-effort: when a tier fails, is
+their blocks of the pool: leases on blocks that are copied out, reservations of blocks that are copied in. Every copy
+releases its blocks without an await, even if an exception ends it. The tiers are best-effort: when a tier fails, is
 full or takes longer than computing would, the prompt is computed and a counter names the reason.
 """
 
@@ -251,7 +251,7 @@ class PrefixTiers:
             return None
 
     def _release(self, fetch: _Fetch) -> None:
-        """Release what an ended fetch still holds; nothing if its blocks were admitted. Its blocks are quarantined
+        """Release the blocks that an ended fetch still holds; none if they were admitted. Its blocks are quarantined
         while the thread may write to them.
         """
         fetch.stop.set()  # a thread that starts only now copies nothing

@@ -136,7 +136,7 @@ class AnswerFormat:
 
 
 class AnswerParser:
-    """Divides the text of one answer. The pieces of a text join to the same whatever parts it comes in."""
+    """Divides the text of one answer. The joined pieces do not depend on the parts in which the text comes."""
 
     def __init__(self, read: Callable[[Source], Waiting[None]]) -> None:
         self._source = Source()

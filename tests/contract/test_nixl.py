@@ -298,7 +298,7 @@ async def test_an_endpoint_that_was_damaged_never_reaches_the_library() -> None:
         endpoint = there.grant(EPOCH)
         flipped = [bytes([*endpoint[:at], endpoint[at] ^ 1, *endpoint[at + 1 :]]) for at in range(0, len(endpoint), 7)]
         for damaged in [b"", endpoint[:-1], endpoint + b"\0", *flipped]:
-            with pytest.raises(TransportError, match=r"endpoint is not one|has not signed"):
+            with pytest.raises(TransportError, match=r"endpoint is damaged|has not signed"):
                 await here.open_channel(EPOCH, damaged)
         assert here.num_links == 0
         for other in (replace(EPOCH, exporter=MemberId("p0", "a2")), replace(EPOCH, attempt=2)):
@@ -306,7 +306,7 @@ async def test_an_endpoint_that_was_damaged_never_reaches_the_library() -> None:
                 await here.open_channel(other, endpoint)
         parsed = NixlEndpoint.parse(endpoint, PROOFS, EPOCH)
         for wrong in (replace(parsed, slot=10**6), replace(parsed, token=bytes(16))):
-            with pytest.raises(TransportError, match="contradicts itself"):
+            with pytest.raises(TransportError, match="contradict each other"):
                 await here.open_channel(EPOCH, wrong.pack(PROOFS, EPOCH))
 
 

@@ -31,9 +31,10 @@ There is no deadlock. In every plan the first in rank can get every block except
 of hand-offs in progress in either direction and of quarantine; these are freed without waiting for anything here but a
 slot, and a sequence that cannot grow gives up its slot to an export. Two kinds may wait for another worker that waits
 for this one: hand-offs whose exporter has not begun to compute, and exports on a worker that also imports. So these
-together leave enough blocks for the longest hand-off whose exporter computes. An only export starts whatever it leaves,
-because other workers may wait for it; such hand-offs leave room for it beforehand. A pool of less than two longest
-sequences may still wait until a lease ends. A job that does not fit into the whole pool is refused at admission.
+together leave enough blocks for the longest hand-off whose exporter computes. A single export starts even if it leaves
+less, because other workers may wait for it; such hand-offs leave room for it beforehand. A pool of less than two
+longest sequences may still wait until a lease ends. A job that does not fit into the whole pool is refused at
+admission.
 """
 
 import math

@@ -23,7 +23,7 @@ _NEWEST_SHARE = 0.2  # of the newest measurement in a rate
 
 class PreemptionCost:
     """The cost of swapping and of recomputing. The copy rate is measured at start and in every step that copies, as a
-    moving average. The worker's service times predict what computing costs."""
+    moving average. The worker's service times predict the cost of computing."""
 
     def __init__(self, copy_s_per_block: float | None = None, compute_s: Callable[[int], float] | None = None) -> None:
         """`compute_s` predicts the seconds to compute the first tokens of a sequence."""
@@ -315,7 +315,7 @@ class BlockTables:
         sequence.num_computed = sequence.num_kept = 0
         sequence.chain = self._new_chain(
             sequence.group.job.cache_salt, NATIVE
-        )  # KV recomputed here is exact, whatever the wire format of the import
+        )  # KV recomputed here is exact, even if the import was quantised
 
     def _brought_back_unverified(self, sequence: Sequence, num_found: int) -> list[int]:
         """Return those of the new blocks whose swapped content was never verified."""

@@ -6,7 +6,7 @@ It is 0 for a sequence that was preempted, and for any sequence while none that 
 starts.
 
 Preemption takes slots and blocks from sequences that rank last. A step's preemptions happen before its waiting
-sequences start, so a plan never preempts what it has just started.
+sequences start, so a plan never preempts a sequence that it has just started.
 """
 
 import heapq

@@ -93,13 +93,13 @@ class Reservations:
 
     @property
     def requests(self) -> list[tuple[BlockRequest, bool]]:
-        """All requests, each with whether it waits. The others were granted."""
+        """Return every request and whether it waits; one that does not wait was granted."""
         waiting = [(request, True) for request in self._requests.values()]
         return waiting + [(grant.request, False) for grant in self._grants.values()]
 
     @property
     def first(self) -> BlockRequest | None:
-        """The first request that is not to wait for its announcement."""
+        """Return the first request that need not wait for its announcement."""
         requests = self._requests.values()
         head = next(iter(requests), None)
         if head is None or head.is_announced:
@@ -109,8 +109,8 @@ class Reservations:
 
     @property
     def num_spare(self) -> int:
-        """The number of blocks that may wait for other workers, besides those of grants that do: then the longest
-        hand-off whose exporter computes will fit. Negative: too many wait already."""
+        """Return the number of blocks that may still be granted to hand-offs whose exporter has not begun to compute,
+        so that the longest hand-off whose exporter computes will fit. Negative: they have too many already."""
         waiting = (request.num_blocks for request in self._requests.values())
         num_left = max(self._num_longest, *waiting, 0) + self._num_watermark
         num_early = sum(len(grant.block_ids) for grant in self._grants.values() if not grant.request.is_announced)

@@ -117,7 +117,7 @@ class Sequence:
 
     @property
     def num_left(self) -> int:
-        """The number of known tokens without KV: 1 while it decodes."""
+        """Return the number of known tokens without KV: 1 for a sequence that decodes."""
         return len(self.token_ids) - self.num_computed
 
     @property

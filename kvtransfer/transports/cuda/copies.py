@@ -1,4 +1,4 @@
-"""Copies blocks between two pools of device memory, whatever the order of their ids, in one launch.
+"""Copies blocks between two pools of device memory, in any order of their ids, in one launch.
 
 The source is given by its address, because another process's memory is not a tensor here and may be on another GPU.
 

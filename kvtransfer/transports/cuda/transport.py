@@ -2,7 +2,7 @@
 device to device.
 
 The pages are passed as a file. CUDA's virtual memory management keeps exported pages while any process maps them, so a
-copy in flight when the exporter dies reads what was sealed, and ends. The connection that carried the file ends with
+copy in flight when the exporter dies reads sealed blocks, and ends. The connection that carried the file ends with
 the exporter; that ends the mapping, and so the pages. CudaAccess maps and copies on the transport's threads, never on
 the event loop, because it waits for copies.
 """

@@ -1,7 +1,7 @@
 """NCCL between GPUs of any hosts, with cupy: one communicator of two ranks per link, made when it is first needed.
 
     communicator_life   the life of one communicator, pure: states, deadlines, when to try again
-    messages            what the two sides send over the control connection
+    messages            the messages of the two sides on the control connection
     link                one connection and communicator, on the thread that owns them
     exporting           the exporter's side: rank 0
     transport           the importer's side: rank 1 (this file)

@@ -100,7 +100,7 @@ class Region:
 
 
 class NixlAgent:
-    """One agent. After `destroy` nothing of it can touch memory."""
+    """An agent of the NIXL library. After `destroy` it cannot access memory."""
 
     def __init__(self, name: str, device: int | None) -> None:
         """`device` is the GPU whose memory the agent transfers; if it is set, one thread must make all calls of the

@@ -6,7 +6,7 @@ answer to a signed ticket, in a call in which both members have proved themselve
 the table, which it reads in the same one-sided way, before its first block; a block that was reused while it was read
 is found by the lease and by the digest.
 
-`NixlEndpoint` is what an importer receives: fixed fields and the agent's own binary metadata, signed by the exporter
+`NixlEndpoint` is the message to an importer: fixed fields and the agent's own binary metadata, signed by the exporter
 for one epoch, so that neither damaged nor invented bytes reach the library.
 """
 
@@ -72,15 +72,15 @@ class NixlEndpoint:
         """Parse an endpoint that the epoch's exporter signed. Raises TransportError."""
         signature, body = packed[len(MAGIC) : _SIGNED_AT], packed[_SIGNED_AT:]
         if not packed.startswith(MAGIC):
-            raise TransportError("the endpoint is not one of this transport")
+            raise TransportError("the endpoint is damaged or belongs to another transport")
         if not proofs.is_sealed(signature, NAME, epoch.exporter, _for_epoch(epoch, body)):
             raise TransportError(f"{epoch.exporter} has not signed the endpoint for this epoch")
         if not _FIELDS.size < len(body) <= _FIELDS.size + _MAX_METADATA_BYTES:
-            raise TransportError(f"the endpoint has {len(body)} bytes")
+            raise TransportError(f"the endpoint has {len(body)} bytes, which its fields cannot fill")
         slot, token, address, num_blocks, block_bytes, device, table, num_slots, size = _FIELDS.unpack_from(body)
         metadata = body[_FIELDS.size :]
         if len(metadata) != size or slot >= num_slots or device < -1 or token == bytes(TOKEN_BYTES):
-            raise TransportError("the endpoint contradicts itself")
+            raise TransportError("the fields of the endpoint contradict each other")
         pool = Region(address, num_blocks, block_bytes, None if device < 0 else device)
         return cls(slot, token, pool, Region(table, num_slots, TOKEN_BYTES), metadata)
 

@@ -44,7 +44,7 @@ class NixlLink:
     """Create it on the event loop, which posts reads and ends the link.
 
     The agent belongs to the thread while reads are in flight and before the first one; otherwise the event loop may use
-    it. The lock guards what both use."""
+    it. The lock guards the state that both use."""
 
     def __init__(self, *, pool: Region, there: NixlEndpoint, timeout_s: float) -> None:
         self._pool, self._there, self._timeout_s = pool, there, timeout_s
@@ -174,7 +174,7 @@ class NixlLink:
                 if self._closing:
                     return
                 new, self._posted = self._posted, []
-            reads += new  # recorded before they start, so that each read ends whatever happens
+            reads += new  # recorded before they start, so that each read ends in every case
             for read in new:
                 if read.error:
                     raise NixlError(read.error)

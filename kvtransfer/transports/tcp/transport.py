@@ -113,7 +113,7 @@ class LoopReceiver:
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(num_bytes, _LOT_BYTES))
 
     def _receive_available(self) -> None:
-        """Receive what is available. Raises what `body` raises, OSError."""
+        """Receive the available bytes. Raises OSError and the errors of `body`."""
         while self._left:
             try:
                 num_bytes = self._connection.recvmsg_into(self._left, 0, socket.MSG_DONTWAIT)[0]
