@@ -183,7 +183,7 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """Identifies one attempt for ever: the member that holds the KV, the ticket and the attempt's number."""
+    """Identifies one attempt permanently: the member that holds the KV, the ticket and the attempt's number."""
 
     exporter: MemberId
     ticket_id: bytes

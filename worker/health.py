@@ -196,7 +196,7 @@ class CanaryGeneration:
         self.was_alone = True  # there was no other work since `begin`
 
     def begin(self, number: int) -> asyncio.Future[tuple[int, ...]]:
-        """Start a canary. The future returns all its tokens."""
+        """Start a canary and return a future of all its tokens."""
         self._number, self._token_ids, self.was_alone = number, [], True
         self._answer = asyncio.get_running_loop().create_future()
         self._post(

@@ -49,8 +49,8 @@ def watch_over(
     end_work: Callable[[Unhealthy], None],
     owners: Callable[[], Iterable[str]],
 ) -> WorkerWatch:
-    """Return the watch over a step thread. `runner` runs the canaries. `end_work`: as WorkerHealth's. `owners`: as
-    Inspections'.
+    """Return the watch over a step thread. `runner` runs the canaries. `end_work`: as in WorkerHealth.
+    `owners`: as in Inspections.
     """
     config = life.config
     health = WorkerHealth(

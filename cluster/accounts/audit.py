@@ -14,7 +14,7 @@ from cluster.errors import ConfigError, MemberRefused
 
 _LOG = logging.getLogger("tandem.audit")
 _REFUSAL_EVERY_S = 1.0
-_MAX_SOURCES = 256  # of refusals that are told apart
+_MAX_SOURCES = 256  # of refusals that are distinguished
 _OTHERS = "", "", ""  # the key of all further ones
 
 

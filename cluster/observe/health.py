@@ -122,7 +122,7 @@ class HealthPort:
         limits: StallLimits,
         on_lag: Callable[[float], None] = lambda lag_s: None,
     ) -> None:
-        """`port` 0: a free port. `limits`: of the event loop. `on_lag`: as LoopWatch's. Raises ConfigError if the port
+        """`port` 0: a free port. `limits`: of the event loop. `on_lag`: as in LoopWatch. Raises ConfigError if the port
         cannot be bound."""
         self._status = status
         self._watch = LoopWatch(limits, on_lag=on_lag)

@@ -1,6 +1,6 @@
 """The metrics of one process, rendered for Prometheus. An undeclared name or label raises: metrics.py has the table.
 
-Each Telemetry object owns a registry and never uses the library's global one, so two workers in one process stay apart.
+Each Telemetry object owns a registry and never uses the library's global one, so two workers in one process share no metric.
 It is safe to call from any thread.
 
 `MetricsPort` serves the metrics over HTTP: `GET /metrics`. Threads of its own answer, so neither a busy event loop nor

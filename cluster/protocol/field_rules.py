@@ -17,7 +17,7 @@ LONGEST_S = 1e9  # thirty years: every duration is added to a clock without losi
 
 
 class Rule(Protocol):
-    """`str` of it completes "must be ..."."""
+    """A rule for the value of one field. Its text completes "must be ..."."""
 
     def admits(self, value: object) -> bool: ...
 

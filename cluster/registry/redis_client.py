@@ -186,8 +186,8 @@ def words(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-async def heeding_cancel(answer: Awaitable[Answer]) -> Answer:
-    """Await a call of redis-py, and raise a cancellation that it dropped: it sends through `asyncio.wait_for`, which on
+async def cancellable(answer: Awaitable[Answer]) -> Answer:
+    """Await a call of redis-py, and raise a cancellation that redis-py dropped: it sends through `asyncio.wait_for`, which on
     Python 3.11 drops a cancellation that arrives together with the result.
     """
     task = asyncio.current_task()

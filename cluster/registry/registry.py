@@ -29,7 +29,7 @@ from cluster.errors import Fenced, InvalidRequest, RegistryUnavailable
 from cluster.member import Member
 from cluster.messages import MemberId, Role
 from cluster.observe.telemetry import Telemetry
-from cluster.registry.redis_client import REDIS_ERRORS, Answer, heeding_cancel, open_redis, problem, words
+from cluster.registry.redis_client import REDIS_ERRORS, Answer, cancellable, open_redis, problem, words
 from cluster.registry.scale_target import (
     CHANNEL,
     COUNTED_ROLES,
@@ -311,17 +311,17 @@ class Registry:
 
     async def _until_published(self, subscription: PubSub, channel: str) -> None:
         """Wait for a message, or until the next read is due. A silent connection is checked by subscribing again,
-        because a half-open connection stays silent for ever. Raises RegistryUnavailable, REDIS_ERRORS."""
+        because a half-open connection stays silent forever. Raises RegistryUnavailable, REDIS_ERRORS."""
         pause_s = jittered(self.ttl_s / 5)
         async with asyncio.timeout(pause_s + self._timeout_s):
-            published = await heeding_cancel(subscription.get_message(timeout=pause_s))
+            published = await cancellable(subscription.get_message(timeout=pause_s))
         if published is None:
             await self._call(self._redis.subscribe(subscription, self._prefix + channel))
 
     async def _call(self, answer: Awaitable[Answer]) -> Answer:
         try:
             async with asyncio.timeout(self._timeout_s):
-                value = await heeding_cancel(answer)
+                value = await cancellable(answer)
         except ResponseError as error:
             self._is_gone = True
             if "READONLY" in str(error):  # the master became a replica

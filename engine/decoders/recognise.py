@@ -106,7 +106,7 @@ def recognise(model: PreTrainedModel) -> Decoder:
     try:
         return _taken_apart(model)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:  # built as none before
-        raise NotCompiled(f"{type(model).__name__} cannot be taken apart: {error!r}") from error
+        raise NotCompiled(f"{type(model).__name__} has layers that cannot be read: {error!r}") from error
 
 
 def _taken_apart(model: PreTrainedModel) -> Decoder:

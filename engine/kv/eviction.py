@@ -207,7 +207,7 @@ class _Class:
     """Blocks that were used equally often, by generation, and statistics of the generations before."""
 
     def __init__(self) -> None:
-        # Candidates by generation; _ANCIENT holds all that are too old to be told apart.
+        # Candidates by generation; _ANCIENT holds all that are too old to be distinguished.
         self._listed: dict[int, OrderedDict[int, None]] = {}
         self._num_parked: OrderedDict[int, int] = OrderedDict()  # of each generation that is not too old
         self._num_reached = [0.0] * _NUM_AGES  # blocks whose generation has come to this age, used again or not

@@ -61,7 +61,7 @@ _SOLVE_EVERY_S = 0.02  # of computed steps: quick steps must not wait for the fi
 
 
 class ServiceTimeFit:
-    """The models of one worker. It belongs to one thread; `times` may be read by any."""
+    """The models of one worker. It belongs to one thread; any thread may read `times`."""
 
     def __init__(self) -> None:
         self._prefill, self._decode, self._mixed = _ModelFit(), _ModelFit(), _FactorFit()
@@ -354,7 +354,7 @@ class NormalEquations:
         return tuple(best)
 
     def _solve_subset(self, subset: Sequence[int], norms: Sequence[float]) -> list[float] | None:
-        """Return the coefficients of these features alone, or None if they cannot be told apart numerically."""
+        """Return the coefficients of these features alone, or None if they cannot be separated numerically."""
         rows = [
             [self._sums[self._at(i, j)] / (norms[i] * norms[j]) for j in subset]
             + [self._sums[self._at(i, self.num_features)] / norms[i]]

@@ -15,7 +15,7 @@ from engine.build import Engine
 from engine.scheduling.step import Chunk, Runner, Sample, StepPlan
 from engine.timing.service_time_fit import step_work
 
-# A slow model has time for the first ones only, so the third one already tells size and context apart.
+# A slow model has time for the first ones only, so the third one already separates size and context.
 _PREFILLS = ((16, 0), (16, 1008), (64, 0), (256, 0))  # (new tokens, tokens before them)
 _DECODES = ((1, 16), (1, 1024), (8, 16), (32, 16))  # (sequences, their length)
 _MAX_SECONDS = 0.3  # in all; the first step of each kind is timed in any case

@@ -74,7 +74,7 @@ class ConnectionProofs:
         grant_of: Callable[[bytes], bytes | None],
     ) -> tuple[bytes, bytes]:
         """Read a request under a grant as the exporter, on a socket that does not block. Return its content, of
-        `content_bytes` bytes, and the proof with which the answer begins. `grant_of`: as of GrantingConnection. Raises
+        `content_bytes` bytes, and the proof with which the answer begins. `grant_of`: as in GrantingConnection. Raises
         NotProven, OSError."""
         granting = GrantingConnection(self._keys, transport=transport, exporter=self._member)
         with self._recorded(transport, connection, granting):
