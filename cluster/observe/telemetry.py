@@ -1,7 +1,7 @@
 """The metrics of one process, rendered for Prometheus. An undeclared name or label raises: metrics.py has the table.
 
-Each Telemetry object owns a registry and never uses the library's global one, so two workers in one process share no metric.
-It is safe to call from any thread.
+Each Telemetry object owns a registry and never uses the library's global one, so two workers in one process share no
+metric. It is safe to call from any thread.
 
 `MetricsPort` serves the metrics over HTTP: `GET /metrics`. Threads of its own answer, so neither a busy event loop nor
 a long step delays a scrape. Like the health port it has no TLS. It requires the same keys as the process; metrics

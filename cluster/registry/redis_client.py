@@ -187,8 +187,8 @@ def words(error: BaseException) -> str:
 
 
 async def cancellable(answer: Awaitable[Answer]) -> Answer:
-    """Await a call of redis-py, and raise a cancellation that redis-py dropped: it sends through `asyncio.wait_for`, which on
-    Python 3.11 drops a cancellation that arrives together with the result.
+    """Await a call of redis-py, and raise a cancellation that redis-py dropped: it sends through `asyncio.wait_for`,
+    which on Python 3.11 drops a cancellation that arrives together with the result.
     """
     task = asyncio.current_task()
     assert task is not None

@@ -10,5 +10,5 @@ _PROGRAMS = Path(__file__).parent / "programs"
 
 
 @pytest.mark.parametrize("program", sorted(path.name for path in _PROGRAMS.glob("use_*.py")))
-def test_a_package_gets_what_it_expects(url: str, run_client: Run, program: str) -> None:
+def test_an_unmodified_package_works_with_a_cluster(url: str, run_client: Run, program: str) -> None:
     run_client("python", str(_PROGRAMS / program), url)

@@ -31,7 +31,7 @@ async def test_the_importer_maps_the_pool_for_reading_only() -> None:
 
 
 @pytest.mark.parametrize("short_bytes", [0, SHORT_BYTES], ids=["on a thread", "on the event loop"])
-async def test_a_digested_read_returns_the_digests_of_what_arrived(
+async def test_a_digested_read_returns_the_digests_of_the_received_blocks(
     short_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if compiled_digests() is None:

@@ -86,7 +86,7 @@ def _accepted(listener: socket.socket) -> socket.socket:
     return connection
 
 
-async def test_a_long_read_is_in_order_whatever_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_read_is_in_order_with_pieces_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """The read has more blocks than one system call accepts, in pools larger than any socket's buffer."""
     source, target = random_pool(3000, seed=1, layers=16), random_pool(3000, seed=2, layers=16)
     order = torch.randperm(3000, generator=torch.Generator().manual_seed(3)).tolist()

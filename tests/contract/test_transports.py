@@ -60,7 +60,7 @@ async def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     target.close()
 
 
-async def test_blocks_arrive_whatever_the_order_of_their_ids(rig: Rig) -> None:
+async def test_blocks_arrive_in_any_order_of_their_ids(rig: Rig) -> None:
     channel = await rig.importer.open_channel(EPOCH, rig.exporter.grant(EPOCH))
     untouched = rig.target.raw.clone()
     remote, local = [5, 6, 7, 23, 0, 2, 1], [9, 10, 11, 4, 3, 0, 1]

@@ -48,7 +48,7 @@ async def _status(cluster: LocalCluster, router: str, key: str) -> int:
         return 200
 
 
-async def test_a_recorded_key_opens_what_it_allows_at_every_router_until_it_is_revoked(
+async def test_a_recorded_key_has_its_rights_at_every_router_until_it_is_revoked(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TANDEM_ADMIN_KEY", _ADMIN_KEY)

@@ -123,7 +123,7 @@ async def test_without_a_known_speed_every_request_is_served_all_the_same() -> N
         assert router.telemetry.value("tandem_placement_decisions_total", reason="unknown_speed") == 1
 
 
-async def test_predictions_are_compared_with_what_the_client_experienced() -> None:
+async def test_predictions_are_compared_with_the_times_of_the_client() -> None:
     async with router_under_test(placement="auto") as router:
         await _pool(router, 1, 1)
         await answer_to(router, ask())

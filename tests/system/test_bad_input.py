@@ -170,7 +170,7 @@ async def test_no_process_of_the_cluster_wrote_a_stack_trace(cluster: LocalClust
     assert "Traceback" not in cluster.output()
 
 
-async def test_what_clients_send_and_receive_is_in_no_log(cluster: LocalCluster) -> None:
+async def test_prompts_and_outputs_are_in_no_log(cluster: LocalCluster) -> None:
     """The texts are sent over each API, in requests that are served and in requests that are refused."""
     planted = "xyzzy plugh 7301"
     texts = [planted]

@@ -25,7 +25,7 @@ RESUME = "resume.py"
 ROUTER_FLAGS = ("--tool-call-parser", "hermes")  # the same of all routers, or none resumes another's request
 
 
-async def test_every_example_prints_what_it_promises(redis_url: str, tmp_path: Path) -> None:
+async def test_every_example_prints_its_promised_output(redis_url: str, tmp_path: Path) -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == {*PRINTS, RESUME}
     cluster = LocalCluster(redis_url, tmp_path, flags=("--dtype", "float32", "--num-blocks", "256"))
     try:

@@ -217,7 +217,7 @@ def test_a_request_over_http_is_explained_by_its_x_request_id(up: Up, tandem: Co
     assert explained["ttft_s"] > 0
 
 
-def test_an_overview_has_the_requests_of_every_router_and_leaves_out_what_was_seen(up: Up, tandem: Command) -> None:
+def test_an_overview_has_the_new_requests_of_every_router(up: Up, tandem: Command) -> None:
     _, routers = _addresses(tandem)
     for number, address in enumerate(routers):
         with Client(address, discover=False) as client:

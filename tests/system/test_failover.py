@@ -107,7 +107,7 @@ async def test_without_prefill_workers_decode_prefills_with_a_named_reason() -> 
 @pytest.mark.parametrize(
     "reason", [HandOffReason.DIGEST_MISMATCH, HandOffReason.EXPORTER_LOST, HandOffReason.LEASE_LAPSED]
 )
-async def test_a_failed_hand_off_prefills_again_from_what_the_client_has(reason: HandOffReason) -> None:
+async def test_a_failed_hand_off_prefills_again_with_the_tokens_that_the_client_has(reason: HandOffReason) -> None:
     async with router_under_test() as router:
         prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
         await router.connected()

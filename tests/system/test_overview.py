@@ -158,7 +158,7 @@ async def test_callers_that_poll_in_the_same_second_share_an_answer() -> None:
         assert other_key is not late and other_key == late
 
 
-async def test_a_first_look_shows_what_ended_in_the_same_second() -> None:
+async def test_the_first_overview_shows_requests_that_ended_in_the_same_second() -> None:
     async with watched(ManualClock()) as (router, overview):
         await router.add_prefill("p0")
         await router.add_decode("d0")

@@ -112,7 +112,7 @@ async def test_without_keys_the_data_are_for_the_routers_own_machine(
         assert (await http.get("/admin/overview")).status_code == status
 
 
-async def test_the_data_are_what_operators_watch() -> None:
+async def test_the_data_of_the_page_are_those_of_the_overview() -> None:
     async with page() as (router, http):
         await router.add_prefill("p0")
         await router.add_decode("d0")

@@ -49,7 +49,7 @@ async def _router(
             await process.communicate()
 
 
-async def test_sigterm_finishes_what_is_live_refuses_the_rest_and_exits_0(
+async def test_sigterm_finishes_live_requests_refuses_others_and_exits_0(
     redis_url: str, cluster_name: str, tmp_path: Path
 ) -> None:
     key_file = tmp_path / "cluster.key"

@@ -194,7 +194,7 @@ def test_the_address_of_a_caller_is_that_of_its_host(peer: str, address: str) ->
         ({"max_tokens": 5000}, grpc.StatusCode.INVALID_ARGUMENT, "context_length_exceeded", "5000"),
     ],
 )
-async def test_a_refusal_has_its_status_reason_and_what_to_change(
+async def test_a_refusal_has_its_status_its_reason_and_the_remedy(
     fields: dict[str, object], code: grpc.StatusCode, reason: str, message: str
 ) -> None:
     async with served() as (_, channel):

@@ -24,7 +24,7 @@ def following(registry: Registry, name: str = "first", target: tuple[int, int] =
     return Following(registry, name, ScaleTarget(*target))
 
 
-async def test_without_a_follower_a_target_is_refused_with_what_to_do(registry: Registry) -> None:
+async def test_without_a_follower_a_target_is_refused_with_the_remedy(registry: Registry) -> None:
     targets = ScaleTargets(registry)
     assert await targets.read() is None
     with pytest.raises(Unavailable, match="kubectl scale"):

@@ -128,7 +128,7 @@ class Screen:
         self._text += os.read(self._terminal, 65536).decode()
 
 
-def test_a_batch_is_answered_and_a_second_run_asks_only_what_is_left(tandem: Command, tmp_path: Path) -> None:
+def test_a_batch_is_answered_and_a_second_run_sends_only_the_rest(tandem: Command, tmp_path: Path) -> None:
     source, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     body = {"model": "", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
     wrong = {"model": "", "prompt": PROMPT, "max_tokens": -1}
@@ -187,7 +187,7 @@ def test_status_lists_every_member_with_its_blocks(tandem: Command) -> None:
     assert max(map(len, text.splitlines())) < 160, "a line fits a wide terminal; --json has all figures"
 
 
-def test_bench_measures_what_it_sent(tandem: Command) -> None:
+def test_bench_measures_the_requests_that_it_sent(tandem: Command) -> None:
     load = ("--rate", "20", "--num-requests", "6", "--prompt-tokens", "20", "--output-tokens", "4")
     status, output = tandem("bench", *load, "--slo-ttft-s", "60", "--slo-itl-s", "60", "--json")
     figures = json.loads(output)

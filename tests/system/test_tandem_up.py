@@ -83,7 +83,7 @@ def test_a_port_in_use_is_reported_at_once(tmp_path: Path) -> None:
             up.end()
 
 
-def test_a_full_disk_is_one_line_that_says_what_to_do(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_in_one_line_with_the_remedy(tmp_path: Path) -> None:
     """No file may have a byte, so no folder for temporary files is usable."""
     key = tmp_path / "key"
     key.write_text("0" * 64)
@@ -144,7 +144,7 @@ def test_estimate_needs_no_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     assert figures["lengths"] == [{"tokens": 1024, "request_bytes": 1 << 20, "sequences": 1}]
 
 
-def test_the_example_of_sizing_prints_what_its_page_shows(
+def test_the_example_of_sizing_prints_the_figures_of_its_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (example,) = re.findall(

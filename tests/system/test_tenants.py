@@ -84,7 +84,7 @@ async def test_a_limit_reached_is_refused_by_name_and_no_other_tenant_is() -> No
         assert counted == 1
 
 
-async def test_usage_counts_each_token_once_whatever_was_retried_or_resumed(redis_url: str, cluster_name: str) -> None:
+async def test_usage_counts_each_token_once_after_retries_and_resumptions(redis_url: str, cluster_name: str) -> None:
     acme = Caller("acme", "k1")
     async with router_under_test() as router:
         await router.add_prefill("p0")
@@ -115,7 +115,7 @@ async def test_usage_counts_each_token_once_whatever_was_retried_or_resumed(redi
 
 
 @pytest.mark.parametrize("report", ['{"acme": [Infinity]}', '{"acme": [1e999, 1]}', "[" * 100_000, '{"acme": 5}', "x"])
-async def test_what_another_program_writes_about_usage_stops_no_router(
+async def test_invalid_usage_written_by_another_program_stops_no_router(
     redis_url: str, cluster_name: str, report: str
 ) -> None:
     registry = Registry(url=redis_url, cluster_name=cluster_name, ttl_s=5.0)

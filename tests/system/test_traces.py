@@ -213,7 +213,7 @@ async def test_a_failed_request_is_sent_though_nothing_samples_it(traced: dict[s
     assert _attributes(root)["error.type"] == root.status.message
 
 
-async def test_what_clients_send_and_receive_is_in_no_span(traced: dict[str, str], receiver: Receiver) -> None:
+async def test_prompts_and_outputs_are_in_no_span(traced: dict[str, str], receiver: Receiver) -> None:
     planted = "xyzzy plugh 7302"
     texts = [planted]
     async with httpx.AsyncClient(base_url=f"http://{traced['http']}", timeout=60) as http:

@@ -276,7 +276,7 @@ async def test_one_token_needs_no_large_decode_worker() -> None:
 
 
 @pytest.mark.parametrize("comes_late", [False, True])
-async def test_open_max_tokens_are_what_the_largest_worker_holds(comes_late: bool) -> None:
+async def test_open_max_tokens_follow_from_the_largest_worker(comes_late: bool) -> None:
     async with router_under_test() as router:
         request = replace(ask(), stop=replace(ask().stop, max_tokens=None))
         if not comes_late:

@@ -12,7 +12,7 @@ from tests.system.local_cluster import LocalCluster
 from tests.system.polling import until
 
 
-async def test_a_workers_queue_and_target_change_and_a_setting_of_its_memory_is_named(
+async def test_a_workers_queue_and_target_change_and_a_memory_setting_is_logged_as_unchangeable(
     redis_url: str, tmp_path: Path
 ) -> None:
     settings = tmp_path / "worker.yaml"

@@ -91,7 +91,7 @@ def test_an_inference_key_is_no_admin_key_and_an_admin_key_is_every_key() -> Non
                 gate.admit(shown, access)
 
 
-def test_what_needs_a_key_follows_from_the_keys_that_are_configured() -> None:
+def test_the_calls_that_need_a_key_follow_from_the_configured_keys() -> None:
     needs = {
         name: [access for access in Access if not gate.caller("").may(access)]
         for name, gate in (

@@ -183,7 +183,7 @@ def test_text_that_is_no_json_and_unknown_enums_are_refused() -> None:
         (_QUESTION, {"tools": _TOOLS, "tool_choice": "always"}, "'always' is not a valid ToolChoiceMode"),
     ],
 )
-def test_what_no_message_can_hold_is_refused_by_the_client(messages: Any, options: Any, words: str) -> None:
+def test_a_value_that_no_message_can_hold_is_refused_by_the_client(messages: Any, options: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         chat_prompt(messages, options)
 

@@ -45,7 +45,7 @@ def test_a_source_that_floods_is_refused_for_as_long_as_its_budget_needs_and_no_
     assert turns.start(now_s + wait_s + 1e-6) == 300
 
 
-def test_what_waits_is_bounded_for_each_source_and_for_all() -> None:
+def test_waiting_jobs_are_bounded_for_each_source_and_for_all() -> None:
     turns = CompileTurns[int](1)
     for number in range(128):
         turns.ask("a", number, 0.0)

@@ -80,7 +80,7 @@ def test_rows_outside_an_array_are_refused(compiled: CompiledDigests) -> None:
             compiled.copy(rows, (0,), aligned(2, 64), (outside,))
 
 
-def test_a_copy_digests_what_it_wrote_while_its_source_changes(compiled: CompiledDigests) -> None:
+def test_a_copy_digests_the_written_bytes_while_its_source_changes(compiled: CompiledDigests) -> None:
     """An exporter may reuse a block that is being read. If the digest covered other bytes than those written to the
     importer's pool, it could match although the pool's bytes are wrong.
     """

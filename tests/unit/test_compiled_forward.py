@@ -281,7 +281,7 @@ def test_an_unknown_architecture_is_refused_by_name() -> None:
     with pytest.raises(NotCompiled, match="LlamaModel is not a list of layers and a norm"):
         recognise(model)
     vars(model)["get_decoder"] = 3
-    with pytest.raises(NotCompiled, match="LlamaForCausalLM cannot be taken apart: TypeError"):
+    with pytest.raises(NotCompiled, match="LlamaForCausalLM has layers that cannot be read: TypeError"):
         recognise(model)
 
 

@@ -250,7 +250,7 @@ def test_a_wrong_size_is_refused_with_its_flag(name: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "instead"), [("kv_cache_memory", "auto"), ("swap_space", "0"), ("prefix_host_memory", "")]
 )
-def test_the_message_about_a_wrong_size_names_what_else_is_allowed(name: str, instead: str) -> None:
+def test_the_message_about_a_wrong_size_names_the_other_allowed_values(name: str, instead: str) -> None:
     load_config(WorkerConfig, {"model": "m", name: instead}, {})
     with pytest.raises(ConfigError, match=f", or {instead or 'empty'}"):
         load_config(WorkerConfig, {"model": "m", name: "-1"}, {})

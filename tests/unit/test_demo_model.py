@@ -87,7 +87,7 @@ def test_readme_quotes_the_recorded_figures() -> None:
         assert re.search(rf"\b{evaluation[name]:.3f}\b", readme), name
 
 
-def test_loss_on_python_the_model_never_read_is_near_the_recorded_one(model: PreTrainedModel) -> None:
+def test_loss_on_unseen_python_is_near_the_recorded_loss(model: PreTrainedModel) -> None:
     """The text is this file. The test fails for other weights than those of the report."""
     ids = torch.tensor([TOKENIZER.encode(Path(__file__).read_text()).ids[:1024]])
     with torch.inference_mode():

@@ -74,7 +74,7 @@ def test_two_programs_may_write_the_same_address_only_with_the_same_bits() -> No
         _number[(2,)](target, N=16, DIFFER=1)
 
 
-def test_a_launch_whose_programs_read_what_others_write_is_refused() -> None:
+def test_a_launch_whose_programs_read_the_writes_of_others_is_refused() -> None:
     states = torch.zeros(48)
     _copy[(2,)](states, states, 0, N=16)
     with pytest.raises(AssertionError, match="16 places are read by one program and written by another"):

@@ -93,7 +93,7 @@ def test_any_change_moves_the_digest_under_any_secret(seed: bytes, changes: dict
 
 
 @pytest.mark.parametrize("step", [1, 2, 64, 127])
-def test_a_chosen_difference_cancels_in_one_of_128_secret_sums_whatever_power_of_two_divides_it(step: int) -> None:
+def test_a_chosen_difference_cancels_in_one_of_128_secret_sums_for_every_power_of_two(step: int) -> None:
     """The bound of one sum; a piece has 16 that are independent. The difference is `step` at one byte and minus `step`
     at the next, which cancels exactly where the two coefficients are equal."""
     num_equal = num_sums = 0

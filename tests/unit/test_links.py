@@ -166,7 +166,7 @@ def _hand_off(book: LinkTable, num_bytes: int, fixed_s: float) -> None:
     book.record_hand_off(EXPORTER, "shm", num_bytes, fixed_s + moving_s)
 
 
-def test_the_fixed_part_of_hand_offs_is_what_their_bytes_do_not_explain() -> None:
+def test_the_fixed_part_of_hand_offs_is_the_time_that_does_not_grow_with_their_bytes() -> None:
     book = LinkTable(["shm"])
     read(book, EXPORTER, "shm", 1e9)
     for num_bytes in (0, MIB, 64 * MIB) * 5:

@@ -39,7 +39,7 @@ def get(port: MetricsPort, path: str = "/metrics", **headers: str) -> tuple[HTTP
         return response, response.read().decode()
 
 
-def test_a_scrape_shows_what_was_counted_and_the_process(port: MetricsPort, telemetry: Telemetry) -> None:
+def test_a_scrape_shows_the_counters_and_the_process(port: MetricsPort, telemetry: Telemetry) -> None:
     telemetry.count("tandem_decode_tokens_total", 3)
     response, text = get(port)
     assert (response.status, response.getheader("Content-Type")) == (200, CONTENT_TYPE)

@@ -63,7 +63,7 @@ def test_tandem_generate_shows_the_log_probabilities_of_the_prompt_that_it_has()
 
 
 @pytest.mark.parametrize("words", [("status",), ("scale", "decode=1"), ("generate", "a prompt")])
-def test_a_refused_connection_is_one_line_with_the_address_and_what_to_do(
+def test_a_refused_connection_is_reported_in_one_line_with_the_address_and_the_remedy(
     words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.socket() as bound:  # and does not listen
@@ -285,7 +285,9 @@ def test_the_status_shows_how_many_targets_are_kept_where_some_are_missed() -> N
         ("auto", 0.1, "trade_off", "measured once 20 requests are explored"),
     ],
 )
-def test_what_is_not_measured_comes_with_what_to_do(placement: str, explore: float, verdict: str, advice: str) -> None:
+def test_an_estimate_that_is_not_measured_comes_with_advice(
+    placement: str, explore: float, verdict: str, advice: str
+) -> None:
     ttft = effect("unknown" if verdict == "not_known" else "predicted", 0.02)
     found = disaggregation(verdict, ttft, placement=placement, explore=explore)
     assert advice in disaggregation_text(found)

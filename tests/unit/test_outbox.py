@@ -183,7 +183,7 @@ async def test_an_interval_of_tokens_comes_together_but_the_first_token_and_the_
     live_requests.check()
 
 
-async def test_every_choice_has_its_own_interval_and_what_is_left_comes_with_the_end() -> None:
+async def test_every_choice_has_its_own_interval_and_the_rest_comes_with_the_end() -> None:
     live_requests = _live_requests(100, ManualClock())
     with live_requests.arrived(GenerateRequest(TextPrompt("p"), n=2, stream_interval=2)) as live:
         for choice, index in ((0, 0), (1, 0)):
@@ -214,7 +214,7 @@ async def test_tokens_that_wait_for_their_interval_are_not_held_against_the_clie
         assert live_requests.num_buffered_tokens == 2
 
 
-async def test_every_wait_has_its_own_time_whatever_the_waits_before_it_had() -> None:
+async def test_every_wait_has_its_own_time_regardless_of_earlier_waits() -> None:
     live_requests = _live_requests(100, ManualClock())
     with _outbox(live_requests) as outbox:
         for index, within_s in enumerate((60.0, 0.01, 60.0)):  # with one minute for all, the second takes a minute

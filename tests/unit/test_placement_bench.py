@@ -305,7 +305,7 @@ def test_the_page_lists_late_points_of_the_load_generator_and_other_load() -> No
     assert "(p99) for colocated x 2" not in text
 
 
-def test_a_job_and_what_it_generated_pass_between_processes_unchanged() -> None:
+def test_a_job_and_its_output_pass_between_processes_unchanged() -> None:
     arrivals = tuple(sequential_arrivals(CONVERSATIONS, 3))
     job = Job("tandem", "127.0.0.1:1", vocab_size=9, seed=4, pace="planned", arrivals=arrivals)
     generated = Generated((record(1.5, 2.0), record(error="unavailable")), 0.001, 0.1, 2.0, -5)

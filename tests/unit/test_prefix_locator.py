@@ -141,7 +141,7 @@ def test_reported_and_routed_blocks_both_count_as_cached() -> None:
     assert _sources(locator, _P1) == (PrefixSource(_P0, "p0:1", 48),)
 
 
-def test_what_was_sent_to_a_decode_worker_counts_too_and_one_worker_alone_needs_no_look_up() -> None:
+def test_prompts_sent_to_a_decode_worker_count_too_and_a_single_worker_needs_no_look_up() -> None:
     index = PrefixIndex()
     fleet, locator = _locator(index)
     locator.note_routed(_chain(locator, _D0, _TOKENS[:32]), _D0)

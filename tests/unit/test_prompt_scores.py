@@ -139,7 +139,9 @@ def test_a_prompt_of_one_token_has_nothing_to_score(engine: Engine) -> None:
     assert len(finished.tokens) == 1
 
 
-def test_a_step_with_draft_tokens_draws_what_it_draws_without_scores(engine: Engine, reference: torch.Tensor) -> None:
+def test_a_step_with_draft_tokens_draws_the_same_tokens_with_and_without_scores(
+    engine: Engine, reference: torch.Tensor
+) -> None:
     samples = tuple(Sample(seed=0, position=9 + place, sampling=Sampling()) for place in range(3))
     decode = Chunk(1, PROMPT[:10], 0, (0, 1), samples, num_draft_tokens=2)
     prompt = Chunk(2, PROMPT[:6], 0, (2,))

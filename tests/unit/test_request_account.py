@@ -15,7 +15,7 @@ from router.requests import ChoiceDelta, WorkerTime
     steps=st.lists(st.tuples(st.sampled_from(PhaseName), st.floats(0, 100), st.floats(0, 200)), max_size=30),
     tail_s=st.floats(0, 10),
 )
-def test_phases_sum_to_the_wall_time_whatever_times_other_clocks_report(
+def test_phases_sum_to_the_wall_time_for_any_times_of_other_clocks(
     steps: list[tuple[PhaseName, float, float]], tail_s: float
 ) -> None:
     """Each step gives the phase that begins, the time since the step before, and the reported age of the phase."""

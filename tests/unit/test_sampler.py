@@ -211,7 +211,7 @@ def test_a_tiny_temperature_is_nearly_greedy_and_never_overflows(temperature: fl
     assert _tokens(logits, [Sample(1, 1, Sampling(temperature))]) == [1]
 
 
-def test_banned_tokens_are_never_drawn_whatever_the_settings() -> None:
+def test_banned_tokens_are_never_drawn_under_any_settings() -> None:
     banned = frozenset({0, 3})
     logits = torch.tensor([[9.0, 1.0, 0.5, 8.0, 0.0]]).expand(400, -1)
     kinds = [Sampling(), Sampling(1.0), Sampling(1.0, top_k=1), Sampling(2.0, top_p=0.5)]

@@ -57,7 +57,7 @@ def test_predictions_follow_the_stated_formulas() -> None:
     assert TIMES.seconds(StepWork()) == 0.0
 
 
-def test_a_mixed_step_takes_at_least_what_each_part_takes_alone() -> None:
+def test_a_mixed_step_takes_at_least_as_long_as_each_part_alone() -> None:
     quicker = replace(TIMES, mixed=MixedTimes(factor=0.01, relative_error=0.0))
     assert mixed_step_s(quicker, 300, 10, 4, 1000) == TIMES.prefill_s(300, 10)
 

@@ -170,7 +170,7 @@ def test_a_setting_that_cannot_be_applied_is_logged_and_the_others_are_followed_
     assert failed == 2 * ["--max-live-requests could not be changed to 16; the next change of the file tries it again"]
 
 
-async def test_sighup_reads_again_what_did_not_seem_to_change(
+async def test_sighup_reads_files_again_that_did_not_seem_to_change(
     tmp_path: Path, made: Certificates, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, changed = asyncio.Event(), asyncio.get_running_loop().create_future()

@@ -37,7 +37,7 @@ def test_checks_count_from_the_one_in_which_another_worker_was_received_again() 
     assert silence.num_missed(0.0) == 1, "the worker may answer just as late as the other one"
 
 
-def test_a_check_that_fails_at_once_counts_whatever_other_workers_send() -> None:
+def test_a_check_that_fails_at_once_counts_without_news_of_other_workers() -> None:
     for another_sent_s in (0.9, -math.inf):
         silence = Silence()
         silence.record_failure(2.0, sent_s=0.0)

@@ -93,7 +93,7 @@ def test_a_fit_that_is_far_off_where_it_is_extrapolated_names_no_worker() -> Non
         assert not _slow(alone, _times(1.0, batch=8)) and not _slow(_times(1.0, batch=8), alone)
 
 
-def test_a_slow_worker_with_more_work_is_named_by_what_both_predict() -> None:
+def test_a_slow_worker_with_more_work_is_named_by_the_predictions_of_both() -> None:
     """Slow workers gather sequences, whose steps take longer, though not in proportion."""
     [slow] = _slow(_times(1.0, batch=2), _times(2.0, batch=6))
     assert slow == "decode-1 decodes 2.0 times slower than the other workers"

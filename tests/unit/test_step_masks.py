@@ -166,7 +166,7 @@ def test_both_ways_of_drawing_draw_the_same_allowed_tokens(dtype: torch.dtype, v
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_an_excluded_or_banned_token_is_not_drawn_whatever_its_logit_is(temperature: float) -> None:
+def test_an_excluded_or_banned_token_with_any_logit_is_not_drawn(temperature: float) -> None:
     """Token 40 is not a number, and token 3 is banned, so that the best one left is the last."""
     try:
         compiled = CompiledDraw(load_library())

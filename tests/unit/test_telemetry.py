@@ -87,7 +87,7 @@ def test_an_undeclared_metric_or_label_is_an_error() -> None:
         telemetry.gauge("tandem_members", 1)
 
 
-def test_labels_are_bounded_whatever_is_counted() -> None:
+def test_the_values_of_labels_are_bounded() -> None:
     telemetry = Telemetry()
     for index in range(1000):
         telemetry.count("tandem_requests_total", outcome=f"outcome {index}")

@@ -60,7 +60,7 @@ def test_the_screen_fits_the_terminal(num_members: int, num_requests: int, width
     assert any("request-with-a-long-na" in line for line in lines) == bool(num_requests)
 
 
-def test_what_is_wrong_follows_the_title_a_line_each() -> None:
+def test_faults_follow_the_title_one_line_each() -> None:
     watch = Watch()
     breaker = admin_pb2.PairBreaker(exporter="prefill-0@a", importer="decode-0@a", state="open")
     own = router(breakers=[breaker], slow=["the KV pool of decode-0 is full (9 preemptions a minute)"])

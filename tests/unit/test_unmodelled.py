@@ -38,7 +38,7 @@ def test_prompts_for_export_and_prompts_that_are_decoded_here_are_kept_apart() -
     assert (times.at(5.0).here_s, times.at(5.0).export_s) == pytest.approx((0.0, 0.02))
 
 
-def test_what_a_worker_showed_two_minutes_ago_is_forgotten() -> None:
+def test_figures_of_a_worker_older_than_two_minutes_are_forgotten() -> None:
     times = taught([0.5] * 10)
     assert times.at(100.0).here_s == pytest.approx(0.5)
     assert times.at(130.0) == NOTHING_UNMODELLED
@@ -53,7 +53,7 @@ def test_the_factor_of_the_time_between_tokens_is_that_of_the_median_request() -
 
 
 @given(excess_s=st.lists(REAL_S, max_size=50), factors=st.lists(st.floats(0, 1e9), max_size=50))
-def test_what_is_added_is_always_within_bounds(excess_s: list[float], factors: list[float]) -> None:
+def test_the_learned_corrections_are_always_within_bounds(excess_s: list[float], factors: list[float]) -> None:
     times = taught(excess_s)
     for number, factor in enumerate(factors):
         times.record_itl(1.0, factor, float(number))

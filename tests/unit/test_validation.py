@@ -100,7 +100,7 @@ def test_stop_strings_need_a_tokenizer() -> None:
         check(replace(REQUEST, stop=StopConditions(stop=("x",))), replace(MODEL, has_tokenizer=False))
 
 
-def test_a_prompt_with_too_many_log_probabilities_is_refused_with_what_to_change() -> None:
+def test_a_prompt_with_too_many_log_probabilities_is_refused_with_the_remedy() -> None:
     model, request = replace(MODEL, max_model_len=1 << 20), replace(REQUEST, prompt_logprobs=1)
     assert resolve(request, (1,) * (1 << 16), model).num_prompt_logprobs == 1
     with pytest.raises(

@@ -83,7 +83,7 @@ def test_a_connection_dies_between_any_two_bytes() -> None:
         assert (received, pipe.is_dead) == (b"abcdef"[:number], True)
 
 
-def test_the_end_follows_what_was_sent_and_loses_what_was_not() -> None:
+def test_the_end_follows_sent_messages_and_drops_unsent_ones() -> None:
     pipe = _pipe(window_bytes=3)
     pipe.write(b"abcdef")
     pipe.send(0.0)

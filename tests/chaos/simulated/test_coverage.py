@@ -25,7 +25,7 @@ REACHED_BY = {
     ),
     "limit_reached": "tests/system/test_tenants.py::test_a_limit_reached_is_refused_by_name_and_no_other_tenant_is",
     "permission_denied": (
-        "tests/system/test_api_keys.py::test_a_recorded_key_opens_what_it_allows_at_every_router_until_it_is_revoked"
+        "tests/system/test_api_keys.py::test_a_recorded_key_has_its_rights_at_every_router_until_it_is_revoked"
     ),
     "pair_breakers_open": ("tests/system/test_pair_breakers.py::test_with_every_pair_open_decode_prefills_by_name"),
     "predicted": (

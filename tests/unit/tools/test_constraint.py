@@ -173,7 +173,7 @@ def test_without_a_strict_tool_or_a_form_that_shows_calls_nothing_is_constrained
 
 
 @pytest.mark.parametrize(("reasoning", "opening", "closing"), [("qwen3", *THINK), ("mistral", *BRACKET_THINK)])
-def test_reasoning_before_what_is_constrained_is_free(
+def test_reasoning_before_a_constrained_answer_is_free(
     reasoning: str, opening: str, closing: str, tokens: Tokens
 ) -> None:
     model = Model(tokens, AnswerFormat.named("hermes", reasoning))

@@ -303,7 +303,7 @@ def test_an_answer_is_divided_the_same_at_every_split(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_was_emitted_is_never_revoked(case: str) -> None:
+def test_emitted_text_is_never_revoked(case: str) -> None:
     """The pieces of every prefix of a text, before its end, are a prefix of the pieces of the whole."""
     names, text, expected = CASES[case]
     for end in range(len(text)):
