@@ -147,7 +147,7 @@ class LoopbackChannel:
         if not self._open or self._read is not None:
             raise TransportError("the channel is closed or poisoned")
         if any(block_id >= self._source.num_blocks for block_id in remote_block_ids):
-            raise TransportError(f"the read names a block past the {self._source.num_blocks} of the exporter's pool")
+            raise TransportError(f"the read names a block beyond the {self._source.num_blocks} of the exporter's pool")
         self._read = asyncio.create_task(self._copy(tuple(zip(remote_block_ids, local_block_ids, strict=True))))
         try:
             await asyncio.shield(self._read)

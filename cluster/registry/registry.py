@@ -292,7 +292,7 @@ class Registry:
             run = self._scripts[script] = self._redis.register_script(script)
         answer: object = await self._call(run([self._prefix + name for name in names], arguments))
         if not isinstance(answer, list):
-            raise RegistryUnavailable(f"Redis at {self._redis.place} gives a wrong answer: {str(answer)[:100]}")
+            raise RegistryUnavailable(f"Redis at {self._redis.place} sent an unexpected response: {str(answer)[:100]}")
         return answer
 
     async def close(self) -> None:
@@ -380,7 +380,7 @@ class Registry:
         try:
             yield
         except (TypeError, ValueError, LookupError) as error:
-            raise RegistryUnavailable(f"Redis at {self._redis.place} gives a wrong answer: {error}") from error
+            raise RegistryUnavailable(f"Redis at {self._redis.place} sent an unexpected response: {error}") from error
 
 
 def with_missing(found: tuple[Member, ...], before: tuple[Member, ...]) -> tuple[Member, ...]:

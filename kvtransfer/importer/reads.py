@@ -72,7 +72,7 @@ class TransportChoice:
         try:
             return await transport.open_channel(self._epoch, endpoint)
         except (ValueError, OverflowError, struct.error) as error:  # the text is not an address, path or number
-            raise TransportError(f"not an endpoint of {name}: {error}") from error
+            raise TransportError(f"{name} cannot use the endpoint: {error}") from error
 
     def record_read(self, num_bytes: int, seconds: float) -> None:
         self._links.record_read(self._epoch.exporter, self.transport, num_bytes, seconds, self._clock.now_s())

@@ -44,7 +44,7 @@ async def test_a_digested_read_returns_the_digests_of_the_received_blocks(
     assert isinstance(channel, DigestingChannel)
     assert await channel.read_digested((5, 0, 1), (2, 4, 5), PUBLIC) == digest_blocks(source, (5, 0, 1))
     assert torch.equal(target.raw[[2, 4, 5]], source.raw[[5, 0, 1]])
-    with pytest.raises(TransportError, match="past the 6"):
+    with pytest.raises(TransportError, match="beyond the 6"):
         await channel.read_digested((6,), (0,), PUBLIC)
     await channel.destroy()
     with pytest.raises(TransportError, match="closed"):

@@ -22,7 +22,7 @@ EXAMPLES: list[messages.Message] = [
     Read(ENTRY, 1, ()),
     Read(ENTRY, 2, (Run(0, 5), Run(2**32 - 1, 1))),
     Answer(ENTRY.ticket_id, 7, 2, 2**40),
-    Answer(ENTRY.ticket_id, 7, 2, 0, "a block past the 8 of the exporter's pool"),
+    Answer(ENTRY.ticket_id, 7, 2, 0, "a block beyond the 8 of the exporter's pool"),
 ]
 
 

@@ -201,7 +201,7 @@ class NcclExporter:
         if not self._is_admitted(read.entry):
             return "the exporter has not admitted this epoch"
         if any(run.first_block + run.num_blocks > self._num_blocks for run in read.runs):
-            return f"the read names a block past the {self._num_blocks} of the exporter's pool"
+            return f"the read names a block beyond the {self._num_blocks} of the exporter's pool"
         return ""
 
     def _is_admitted(self, entry: messages.Entry) -> bool:

@@ -110,7 +110,7 @@ def receive_message(connection: socket.socket) -> Message | None:
         return None
     magic, kind, num_bytes = _HEADER.unpack(header)
     if magic != _MAGIC or kind not in _UNPACK or num_bytes > _MAX_BYTES:
-        raise TransportError("the message is not one of this transport")
+        raise TransportError("the message is damaged or belongs to another transport")
     body = receive(connection, num_bytes) if num_bytes else b""
     if body is None:
         raise TransportError("the peer ended the connection in the middle of a message")

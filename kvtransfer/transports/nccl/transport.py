@@ -317,7 +317,7 @@ def _parse_endpoint(endpoint: bytes) -> tuple[_Address, bytes]:
         token, port = ENDPOINT.unpack_from(endpoint)
         return (endpoint[ENDPOINT.size :].decode(), port), token
     except (struct.error, UnicodeDecodeError) as error:
-        raise TransportError("the endpoint is not one of this transport") from error
+        raise TransportError("the endpoint is damaged or belongs to another transport") from error
 
 
 def unavailable(setup: TransportSetup) -> str:

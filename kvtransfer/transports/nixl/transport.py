@@ -161,7 +161,7 @@ class NixlChannel:
         if not remote_block_ids:
             return
         if max(remote_block_ids) >= self._num_remote_blocks:
-            raise TransportError(f"the read names a block past the {self._num_remote_blocks} of the exporter's pool")
+            raise TransportError(f"the read names a block beyond the {self._num_remote_blocks} of the exporter's pool")
         self._read = self._link.read(remote_block_ids, local_block_ids)
         if not self._read.done():
             await asyncio.wrap_future(self._read)

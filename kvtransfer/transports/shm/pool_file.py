@@ -246,7 +246,7 @@ class PoolFileImporter(ABC, Generic[Mapped]):
             if block_bytes == self._block_bytes and num_blocks * block_bytes <= num_bytes:
                 return num_blocks, num_bytes
         os.close(file)
-        raise TransportError(f"the exporter's pool is not of blocks of {self._block_bytes} bytes")
+        raise TransportError(f"the blocks of the exporter's pool do not have {self._block_bytes} bytes")
 
     def _unmap(self, path: str) -> None:
         """Drop the mapping. Copies in flight keep the memory until they are done."""
@@ -283,7 +283,7 @@ class PoolFileChannel(Generic[Mapped]):
         if self._pool is None or self._read is not None:
             raise TransportError("the channel is closed or poisoned")
         if remote_block_ids and not 0 <= min(remote_block_ids) <= max(remote_block_ids) < self._pool.num_blocks:
-            raise TransportError(f"the read names a block past the {self._pool.num_blocks} of the exporter's pool")
+            raise TransportError(f"the read names a block beyond the {self._pool.num_blocks} of the exporter's pool")
         started = start_copy(self._pool.memory, remote_block_ids, local_block_ids)
         if not isinstance(started, Future):
             return started
@@ -312,7 +312,7 @@ async def receive_descriptor(
 ) -> tuple[socket.socket, bytes, int]:
     """Return (connection, geometry, descriptor), which the caller then owns. Raises TransportError."""
     if len(token) != _TOKEN_BYTES:
-        raise TransportError("the endpoint is not one of this transport")
+        raise TransportError("the endpoint is damaged or belongs to another transport")
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     proofs, transport = opening.proofs, opening.transport
     asked = _ASKED.pack(epoch.ticket_id, epoch.attempt)

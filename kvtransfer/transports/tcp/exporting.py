@@ -36,7 +36,7 @@ def parse_endpoint(endpoint: bytes) -> tuple[tuple[str, int], bytes]:
         token, port = _ENDPOINT.unpack_from(endpoint)
         return (endpoint[_ENDPOINT.size :].decode(), port), token
     except (struct.error, UnicodeDecodeError) as error:
-        raise TransportError("the endpoint is not one of this transport") from error
+        raise TransportError("the endpoint is damaged or belongs to another transport") from error
 
 
 class TcpExporter:
