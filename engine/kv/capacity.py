@@ -124,8 +124,8 @@ def check_length(wanted: int, limit: int | None) -> None:
 def max_model_len(settings: EngineSettings, layout: BlockLayout, limit: int | None, wire: WireSpace = NATIVE) -> int:
     """Return the longest sequence in tokens.
 
-    A configured length must fit the pool (ConfigError with both numbers); the model's own length is reduced to what the
-    pool holds. Before the pool is measured, return the length that it should hold.
+    A configured length must fit the pool (ConfigError with both numbers); the model's own length is reduced to the
+    size of the pool. Before the pool is measured, return the length that it should hold.
     """
     check_length(settings.max_model_len, limit)
     longest = settings.max_model_len

@@ -147,7 +147,8 @@ class PrefixTiers:
         return chain
 
     async def fetch(self, job: PrefillJob, chain: BlockChain) -> None:
-        """Copy the part of the prompt's prefix for which a copy pays into the pool. Raises CancelledError only."""
+        """Copy a part of the prompt's prefix from the tiers into the pool if that is faster than computing it. Raises
+        CancelledError only."""
         hashes = chain.hashes[: sealed_blocks(len(job.token_ids) - 1, self._resources.block_size)]
         if not any(self._resources.index.num_held((block_hash,)) for block_hash in hashes):
             return
