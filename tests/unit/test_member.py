@@ -3,7 +3,6 @@ entry.
 """
 
 import json
-from dataclasses import replace
 
 import pytest
 
