@@ -159,13 +159,14 @@ class OpenStreams:
 
     def __init__(self, keys: ClusterKeys) -> None:
         self._keys = keys
-        self._streams: dict[bytes, weakref.WeakSet[OpenStream]] = {}
+        # Of each secret, in the order of their beginning: a simulation replays it, and a set has none.
+        self._streams: dict[bytes, weakref.WeakKeyDictionary[OpenStream, None]] = {}
         self._end_s: dict[bytes, float] = {}  # by dropped secret: when its streams end
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, key_id: bytes, stream: OpenStream) -> None:
         """Call the stream's `end` `DROPPED_GRACE_S` after its secret was dropped, unless it is gone by then."""
-        self._streams.setdefault(key_id, weakref.WeakSet()).add(stream)
+        self._streams.setdefault(key_id, weakref.WeakKeyDictionary())[stream] = None
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
 
