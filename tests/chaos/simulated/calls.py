@@ -21,7 +21,6 @@ from tests.chaos.simulated.loop import current
 from tests.chaos.simulated.network import Conversation, Network
 from tests.chaos.simulated.served_calls import REFUSED, Served, Status, Watch
 
-KEY = b"k" * 32  # the secret of every simulated cluster
 _CANCELLED = (grpc.StatusCode.CANCELLED, "Locally cancelled by application!", ())
 _BROKEN = (grpc.StatusCode.UNAVAILABLE, "the connection broke", ())
 _LATE = (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", ())
@@ -39,10 +38,10 @@ def parsed(method: str, request: bytes) -> Any:
     return _request_class(method).FromString(request)
 
 
-def member_channel(network: Network, address: str, watch: Watch) -> MemberChannel:
-    """Return a member channel for a client outside of the cluster that has the cluster's key."""
+def member_channel(network: Network, address: str, watch: Watch, keys: ClusterKeys) -> MemberChannel:
+    """Return a member channel for a client outside of the cluster that has the cluster's keys."""
     channel: Any = Channel(network, address, watch)
-    return MemberChannel(channel, ClusterKeys(KEY), "world@0")
+    return MemberChannel(channel, keys, "world@0")
 
 
 class Channel:

@@ -159,6 +159,8 @@ class Client:
                 return _AGAIN
             if self._world.schedule.may_use_up_attempts and isinstance(final, Unavailable):
                 return f"given up: {final.reason}"
+            if final.reason == "acceptance_invalid" and self._world.key_files.may_have_dropped:
+                return "resumed after its secret was dropped"
             waited = final.reason in ("no_worker_large_enough", "deadline_exceeded")  # either clock may be first
             if waited and not self._world.has_large_decode_worker(self.ask):
                 return final.reason

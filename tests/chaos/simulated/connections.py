@@ -177,6 +177,11 @@ class End(asyncio.Transport):
         self.is_deaf = False  # its process reads nothing
         self.is_over = False  # closed, and its process was told
 
+    @property
+    def is_silent(self) -> bool:
+        """Return whether nothing arrives here any more, and this process does not know it yet."""
+        return self.connection.is_silent and not self.is_over
+
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         self._protocol = protocol
 

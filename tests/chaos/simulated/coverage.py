@@ -29,7 +29,7 @@ from router.fleet.worker_stream import WorkerStream
 from router.policies import breakers
 from router.policies.placement import PlacementReason
 from router.request.account import RequestAccount
-from tests.chaos.simulated import frame_calls
+from tests.chaos.simulated import frame_calls, proofs
 
 LABELS = ("side", "leg", "action", "source", "finder", "outcome", "reason")  # those that name a cause
 _NOT_COUNTED = frozenset({"tandem_http_responses_total"})
@@ -88,7 +88,7 @@ def known() -> tuple[str, ...]:
     names += [f"step: {' + '.join(work)}" for work in works]
     names += ["prompt time: limited", *(f"counted: placement_decisions {reason}" for reason in PlacementReason)]
     names += ["direct request: ok", "flip: ok", "scored prompt: ok", "scored prompt: direct", "tenants: ordered"]
-    names += frame_calls.KNOWN
+    names += (*frame_calls.KNOWN, *proofs.KNOWN)
     names.remove("lease: running > running")
     return (*dict.fromkeys(names), "lease: renewed")
 

@@ -15,7 +15,6 @@ from cluster.protocol import wire
 from router.fleet.decode_events import tokens_of
 from tandem.errors import error_from_rpc
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
-from tests.chaos.simulated.calls import member_channel
 from tests.chaos.simulated.clients import expected_scores, expected_tokens, prompt_of
 from tests.chaos.simulated.engine import Scores
 from tests.chaos.simulated.loop import Process
@@ -67,7 +66,7 @@ class DirectClient:
     @property
     def _may_fail(self) -> bool:
         schedule = self._world.schedule
-        return bool(schedule.mishaps or schedule.mutations or schedule.read_faults)
+        return bool(schedule.mishaps or schedule.mutations or schedule.read_faults or schedule.mix.rotation)
 
     async def _serve(self) -> str:
         call = worker_pb2_grpc.DecodeWorkerStub(self._channel(self.ask.decode)).Connect()
@@ -147,7 +146,7 @@ class DirectClient:
         return message
 
     def _channel(self, place: str) -> MemberChannel:
-        return member_channel(self._world.network, self._world.members[place].address, self._world.watch)
+        return self._world.channel_to(self._world.members[place])
 
     def _seed(self, choice: int) -> int:
         return 1000 * (self.number + 1) + choice

@@ -14,7 +14,7 @@ from cluster.errors import Fenced, RegistryUnavailable
 from tandem.enum_words import MEMBER_ROLES
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tandem.v1 import admin_pb2, admin_pb2_grpc
-from tests.chaos.simulated.calls import Channel, member_channel
+from tests.chaos.simulated.calls import Channel
 from tests.chaos.simulated.connections import End
 from tests.chaos.simulated.member import Member
 from tests.chaos.simulated.mishaps import NUM_REFUSALS, Kind, Mishap
@@ -117,7 +117,7 @@ class Harm:
         await asyncio.sleep(flip.for_s)
         first = worker_pb2.SetRoleRequest(role=MEMBER_ROLES.number(self._first_role(member)))
         while member.process is process and process.is_alive and not member.main.done() and not member.stop.is_set():
-            trusted = member_channel(self._world.network, member.address, self._world.watch)
+            trusted = self._world.channel_to(member)
             try:
                 await worker_pb2_grpc.WorkerStub(trusted).SetRole(first, timeout=5.0)
                 return

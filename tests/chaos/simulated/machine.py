@@ -30,7 +30,7 @@ from router.overview.overview import Overview
 from router.request.live_requests import LiveRequests
 from router.text.tokenization import Tokenization
 from tests.chaos.simulated import frame_calls
-from tests.chaos.simulated.calls import KEY, Channel
+from tests.chaos.simulated.calls import Channel
 from tests.chaos.simulated.coverage import counted
 from tests.chaos.simulated.disk import SimulatedBlockFiles
 from tests.chaos.simulated.engine import StandInEngine, stand_in_engine
@@ -49,7 +49,7 @@ _STEPS_AT_LOAD = tuple(
     TimedStep(StepWork(num_new, attended, batch, context), 0.004 + 0.0005 * (num_new + batch))
     for num_new, attended, batch, context in ((16, 136, 0, 0), (64, 2080, 0, 0), (0, 0, 1, 16), (0, 0, 8, 128))
 )
-_MAC = Session._mac
+_MAC, _PROVE, _VERIFY = Session._mac, Session.prove, Session.verify
 _BIND_FRAMES = FrameServer.bind
 _COLLECTIONS = 3  # one collection frees objects that the next one collects
 _WALL_S = 1_800_000_000.0
@@ -172,6 +172,11 @@ def _bind_frames(server: FrameServer, host: str) -> None:
         _BIND_FRAMES(server, host)
 
 
+def _cluster_keys(_: object) -> ClusterKeys:
+    keys: ClusterKeys = world().key_files.keys(current().place)
+    return keys
+
+
 def _copy_s(*_: object) -> float:
     return float(world().schedule.copy_s)
 
@@ -208,6 +213,8 @@ def _of_every_member(dice: _Dice) -> dict[str, object]:
         "grpc.aio.server": lambda interceptors=(), options=(), **_: Server(world().network, interceptors),
         # A faulty member proves what it sends.
         "cluster.auth.sessions.Session._mac": lambda session, counter, method, _: _MAC(session, counter, method, b""),
+        "cluster.auth.sessions.Session.prove": lambda *about: world().proofs.prove(*about, _PROVE),
+        "cluster.auth.sessions.Session.verify": lambda *about: world().proofs.verify(*about, _VERIFY),
         "cluster.serving.serving._refuse_taken": lambda host, port: None,
         "cluster.serving.frame_server.FrameServer.bind": _bind_frames,
         "cluster.serving.frame_server.socket": frame_calls.sockets(
@@ -235,7 +242,7 @@ def _of_workers(dice: _Dice) -> dict[str, object]:
         "worker.life.process_age_s": lambda: 0.0,
         "worker.life.HealthPort": _SilentPort,
         "worker.life.MetricsPort": _SilentPort,
-        "worker.life.cluster_keys": lambda _: ClusterKeys(KEY),
+        "worker.life.cluster_keys": _cluster_keys,
         "kvtransfer.importer.importer.ThreadPoolExecutor": Threads,
         "kvtransfer.exporter.exporter.ThreadPoolExecutor": Threads,
         "kvtransfer.importer.handoff_driver._DICE": dice,
@@ -263,7 +270,7 @@ def _of_routers(dice: _Dice) -> dict[str, object]:
         "router.fleet.decode_events.Sequences": type("Sequences", (Counted, Sequences), {}),
         "router.fleet.worker_stream.Sequences": type("Sequences", (Counted, Sequences), {}),
         "router.app.configure_logs": lambda *_: None,
-        "router.app.cluster_keys": lambda _: ClusterKeys(KEY),
+        "router.app.cluster_keys": _cluster_keys,
         "router.ports.HttpServer": _HttpServer,
         "router.app.random": dice,
         "router.app.LiveRequests": _live_requests,

@@ -12,7 +12,6 @@ from cluster.messages import Role
 from cluster.settings.config import RouterConfig, WorkerConfig
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tests.chaos.simulated import redis
-from tests.chaos.simulated.calls import member_channel
 from tests.chaos.simulated.disk import SimulatedBlockFiles
 from tests.chaos.simulated.engine import layout_of
 from tests.chaos.simulated.loop import Process
@@ -146,7 +145,7 @@ class Member:
             return []
         if self.role == "router":
             return self._live_requests()
-        channel = member_channel(self._world.network, self.address, self._world.watch)
+        channel = self._world.channel_to(self)
         try:
             answer = await worker_pb2_grpc.WorkerStub(channel).Inspect(worker_pb2.InspectRequest(), timeout=5.0)
         except grpc.aio.AioRpcError as error:

@@ -106,6 +106,11 @@ def draw_connection_fault(dice: Random, counts: Sequence[int]) -> Mishap:
     return replace(mishap, after_bytes=dice.choice((0, dice.randint(0, 20), dice.randint(0, 400))))
 
 
+def draw_stop_while_decoding(dice: Random, role: str, counts: Sequence[int]) -> Mishap:
+    mishap = replace(_mishap(dice, Kind.STOP, role, counts), phase=Phase.DECODING)
+    return replace(mishap, at_s=dice.random() * 0.005, for_s=dice.choice((1.0, 2.0, 4.0)))
+
+
 def draw_operation(dice: Random, counts: Sequence[int]) -> tuple[Mishap, ...]:
     """Draw an operation. The target of a move may be unable to read; the sequence is then thawed."""
     operation = _mishap(dice, *dice.choice(_OF_OPERATORS), counts)

@@ -51,6 +51,22 @@ class Wires:
 
 
 @dataclass(frozen=True, slots=True)
+class Rotation:
+    """A rotation of the cluster's secret: its three steps. The last one drops the old secret."""
+
+    steps_s: tuple[float, float, float]  # since clients began
+    spread_s: float  # how much later the last host gets the file of a step
+
+
+@dataclass(frozen=True, slots=True)
+class ProofFaults:
+    """The counters of members' calls that come out of turn, and an eavesdropper."""
+
+    out_of_turn_share: float  # of calls
+    num_replays: int  # calls that the eavesdropper sends again
+
+
+@dataclass(frozen=True, slots=True)
 class Mix:
     placement: str = "prefix-aware"
     slo_ttft_ms: float = 0.0
@@ -62,6 +78,8 @@ class Mix:
     flips: tuple[Flip, ...] = ()
     is_keyed: bool = False  # KV has keyed digests
     wires: Wires | None = None  # None: members' calls use gRPC, as in a cluster with TLS
+    rotation: Rotation | None = None
+    proofs: ProofFaults | None = None
 
     def first_role(self, place: str, role: str) -> str:
         """Return the role with which each process at this place starts. `role`: of its pool."""
@@ -70,6 +88,10 @@ class Mix:
 
 SEPARATE = Mix()  # nothing is mixed
 
+MAX_FEW_UNREAD_BYTES = 4096  # more than any one message has
+LOOK_S = 1.0  # how often a process looks whether its key file has changed, as in cluster/auth/key_file.py
+_ROTATED_SHARE = 0.2
+_OUT_OF_TURN_SHARE = 0.3
 _WIRED_SHARE = 0.8  # of schedules in which members' calls are frames
 _COLOCATED_SHARE = 0.06
 _BOTH_SHARE = 0.3  # of schedules in which some workers do the work of both roles
@@ -123,10 +145,26 @@ def draw_wires(dice: Random) -> Wires | None:
         high_water_bytes=dice.choice((64 << 10, 64 << 10, 4096, 300)),
         cut_share=dice.choice((0.0, 0.0, 0.1, 0.5)),
         blocked_share=dice.choice((*(0.0,) * 6, 0.2, 1.0)),
-        max_unsent_bytes=dice.choice((64 << 20, 64 << 20, 16 << 10)),
-        max_unread_bytes=dice.choice((64 << 20, 64 << 20, 16 << 10)),
+        max_unsent_bytes=dice.choice((64 << 20, 64 << 20, 16 << 10, 4096)),
+        max_unread_bytes=dice.choice((64 << 20, 64 << 20, 16 << 10, MAX_FEW_UNREAD_BYTES)),
         max_request_bytes=dice.choice((64 << 10, 64 << 10, 400)),
     )
+
+
+def draw_rotation(dice: Random) -> Rotation | None:
+    """Draw a rotation as an operator makes it: every process has read the file of a step before the next one begins."""
+    if dice.random() >= _ROTATED_SHARE:
+        return None
+    spread_s = dice.choice((0.0, 0.1, 1.0))
+    pauses_s = [spread_s + LOOK_S + dice.choice((0.1, dice.random(), dice.random() * 10)) for _ in range(2)]
+    first_s = dice.choice((0.0, dice.random(), dice.random() * 3))
+    return Rotation((first_s, first_s + pauses_s[0], first_s + sum(pauses_s)), spread_s)
+
+
+def draw_proof_faults(dice: Random) -> ProofFaults | None:
+    if dice.random() >= _OUT_OF_TURN_SHARE:
+        return None
+    return ProofFaults(out_of_turn_share=dice.choice((0.0, 0.1, 0.5)), num_replays=dice.choice((0, 1, 4, 16)))
 
 
 def _direct(dice: Random, places: Sequence[str]) -> DirectAsk:

@@ -14,12 +14,22 @@ from tests.chaos.simulated.mishaps import (
     draw_connection_fault,
     draw_fault,
     draw_operation,
+    draw_stop_while_decoding,
     num_failures,
 )
-from tests.chaos.simulated.mix import SEPARATE, Mix, draw_mix, draw_roles, draw_wires
+from tests.chaos.simulated.mix import (
+    MAX_FEW_UNREAD_BYTES,
+    SEPARATE,
+    Mix,
+    draw_mix,
+    draw_proof_faults,
+    draw_roles,
+    draw_rotation,
+    draw_wires,
+)
 from tests.chaos.simulated.mutations import Mutation, draw_mutations
 
-DISTRIBUTION = 9
+DISTRIBUTION = 10
 MAX_MODEL_LEN = 96
 
 
@@ -102,7 +112,15 @@ def make_schedule(seed: int) -> Schedule:
     separate = _constrained(Random(f"{seed} grammars"), separate)
     schedule = replace(_colocated(separate) if mix.is_colocated else separate, mix=mix)
     schedule = _scored(Random(f"{seed} scores"), _of_tenants(Random(f"{seed} tenants"), schedule))
-    return _wired(Random(f"{seed} wires"), schedule)
+    return _signed(Random(f"{seed} secrets"), _wired(Random(f"{seed} wires"), schedule))
+
+
+def _signed(dice: Random, schedule: Schedule) -> Schedule:
+    """Draw what happens to the cluster's secret and to the proofs of calls, from a generator of its own. A ticket that
+    the dropped secret signed fails one attempt."""
+    rotation = draw_rotation(dice)
+    mix = replace(schedule.mix, rotation=rotation, proofs=draw_proof_faults(dice))
+    return replace(schedule, mix=mix, max_attempts=schedule.max_attempts + (rotation is not None))
 
 
 def _wired(dice: Random, schedule: Schedule) -> Schedule:
@@ -113,6 +131,8 @@ def _wired(dice: Random, schedule: Schedule) -> Schedule:
     counts = schedule.num_routers, schedule.num_prefills or 1, schedule.num_decodes
     drawn = [draw_connection_fault(dice, counts) for _ in range(dice.choice((0, 0, 1, 1, 2)))]
     faults = [fault for fault in drawn if fault.role != "prefill" or schedule.num_prefills]
+    if wires.max_unread_bytes == MAX_FEW_UNREAD_BYTES:  # only a stopped process leaves as many
+        faults.append(draw_stop_while_decoding(dice, "router", counts))
     return replace(
         schedule,
         mix=replace(schedule.mix, wires=wires),

@@ -74,6 +74,8 @@ def _less_mixed(schedule: Schedule) -> Iterator[Schedule]:
         replace(mix, slo_ttft_ms=0.0),
         replace(mix, slo_tpot_ms=0.0),
         replace(mix, warm_up_s=0.0),
+        replace(mix, rotation=None),
+        replace(mix, proofs=None),
         replace(mix, wires=None),
         replace(mix, wires=mix.wires and Wires()),
     ):

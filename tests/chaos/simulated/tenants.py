@@ -8,7 +8,7 @@ from cluster.accounts.keys import Access, Caller, KeyRecord, KeySet, key_digest,
 from cluster.auth.keys import ClusterKeys
 from cluster.messages import NO_TENANT, TenantShare
 from tests.chaos.simulated import machine
-from tests.chaos.simulated.calls import KEY
+from tests.chaos.simulated.loop import current
 
 _READ_S = 0.02
 ADMIN_KEY = "operator"
@@ -38,7 +38,7 @@ class StoredKeys:
             KeyRecord(caller.key_id, key_digest(_key(number)).hex(), caller)
             for number, caller in enumerate(map(_caller, range(len(weights)), weights))
         )
-        return KeySet(1, tuple(records)).signed(ClusterKeys(KEY))
+        return KeySet(1, tuple(records)).signed(ClusterKeys(machine.world().key_files.at(current().place)))
 
     async def replace(self, before: str, after: str) -> bool:
         raise AssertionError("no router changes keys")

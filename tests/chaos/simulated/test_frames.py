@@ -56,6 +56,13 @@ def test_a_silent_connection_is_closed_by_its_pings_and_loses_no_token(role: str
     assert result.reached["connections: silent"] and result.reached["frames: ping not answered"]
 
 
+def test_a_router_with_more_unread_messages_than_the_bound_connects_again_and_loses_no_token() -> None:
+    """While it is stopped, more messages of one stream arrive than may wait to be read."""
+    stopped = Mishap(Kind.STOP, "router", 0, at_s=0.0, for_s=2.0, phase=Phase.DECODING)
+    result = _run(_schedule(Wires(max_unread_bytes=1024), stopped))
+    assert result.reached["frames: too much unread"] and result.reached["frames: connected again"]
+
+
 def test_a_worker_that_reads_nothing_for_a_while_stops_its_callers_and_loses_no_token() -> None:
     deaf = Mishap(Kind.DEAF, "router", 0, at_s=0.0, for_s=8.0, phase=Phase.DECODING)
     result = _run(_schedule(_CRAMPED, deaf))

@@ -8,13 +8,17 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from cluster.auth.keys import ClusterKeys
+from cluster.auth.member_channel import MemberChannel
 from cluster.errors import DrainIncomplete, Unhealthy
 from router.request.live_requests import LiveRequests
+from tests.chaos.simulated.calls import member_channel
 from tests.chaos.simulated.clients import Client
 from tests.chaos.simulated.connections import Connections
 from tests.chaos.simulated.direct_client import DirectClient
 from tests.chaos.simulated.disk import Disk
 from tests.chaos.simulated.harm import LEAVE_S, Harm
+from tests.chaos.simulated.key_files import KeyFiles
 from tests.chaos.simulated.loop import Process, SimulatedLoop, Stuck
 from tests.chaos.simulated.machine import inside
 from tests.chaos.simulated.member import Member
@@ -23,6 +27,7 @@ from tests.chaos.simulated.mix import Wires
 from tests.chaos.simulated.mutations import Mutations
 from tests.chaos.simulated.network import Network
 from tests.chaos.simulated.phases import BEGINS, ENDS_WITH, kind_of
+from tests.chaos.simulated.proofs import Proofs
 from tests.chaos.simulated.redis import PLACE, RedisServer
 from tests.chaos.simulated.schedule import Ask, Schedule, holds
 from tests.loopback import Fault, LoopbackNetwork
@@ -57,6 +62,8 @@ class World:
         self.network = Network(self.loop, self.dice, latency_s=schedule.latency_s)
         self.connections = Connections(self.network, self.dice, schedule.mix.wires or Wires())
         self.redis = RedisServer(self.network)
+        self.key_files = KeyFiles(schedule.mix.rotation, schedule.seed, lambda: self.loop.now_s)
+        self.proofs = Proofs(self)
         self.pools, self.owners = LoopbackNetwork(), dict[bytes, Process]()
         self.odds = _HARMLESS if schedule.read_faults else {}
         self.launches = schedule.launches
@@ -94,6 +101,8 @@ class World:
         clients = [Client(self, number, ask) for number, ask in enumerate(self.schedule.asks)]
         tasks = [self.loop.spawn(client.process, client.run(), f"client {client.number}") for client in clients]
         self._asking = tasks
+        self.key_files.begin()
+        spying = [self.loop.spawn(spy, self.proofs.eavesdrop(), str(spy)) for spy in self.proofs.eavesdroppers]
         direct_clients = [DirectClient(self, number, ask) for number, ask in enumerate(self.schedule.mix.direct_asks)]
         direct = [self.loop.spawn(client.process, client.run(), str(client.process)) for client in direct_clients]
         for mishap in self.schedule.mishaps:
@@ -109,6 +118,7 @@ class World:
                 self.outcomes[task.result()] += 1
         for task in direct:
             self.reached[f"direct request: {await task}"] += 1
+        await asyncio.gather(*spying)
         await self._recover()
         await self._become_idle()
         await self._leave_all()
@@ -126,6 +136,11 @@ class World:
             simulated_s=self.loop.now_s,
             num_events=self.loop.num_run,
         )
+
+    def channel_to(self, member: Member) -> MemberChannel:
+        """Return a channel to a member for a client outside of the cluster that has its secret."""
+        keys = ClusterKeys(self.key_files.at(member.place))
+        return member_channel(self.network, member.address, self.watch, keys)
 
     def router_addresses(self) -> list[str]:
         return [member.address for member in self.members.values() if member.role == "router"]
@@ -266,12 +281,14 @@ class World:
                 await member.until_ready()
 
     async def _become_idle(self) -> None:
-        """Wait until no worker has leased, held, quarantined or running work, and check every account."""
+        """Wait until no worker has leased, held, quarantined or running work, and check every account. Pings close a
+        connection that fell silent, and only then do calls end that wait to send on it."""
         deadline_s = self.loop.now_s + _IDLE_S
         busy: list[str] = []
         while self.loop.now_s < deadline_s:
             await asyncio.sleep(1.0)
             busy = [text for member in self.members.values() for text in await member.left_over()]
+            busy += [f"{end.process} has a silent connection" for end in self.connections.ends if end.is_silent]
             if not busy:
                 return
         for text in busy:
