@@ -11,12 +11,13 @@ workers (router/policies/arrangement.py) says how much to expect.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from cluster.messages import Role
 from cluster.outstanding_work import PromptWork
-from router.policies.arrangement import Arrangement, Arrangements, PastRequest
+from router.policies.arrangement import Arrangement, Arrangements
 from router.policies.candidates import NO_TARGETS, Pair, RequestFacts, SloTargets, WorkerLoad, candidates
 from router.policies.forecast import PRECISION
 from router.policies.placement import (
@@ -32,6 +33,7 @@ from router.policies.placement import (
     shortlist,
 )
 from router.policies.prediction import LatestPredictions, Prediction
+from router.policies.replay import PastRequest
 
 # Predictions that differ by less than `PRECISION` and this time are equal: the models are not more precise.
 _TOLERANCE_S = 0.001
@@ -68,7 +70,8 @@ class SloAware:
         computing = [prefill for prefill in prefills if role_of(prefill) is not Role.DECODE]
         here = {decode.member for decode in decoding}
         helpers = [load for load in prefills if role_of(load) is Role.PREFILL and load.member not in here]
-        return candidates(computing, decoding, request, helpers)
+        ways = candidates(computing, decoding, request, helpers)
+        return [way for way in ways if not self._is_needless(*way)] or ways
 
     def choose(
         self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts
@@ -117,11 +120,12 @@ class SloAware:
         predictions = self.predict(pairs, request)
         if predictions is None:
             return None
+        against = self._misses_against_role(pairs)
         targets = self._targets.preferring(request.targets)
         found = []
         for (prefill, decode), prediction in zip(pairs, predictions, strict=True):
             num_violations = self._num_violations(prediction, targets)
-            expected_misses = self._expected_misses((prefill, decode), prediction, targets)
+            expected_misses = self._expected_misses((prefill, decode), prediction, targets, against)
             found.append(candidate_of(prefill, decode, request, prediction, num_violations, expected_misses))
         return found
 
@@ -129,9 +133,11 @@ class SloAware:
         own = targets.missed(prediction.ttft_s, prediction.itl_s)
         return own + (prediction.running_itl_s > self._targets.itl_s)
 
-    def _expected_misses(self, pair: Pair, prediction: Prediction, targets: SloTargets) -> float:
+    def _expected_misses(
+        self, pair: Pair, prediction: Prediction, targets: SloTargets, against: Mapping[Role, float]
+    ) -> float:
         """Return how many requests are expected to miss a target because this candidate is chosen: this one, those that
-        run at its workers, and later ones."""
+        run at its workers, and later ones. `against`: of `_misses_against_role`."""
         if targets == NO_TARGETS:
             return 0.0
         arrangement = self._arrangements.current
@@ -146,12 +152,23 @@ class SloAware:
                 _miss(whole_s, self._targets.itl_s) - _miss(beside.before_s, self._targets.itl_s)
             )
         waiting = _MISSES_PER_WAIT * min(1.0, prediction.ttft_s / targets.ttft_s) if targets.ttft_s > 0 else 0.0
-        return 1 - kept + others + waiting + _MISSES_AGAINST_ROLE[arrangement] * self._num_against_role(*pair)
+        role_of, (prefill, decode) = self._arrangements.role_of, pair
+        legs = ((prefill or decode, Role.DECODE), (decode, Role.PREFILL))
+        return 1 - kept + others + waiting + sum(against[role] for load, role in legs if role_of(load) is role)
 
-    def _num_against_role(self, prefill: WorkerLoad | None, decode: WorkerLoad) -> int:
-        """Return how many legs of the request run on a worker whose role is the other leg."""
+    def _is_needless(self, prefill: WorkerLoad | None, decode: WorkerLoad) -> bool:
+        """Return whether a hand-off is between two workers of both roles. Either one does the same work alone; together
+        they disturb the sequences of two workers, which a prediction counts only as far as those run already."""
         role_of = self._arrangements.role_of
-        return (role_of(prefill or decode) is Role.DECODE) + (role_of(decode) is Role.PREFILL)
+        return prefill is not None and role_of(prefill) is Role.BOTH is role_of(decode)
+
+    def _misses_against_role(self, pairs: Sequence[Pair]) -> Mapping[Role, float]:
+        """Return how many later requests miss a target because a worker of this role does a leg of the other one. The
+        fewer workers have a role, the more requests each of them serves."""
+        misses = _MISSES_AGAINST_ROLE.get(self._arrangements.current, 0.0)
+        workers = {load.member: load for pair in pairs for load in pair if load is not None}
+        roles = Counter(map(self._arrangements.role_of, workers.values()))
+        return {role: misses * len(workers) / 2 / max(1, roles[role]) for role in (Role.PREFILL, Role.DECODE)}
 
     def _best(self, found: Sequence[Candidate]) -> tuple[Candidate, PlacementReason]:
         """Return the best candidate and the criterion that left only this one."""
