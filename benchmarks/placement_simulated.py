@@ -2,10 +2,11 @@
 beside fixed roles and colocated workers; and how well `auto` predicted its requests. Two workers serve the lengths and
 loads of `make bench-placement`, larger clusters some of them.
 
-    python -m benchmarks.placement_simulated [--requests N] [--write]
+    python -m benchmarks.placement_simulated [--requests N] [--seeds N] [--largest WORKERS] [--write]
 
 Scheduler and policies are the real ones. Steps take the time of fixed service times with 5 % of noise, so the figures
-show what the decisions and the forecasts are worth, without the noise of a machine. It takes a quarter of an hour.
+show what the decisions and the forecasts are worth, without the noise of a machine. All of it with five seeds takes
+half an hour.
 """
 
 import argparse
@@ -52,12 +53,16 @@ _LARGE_POINTS = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One point: the shares of requests within the SLO by arm, and the errors of `auto`'s predictions."""
+    """One point: the shares of requests within the SLO by arm, one for each seed, and the errors of `auto`'s
+    predictions."""
 
     name: str
-    attainment: dict[str, float]
+    attainment: dict[str, list[float]]
     ttft_errors: list[float]
     itl_errors: list[float]
+
+    def mean(self, arm: str) -> float:
+        return fmean(self.attainment[arm])
 
 
 def _serve(arm: str, num_workers: int, arrivals: Sequence[Arrival], slo: Slo | None, seed: str = "") -> list[Served]:
@@ -99,25 +104,33 @@ def _capacity_rps(arm: str, workload: Workload, quiet: Slo) -> float:
     return search.capacity_rps
 
 
-def rows(count: int) -> list[Row]:
-    """Measure all points of two workers with so many requests each."""
+def rows(count: int, num_seeds: int) -> list[Row]:
+    """Measure all points of two workers with so many requests for each seed."""
     workloads = [REFERENCE, *(Workload(prompt, output) for prompt in PROMPT_TOKENS for output in OUTPUT_TOKENS)]
-    return [_row(workload, share, 2, count) for workload in workloads for share in SHARES]
+    return [_row(workload, share, 2, count, num_seeds) for workload in workloads for share in SHARES]
 
 
-def large_rows(num_workers: int, count: int) -> list[Row]:
-    """Measure the points of a larger cluster with so many requests for every two workers."""
-    return [_row(workload, share, num_workers, count * num_workers // 2) for workload, share in _LARGE_POINTS]
+def large_rows(num_workers: int, count: int, num_seeds: int) -> list[Row]:
+    """Measure the points of a larger cluster with so many requests for every two workers and each seed."""
+    return [
+        _row(workload, share, num_workers, count * num_workers // 2, num_seeds) for workload, share in _LARGE_POINTS
+    ]
 
 
-def _row(workload: Workload, share: float, num_workers: int, count: int) -> Row:
+def _row(workload: Workload, share: float, num_workers: int, count: int, num_seeds: int) -> Row:
     quiet = _quiet(workload)
     slo, name = Slo(3 * quiet.ttft_s, 2 * quiet.tpot_s), f"{workload.name} at {share:g}"
     rate_rps = share * num_workers / 2 * _best_capacity_rps(workload)
-    arrivals = poisson_arrivals(workload, rate_rps, count, Random(f"{name} {num_workers}"))
-    served = {arm: _serve(arm, num_workers, arrivals, slo, name) for arm in _ARMS}
-    attainment = {arm: _attainment(each, slo) for arm, each in served.items()}
-    return Row(name, attainment, _errors(served["auto"], "ttft_s"), _errors(served["auto"], "itl_s"))
+    row = Row(name, {arm: [] for arm in _ARMS}, [], [])
+    for seed in range(num_seeds):
+        arrivals = poisson_arrivals(workload, rate_rps, count, Random(f"{name} {num_workers} {seed}"))
+        for arm in _ARMS:
+            served = _serve(arm, num_workers, arrivals, slo, f"{name} {seed}")
+            row.attainment[arm].append(_attainment(served, slo))
+            if arm == "auto":
+                row.ttft_errors.extend(_errors(served, "ttft_s"))
+                row.itl_errors.extend(_errors(served, "itl_s"))
+    return row
 
 
 @cache
@@ -134,17 +147,19 @@ def _errors(served: Sequence[Served], field: str) -> list[float]:
     return [abs(predicted - real) / real for predicted, real in pairs]
 
 
-def page(found: Sequence[Row], large: Mapping[int, Sequence[Row]], count: int, large_count: int) -> str:
-    """Return the page. `large`: the rows of larger clusters by their number of workers."""
+def page(found: Sequence[Row], large: Mapping[int, Sequence[Row]], command: str, large_count: int) -> str:
+    """Return the page. `large`: the rows of larger clusters by their number of workers, with `large_count` requests for
+    every two workers."""
     lines = [
         "# Placement in simulated time",
         "",
-        f"`python -m benchmarks.placement_simulated --requests {count} --write`: two workers with the speed of one CPU",
-        "thread at SmolLM2-135M's shape, real scheduler and policies, simulated steps with 5 % of noise. Loads are",
-        "shares of the better static arm's capacity. Shown are the requests within the SLO (3 x quiet TTFT, 2 x quiet",
-        "TPOT), and the errors of `auto`'s predictions, median / p90. `auto` runs over a prefill and a decode worker,",
-        "or over two workers of both roles. Bold: the better static arm keeps more. `auto` has to learn at each point",
-        "which arrangement of the workers is better.",
+        f"`{command}`: two workers with the speed of",
+        "one CPU thread at SmolLM2-135M's shape, real scheduler and policies, simulated steps with 5 % of noise. Loads",
+        "are shares of the better static arm's capacity. Shown are the requests within the SLO (3 x quiet TTFT, 2 x",
+        "quiet TPOT), as the mean over the seeds with the lowest and the highest one, and the errors of `auto`'s",
+        "predictions, median / p90. `auto` runs over a prefill and a decode worker, or over two workers of both roles.",
+        "Bold: the better static arm keeps more. `auto` has to learn at each point which arrangement of the workers is",
+        "better, and the requests from which it learns count too.",
         "",
         "| prompt/output | " + " | ".join(_ARMS) + " | TTFT error | ITL error |",
         "|" + "---|" * (len(_ARMS) + 3),
@@ -154,36 +169,47 @@ def page(found: Sequence[Row], large: Mapping[int, Sequence[Row]], count: int, l
             f"{percentile(each, 0.5):.0%} / {percentile(each, 0.9):.0%}" for each in (row.ttft_errors, row.itl_errors)
         ]
         lines.append("| " + " | ".join([row.name, *_cells(row), *errors]) + " |")
-    means = [f"{fmean(row.attainment[arm] for row in found):.0%}" for arm in _ARMS]
+    means = [f"{fmean(row.mean(arm) for row in found):.0%}" for arm in _ARMS]
     lines += ["| mean | " + " | ".join(means) + " | | |", "", "## Larger clusters", ""]
     lines += [
         f"The same with {large_count} requests for every two workers, and the same load of each. Half of the workers",
-        "have each role, except with `role both`: there `auto` decides how many do which work. The requests from which",
-        "`auto` learns count too.",
+        "have each role, except with `role both`: there `auto` decides how many do which work.",
         "",
-        "| workers | prompt/output | " + " | ".join(_ARMS) + " |",
-        "|" + "---|" * (len(_ARMS) + 2),
+        "| workers | seeds | prompt/output | " + " | ".join(_ARMS) + " |",
+        "|" + "---|" * (len(_ARMS) + 3),
     ]
     for num_workers, of_size in large.items():
-        lines += [f"| {num_workers} | " + " | ".join([row.name, *_cells(row)]) + " |" for row in of_size]
+        for row in of_size:
+            num_seeds = len(row.attainment["auto"])
+            lines.append(f"| {num_workers} | {num_seeds} | " + " | ".join([row.name, *_cells(row)]) + " |")
     return "\n".join(lines) + "\n"
 
 
 def _cells(row: Row) -> list[str]:
     """Return the shares by arm; bold, where `auto` keeps fewer than the better static arm."""
-    best = max(row.attainment[arm] for arm in _STATIC)
-    shares = [(f"{share:.0%}", arm not in _STATIC and share < best) for arm, share in row.attainment.items()]
-    return [f"**{text}**" if is_less else text for text, is_less in shares]
+    best = max(map(row.mean, _STATIC))
+    cells = list[str]()
+    for arm, shares in row.attainment.items():
+        is_less = arm not in _STATIC and row.mean(arm) < best
+        text = f"**{row.mean(arm):.0%}**" if is_less else f"{row.mean(arm):.0%}"
+        spread = f" ({100 * min(shares):.0f} to {100 * max(shares):.0f})" if len(shares) > 1 else ""
+        cells.append(text + spread)
+    return cells
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=150, help="requests per arm and point")
+    parser.add_argument("--requests", type=int, default=150, help="requests per arm, point and seed")
+    parser.add_argument("--seeds", type=int, default=1, help="of two and eight workers; larger clusters get fewer")
+    parser.add_argument("--largest", type=int, default=max(_LARGE), help="workers of the largest cluster")
     parser.add_argument("--write", action="store_true", help="write the page in benchmarks/results")
     arguments = parser.parse_args()
-    count, large_count = arguments.requests, max(1, arguments.requests // 6)
-    large = {num_workers: large_rows(num_workers, large_count) for num_workers in _LARGE}
-    text = page(rows(count), large, count, large_count)
+    count, large_count, num_seeds = arguments.requests, max(1, arguments.requests // 6), arguments.seeds
+    sizes = [each for each in _LARGE if each <= arguments.largest]
+    large = {each: large_rows(each, large_count, max(1, num_seeds * min(_LARGE) // each)) for each in sizes}
+    options = f"--requests {count} --seeds {num_seeds} --largest {arguments.largest} --write"
+    command = f"python -m benchmarks.placement_simulated {options}"
+    text = page(rows(count, num_seeds), large, command, large_count)
     print(text)
     if arguments.write:
         (Path(__file__).parent / "results" / "placement_simulated.md").write_text(text)
