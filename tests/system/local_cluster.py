@@ -280,6 +280,15 @@ class LocalCluster:
 
         return (await until(running, what="a decode worker runs a sequence"))[0]
 
+    async def decode_worker(self) -> str | None:
+        """Return the name of the decode worker of the router's latest live request; None if there is none."""
+        async with self.channel() as channel:
+            answer = await admin_pb2_grpc.AdminStub(channel).Requests(
+                admin_pb2.RequestsRequest(), timeout=_CALL_TIMEOUT_S
+            )
+        latest = min(answer.requests, key=lambda live: live.age_s, default=None)
+        return latest.decode_member.partition("@")[0] or None if latest is not None else None
+
     def workers(self, role: str = "") -> list[str]:
         """Return the names of the running workers, of all or of one role: prefill, decode."""
         living = [name for name, member in self.members.items() if member.is_running]

@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 import pytest_asyncio
 
+from cluster.process import ExitStatus
 from tandem.client import AsyncClient, AsyncGeneration
 from tandem.results import Result
 from tests.system.local_cluster import LocalCluster
@@ -20,7 +21,7 @@ from tests.system.test_structured_output import SCHEMA
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1800), pytest.mark.slow]
 
 _NUM_KILLS = 20
-_MOST_ATTEMPTS = 8
+_MOST_ATTEMPTS = 20
 _LAST_TOKENS = 40  # which a worker may generate before the test has found it
 # A worker that drains keeps what is expected to end within half of its grace. These answers may have 900 tokens.
 _DRAIN_GRACE_S = 2
@@ -74,24 +75,21 @@ async def cluster(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> A
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def client(cluster: LocalCluster) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(cluster.members["router0"].grpc_address, timeout_s=120) as client:
+    async with AsyncClient(cluster.members["router0"].grpc_address, timeout_s=600) as client:
         yield client
 
 
-async def _read(generation: AsyncGeneration, num_tokens: int) -> None:
+async def _read(generation: AsyncGeneration, num_tokens: int) -> int:
+    """Read at least so many tokens, and return how many were read."""
     read = 0
     while read < num_tokens:
         read += len((await anext(generation)).token_ids)
+    return read
 
 
 async def _kill(cluster: LocalCluster, name: str) -> None:
     cluster.members[name].send_signal(signal.SIGKILL)
     assert await cluster.members[name].exit_code() == -signal.SIGKILL
-
-
-async def _busiest(cluster: LocalCluster) -> str:
-    loads = {name: (await cluster.inspect(name)).figures["running"] for name in cluster.workers("decode")}
-    return max(loads, key=lambda name: loads[name])
 
 
 def _check_answer(result: Result) -> None:
@@ -123,10 +121,13 @@ async def _kill_after(
     num_tokens: int, cluster: LocalCluster, client: AsyncClient, request: dict[str, Any], undisturbed: Result
 ) -> None:
     """Kill the decode worker of an answer after so many tokens. The answer must be the undisturbed one."""
-    for _ in range(_MOST_ATTEMPTS):  # an answer may end before its worker is found
+    for _ in range(_MOST_ATTEMPTS):  # an answer may end before its worker is killed
         generation = client.generate(**request)
-        await _read(generation, num_tokens)
-        await _kill(cluster, await _busiest(cluster))
+        read = await _read(generation, 1)
+        victim = await cluster.decode_worker()  # found early, because the answer goes on meanwhile
+        await _read(generation, num_tokens - read)
+        if victim is not None:
+            await _kill(cluster, victim)
         result = await generation.result()
         await cluster.mend()
         assert _answers(result) == _answers(undisturbed)
@@ -142,9 +143,11 @@ async def _migrate(cluster: LocalCluster) -> None:
 
 
 async def _drain(cluster: LocalCluster) -> None:
-    busiest = cluster.members[await _busiest(cluster)]
-    busiest.send_signal(signal.SIGTERM)
-    assert await busiest.exit_code() == 0
+    name = await cluster.decode_worker()
+    if name is not None:
+        cluster.members[name].send_signal(signal.SIGTERM)
+        # On a busy machine its grace may end first. The answer continues elsewhere then, too.
+        assert await cluster.members[name].exit_code() in (ExitStatus.OK, ExitStatus.DRAIN_INCOMPLETE)
 
 
 async def _kill_its_router(cluster: LocalCluster) -> None:
