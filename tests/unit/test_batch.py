@@ -1,6 +1,7 @@
 """`tandem batch`: its files, and requests over real sockets to a scripted server."""
 
 import json
+import os
 import ssl
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,8 +11,17 @@ from threading import Event, Thread
 import pytest
 
 from cli.__main__ import main
-from cli.verbs.generation.batch import BatchAnswer, BatchRequest, BatchSender, Server, kept_lines, read_requests
+from cli.verbs.generation.batch import (
+    BatchAnswer,
+    BatchRequest,
+    BatchSender,
+    Server,
+    _appending,
+    kept_lines,
+    read_requests,
+)
 from cluster.errors import ConfigError
+from cluster.process import full_disk
 from tests.certificates import SERVER_NAME, make_certificates
 
 
@@ -185,3 +195,21 @@ def test_the_address_of_the_page_has_the_name_that_the_browser_verifies(
     printed = capsys.readouterr()
     assert printed.out == f"https://{SERVER_NAME}:8000/ui#key=k\n"
     assert printed.err == f"the browser's machine must resolve {SERVER_NAME} to 10.0.0.7\n"
+
+
+def test_a_full_disk_is_told_with_the_file_and_an_interrupted_batch_with_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "out.jsonl"
+
+    def write() -> None:
+        with Path("/dev/full").open("w") as disk, _appending(path, []) as output:
+            os.dup2(disk.fileno(), output.fileno())
+            output.write("an answer")
+
+    with pytest.raises(OSError) as full:
+        write()
+    assert full_disk(full.value) == f"No space left on device: {path}; free some space there, or give it more"
+    with pytest.raises(KeyboardInterrupt), _appending(path, []):
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == f"tandem: interrupted; the same command asks for what {path} does not have yet\n"

@@ -341,8 +341,15 @@ def _appending(path: Path, kept: Iterable[str]) -> Iterator[TextIO]:
         output = path.open("a", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-    with output:
-        yield output
+    try:
+        with output:
+            yield output
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a write to an open file does not name it
+        raise
+    except KeyboardInterrupt:
+        sys.stderr.write(f"tandem: interrupted; the same command asks for what {path} does not have yet\n")
+        raise
 
 
 def _server(arguments: argparse.Namespace) -> Server:

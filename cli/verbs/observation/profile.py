@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from cli import connection
+from cluster.errors import ConfigError
 from tandem.v1 import admin_pb2
 
 HELP = "record the work of host and device in a worker's next steps, as a file for https://ui.perfetto.dev"
@@ -41,7 +42,10 @@ def run(arguments: argparse.Namespace) -> int:
         arguments, lambda admin, metadata: admin.Profile(request, timeout=timeout_s, metadata=metadata)
     )
     file = Path(arguments.output or f"tandem-profile-{answer.member.partition('@')[0]}.json.gz")
-    file.write_bytes(answer.trace)
+    try:
+        file.write_bytes(answer.trace)
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error.strerror}; choose another --output") from error
     if arguments.json:
         print(json.dumps({"member": answer.member, "steps": answer.num_steps, "file": str(file)}))
     elif answer.num_steps:
