@@ -3,9 +3,10 @@
 Only a failure that another attempt may avoid becomes AttemptFailed. An invalid request stays an error of the client.
 """
 
+import asyncio
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from cluster.errors import (
     AllWorkersSilent,
@@ -23,9 +24,10 @@ from cluster.errors import (
 )
 from cluster.messages import MemberId
 from cluster.observe.telemetry import Telemetry
+from cluster.service_times import bounded_retry_s
 from router.fleet.fleet import Fleet
 from router.request.admitted_request import AdmittedRequest
-from router.request.choice import OutOfOrder
+from router.request.choice import Choice, OutOfOrder
 
 PREFILL, HANDOFF, DECODE = "prefill", "handoff", "decode"
 FIRST_TOKEN_MISMATCH = "first_token_mismatch"
@@ -165,6 +167,7 @@ def _kinds(base: type[TandemError]) -> dict[str, type[TandemError]]:
 
 
 _LOG = logging.getLogger("tandem.router.retry_budget")
+_ROOM_S = 1.0  # until a full worker is asked again that has named no time
 
 
 class RetryBudget:
@@ -228,6 +231,21 @@ class RetryBudget:
     def reset(self) -> None:
         """Count failures from zero again, because decode has worked."""
         self._tries = self._last_cost = 0
+
+    async def renew(self, failure: AttemptFailed, choices: Sequence[Choice]) -> None:
+        """Count failures from zero again after the wait that a full worker has asked for, or once the workers change: a
+        client that has tokens of these choices does not lose them to full queues. Raises the error of any other
+        failure, and of these choices where a suspected worker may still continue them.
+        """
+        has_tokens = any(choice.num_committed for choice in choices)
+        is_current = all(choice.execution is self._admitted.execution for choice in choices)
+        if not (failure.is_full_queue and has_tokens and is_current):
+            raise failure.error from failure
+        retry_after_s = failure.error.retry_after_s
+        with suppress(TimeoutError):
+            async with asyncio.timeout(bounded_retry_s(retry_after_s if retry_after_s is not None else _ROOM_S)):
+                await self._fleet.changed()
+        self.reset()
 
     def _cost(self, failure: AttemptFailed) -> int:
         """Return how many attempts a failure costs: 0 for a worker that drains or is too small, which is not chosen

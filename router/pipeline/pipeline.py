@@ -307,7 +307,7 @@ class Pipeline:
                     retry_budget.reset()
                 retry_budget.record_failure(failure)
                 if retry_budget.is_exhausted:
-                    raise failure.error from failure
+                    await retry_budget.renew(failure, choices)
                 is_last_resort = retry_budget.has_one_attempt_left and _may_be_last_resort(failure, choices)
                 local_reason = failure.name if is_last_resort else ""
 
