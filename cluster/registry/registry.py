@@ -30,15 +30,7 @@ from cluster.member import Member
 from cluster.messages import MemberId, Role
 from cluster.observe.telemetry import Telemetry
 from cluster.registry.redis_client import REDIS_ERRORS, Answer, cancellable, open_redis, problem, words
-from cluster.registry.scale_target import (
-    CHANNEL,
-    COUNTED_ROLES,
-    MOVE_TARGET,
-    POOLS,
-    TARGET,
-    UNMOVABLE,
-    pool_name,
-)
+from cluster.registry.scale_target import CHANNEL, COUNTED_ROLES, MOVE_TARGET, POOLS, TARGET, UNMOVABLE, pool_name
 from cluster.registry.signed_records import SignedRecords, reported_refusals
 from cluster.settings.config import ClusterSettings
 

@@ -76,20 +76,16 @@ async def test_refusals_of_draining_workers_use_up_no_attempt() -> None:
 async def test_a_client_with_tokens_waits_for_room_when_its_worker_is_lost_and_every_queue_is_full() -> None:
     async with router_under_test(max_attempts=2) as router:
         await router.add_prefill("p0")
-        lost, full = await router.add_decode("d0"), await router.add_decode("d1")
+        lost = await router.add_decode("d0")
         await router.connected()
-        for worker in (lost, full):
-            worker.pause_at = 4
+        lost.pause_at = 4
         task = asyncio.create_task(answer_to(router, request := ask(max_tokens=12)))
-        paused = {asyncio.create_task(worker.paused.wait()): worker for worker in (lost, full)}
-        done, others = await asyncio.wait(paused, timeout=10, return_when=asyncio.FIRST_COMPLETED)
-        lost = paused[done.pop()]
-        full = paused[others.pop()]
+        await asyncio.wait_for(lost.paused.wait(), 10)
+        full = await router.add_decode("d1")
         full.refusals = [QueueFull("256 wait here", retry_after_s=0.1) for _ in range(5)]
-        full.pause_at = None
+        await router.connected()
         await lost.die()
-        async with asyncio.timeout(20):
-            answer = await task
+        answer = await asyncio.wait_for(task, 20)
         assert not full.refusals
         assert answer.token_ids[0] == expected_tokens(router, request)
 

@@ -80,7 +80,7 @@ def importer_cannot_read(seed: int) -> Schedule:
 
 
 def test_a_ticket_is_reissued_as_soon_as_its_exporter_has_answered_a_health_check() -> None:
-    """By the router's clock the exporter answers at the time at which the read failed."""
+    """The exporter answers at the time at which the read failed, by the clock of the router."""
     with simulated_machine(), mock.patch("tests.chaos.simulated.member.UVLOOP_TICK_S", _COARSE_TICK_S):
         for seed in _FIXED[:4]:
             result = run_schedule(importer_cannot_read(seed))
