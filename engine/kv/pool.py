@@ -55,7 +55,8 @@ class CudaMemory:
             torch.cuda.empty_cache()  # the driver cannot reclaim torch's cached memory
             self.file, self.num_bytes, address = _allocate(num_bytes, index)
             try:
-                self.tensor = _tensor_over(_Region(address, self.num_bytes), torch.device("cuda", index))[:num_bytes]
+                region = _Region(address, self.num_bytes, index)
+                self.tensor = _tensor_over(region, torch.device("cuda", index))[:num_bytes]
             except BaseException:
                 os.close(self.file)
                 raise
@@ -74,9 +75,9 @@ def _tensor_over(region: "_Region", device: torch.device) -> torch.Tensor:
 
 
 class _Region:
-    """A mapped address range. The tensor over it refers to it, and it is unmapped when that reference ends."""
+    """A mapped address range of a GPU. The tensor over it refers to it, and it is unmapped when that reference ends."""
 
-    def __init__(self, address: int, num_bytes: int) -> None:
+    def __init__(self, address: int, num_bytes: int, index: int) -> None:
         self.address = address
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),
@@ -84,7 +85,15 @@ class _Region:
             "data": (address, False),
             "version": 3,
         }
-        weakref.finalize(self, unmap_pages, address, num_bytes).atexit = False
+        weakref.finalize(self, _unmap_when_idle, address, num_bytes, index).atexit = False
+
+
+def _unmap_when_idle(address: int, num_bytes: int, index: int) -> None:
+    """Unmap pages after the launched work of the device. Steps are launched ahead, and the driver does not wait: work
+    that still used the pages would fail with an illegal access, and no later work of the process would succeed."""
+    with contextlib.suppress(RuntimeError):  # a device that has failed runs nothing
+        torch.cuda.synchronize(index)
+    unmap_pages(address, num_bytes)
 
 
 def _allocate(num_bytes: int, index: int) -> tuple[int, int, int]:
@@ -206,7 +215,8 @@ class KvPool:
             view.index_put_((block_ids, offsets), view.new_zeros(()))
 
     def close(self) -> None:
-        """End this process's use of the memory. It is freed when the last tensor on it, in any process, is gone."""
+        """End this process's use of the memory. It is freed when the last tensor on it, in any process, is
+        gone; a GPU's memory only after the work that was launched on it."""
         self.layers = self.scales = ()
         self.tensor = self.raw = torch.empty(0, 0, dtype=torch.uint8)
         for close in self._closers:

@@ -148,16 +148,30 @@ def test_a_step_refused_by_the_driver_frees_all_earlier_allocations(step: str, m
 def test_pages_stay_mapped_as_long_as_the_region_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeDriver()
     install(monkeypatch, driver)
+    waited: list[tuple[int, dict[int, int]]] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda index: waited.append((index, dict(driver.mapped))))
     file, size, address = pool._allocate(GRANULARITY + 1, 3)
     os.close(file)
     assert size == 2 * GRANULARITY and driver.created.location.id == 3
     assert driver.created.allocFlags.gpuDirectRDMACapable == 1
     assert not driver.handles  # the mapping keeps the pages
-    region = pool._Region(address, size)
-    assert driver.mapped == {address: size}
+    region = pool._Region(address, size, 3)
+    assert driver.mapped == {address: size} and not waited
     del region
     gc.collect()
     assert not driver.mapped and not driver.reserved
+    assert waited == [(3, {address: size})]  # launched work may still use the pages
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_pool_that_is_closed_below_running_work_does_not_end_it() -> None:
+    pool = KvPool(LAYOUT, 64, "cuda")
+    torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]  # clock cycles: about 50 ms
+    copy = pool.raw.clone()
+    pool.close()
+    torch.cuda.synchronize()
+    assert not copy.any()
 
 
 def test_a_device_without_export_is_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
