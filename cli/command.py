@@ -6,13 +6,13 @@ import platform
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
-from importlib import import_module, metadata
+from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 from typing import NoReturn
 
 from cluster.errors import ConfigError, TandemError
-from cluster.process import ExitStatus, full_disk
+from cluster.process import ExitStatus, full_disk, installed_version
 from cluster.settings.config_sources import LineParser, refuse_unknown
 from tandem.channel import REFUSED
 from tandem.errors import TandemError as ClientError
@@ -115,7 +115,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         epilog=f"To run one member of a cluster: tandem {'|'.join(PROGRAMS)} FLAGS (--help lists them).",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"tandem {metadata.version('tandem-serving')}")
+    parser.add_argument("--version", action="version", version=f"tandem {installed_version()}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     modules: dict[str, ModuleType] = {}
     parsers: dict[str, argparse.ArgumentParser] = {}

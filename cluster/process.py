@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from importlib import metadata
 from typing import NoReturn
 
 from cluster.errors import ConfigError, DrainIncomplete, Fenced, RegistryUnavailable, TandemError, Unhealthy
@@ -63,6 +64,14 @@ def run_process(
         _LOG.exception("%s crashed", name)
         return ExitStatus.CRASHED
     return ExitStatus.OK
+
+
+def installed_version() -> str:
+    """Return Tandem's version; `unpackaged` where it runs from a checkout that was not installed."""
+    try:
+        return metadata.version("tandem-serving")
+    except metadata.PackageNotFoundError:
+        return "unpackaged"
 
 
 def full_disk(error: OSError) -> str:

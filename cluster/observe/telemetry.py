@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.metadata import version
 from threading import Lock
 from typing import Any, TypeAlias, TypeVar
 
@@ -34,6 +33,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from cluster.accounts.keys import Access, Gate
 from cluster.errors import ConfigError, PermissionDenied, Unauthenticated, http_status
 from cluster.observe.metrics import EVERY_PROCESS, METRICS, ROUTER, WORKER, Kind
+from cluster.process import installed_version
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _MAX_LABEL_SETS = 200
@@ -84,7 +84,7 @@ class Telemetry:
 
     def describe(self, *, role: str, member: str, model: str) -> None:
         """Publish the present identity of this process in place of the former one, after a change of its role."""
-        installed = (version("tandem-serving"), platform.python_version())
+        installed = (installed_version(), platform.python_version())
         self.gauge_all("tandem_build_info", {(*installed, role, member, model): 1})
 
     def count(self, name: str, value: float = 1, **labels: str) -> None:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib.metadata import version
 from typing import Annotated, Any, ClassVar
 
 from fastapi import FastAPI
@@ -12,6 +11,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from cluster.errors import InvalidRequest
 from cluster.observe.telemetry import CONTENT_TYPE, Telemetry
+from cluster.process import installed_version
 from router.http.bodies.messages import MAX_MESSAGES, MAX_TOOLS, Message, TemplateArguments, Tool
 from router.http.bodies.openapi import ANY_TOKEN_IDS, answers, refusals
 from router.http.bodies.openapi_bodies import Model, ModelList, Status, Text, Tokens, Version
@@ -45,7 +45,7 @@ def add_models(app: FastAPI, model: ModelInfo) -> None:
 
 
 def add_operations(app: FastAPI, telemetry: Telemetry, ready: Callable[[], bool]) -> None:
-    installed = {"version": version("tandem-serving")}
+    installed = {"version": installed_version()}
 
     @app.get("/health", summary="Returns 200 while this process answers", responses=answers(Status))
     @app.head("/health", summary="Returns the same without a body")

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Coroutine
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from cluster.errors import (
     Unhealthy,
     WorkerLost,
 )
-from cluster.process import ExitStatus, announce_ready, lasting, run_process, stop_requested
+from cluster.process import ExitStatus, announce_ready, installed_version, lasting, run_process, stop_requested
 
 DEADLINE_S = 30.0
 ROOT = Path(__file__).parents[2]
@@ -114,3 +115,14 @@ def test_a_full_disk_ends_a_process_with_one_line_that_names_it(capsys: pytest.C
 
     assert run_process("it", main) == ExitStatus.CRASHED
     assert capsys.readouterr().err == "it: No space left on device; free some space there, or give it more\n"
+
+
+def test_a_checkout_that_was_not_installed_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a GPU has a torch of its own, and runs Tandem from its folder."""
+    assert installed_version()[0].isdigit()
+
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert installed_version() == "unpackaged"
