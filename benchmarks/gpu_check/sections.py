@@ -58,8 +58,8 @@ def _sections(setup: CheckSetup) -> list[Section]:
         _handoff(setup, transport) for transport in (("shm",) if setup.is_tiny else ("cuda_ipc", "nccl", "nixl"))
     ]
     return [
-        _tests(setup, "Golden tokens, every attention back end", "golden", 80.0),
-        _tests(setup, "CUDA graphs and steady steps", "steady", 45.0),
+        _tests(setup, "Golden tokens, every attention back end", "golden", 90.0),
+        _tests(setup, "CUDA graphs and steady steps", "steady", 90.0),
         _tests(setup, "Kernels, digests, NCCL, cuda_ipc", "kernels", 70.0),
         *handoffs,
         Section(

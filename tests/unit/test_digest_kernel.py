@@ -92,7 +92,11 @@ def test_blocks_past_four_gigabytes_are_found() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("data", [b"tandem", bytes(4), bytes(range(256)) * 512, b"\x80" * 8193, b"\x7f" * (2 << 20)])
+@pytest.mark.parametrize(
+    "data",
+    [b"tandem", bytes(4), bytes(range(256)) * 512, b"\x80" * 8193, b"\x7f" * (2 << 20)],
+    ids=lambda data: f"{len(data)} bytes",  # pytest passes the name on to compilers in an environment variable
+)
 def test_a_gpu_gives_the_golden_digests(data: bytes) -> None:
     row = torch.frombuffer(bytearray(data), dtype=torch.uint8)[None].cuda()
     assert digest_tensor(row) == (digest_bytes(data),)
