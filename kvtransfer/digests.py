@@ -53,7 +53,7 @@ import torch
 
 from cluster.compiled_library import NotCompiled
 from kvtransfer.compiled_digests import CompiledDigests, DigestForm
-from kvtransfer.memory import PoolMemory, side_stream
+from kvtransfer.memory import PoolMemory, ids_to_device, side_stream
 
 _LOG = logging.getLogger(__name__)
 FOLDED_SUMS = "folded-sums"  # the name of this definition, as the two sides of a hand-off exchange it
@@ -226,22 +226,45 @@ def _gathered(raw: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
 
 
 def _digest_on_device(blocks: torch.Tensor, block_ids: Sequence[int], seed: bytes) -> tuple[bytes, ...]:
-    """Enqueue all work on the GPU, then wait once, for the copy of the last sums to the host."""
     from kvtransfer.digest_kernel import piece_sums
 
     if not block_ids:
         return ()
     device = blocks.device
+    with side_stream("digest", device):
+        (ids,) = ids_to_device(device, block_ids)
+        return _awaited(piece_sums(blocks, ids, _device_coefficients(device, 0, seed)), blocks.shape[1], seed)
+
+
+def copy_digested(
+    address: int, source_ids: Sequence[int], target: torch.Tensor, target_ids: Sequence[int], seed: bytes = PUBLIC
+) -> tuple[bytes, ...]:
+    """Copy blocks of the pool at `address` of the GPU's memory to the rows `target_ids` of `target` (torch.uint8,
+    [num_blocks, block_bytes], on a GPU), and return their digests. Each byte is read once. The work is enqueued on the
+    current stream and waited for."""
+    from kvtransfer.digest_kernel import Source, copied_piece_sums
+
+    if not source_ids:
+        return ()
+    device, block_bytes = target.device, target.shape[1]
+    ids = ids_to_device(device, source_ids, target_ids)
+    source = Source(address, block_bytes, ids[0])
+    return _awaited(copied_piece_sums(source, target, ids[1], _device_coefficients(device, 0, seed)), block_bytes, seed)
+
+
+def _awaited(sums: torch.Tensor, num_bytes: int, seed: bytes) -> tuple[bytes, ...]:
+    """Fold a GPU's sums of blocks of `num_bytes`, wait once, for their copy to the host, and return the digests."""
+    from kvtransfer.digest_kernel import piece_sums
+
+    device = sums.device
 
     def fold_on_device(rows: torch.Tensor, fold: int) -> torch.Tensor:
         return piece_sums(rows, torch.arange(len(rows), device=device), _device_coefficients(device, fold, seed))
 
-    with side_stream("digest", device) as stream:
-        ids = torch.from_numpy(np.array(block_ids, dtype=np.int64)).pin_memory().to(device, non_blocking=True)
-        sums = folded(piece_sums(blocks, ids, _device_coefficients(device, 0, seed)), fold_on_device)
-        on_host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
-        stream.record_event().synchronize()
-    return _hashed(on_host, blocks.shape[1])
+    sums = folded(sums, fold_on_device)
+    on_host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
+    torch.cuda.current_stream(device).record_event().synchronize()
+    return _hashed(on_host, num_bytes)
 
 
 @lru_cache(maxsize=16)

@@ -33,6 +33,12 @@ def side_stream(work: str, device: torch.device) -> Iterator[torch.cuda.Stream]:
         yield stream
 
 
+def ids_to_device(device: torch.device, *block_ids: Sequence[int]) -> torch.Tensor:
+    """Return lists of equal length as torch.int64 `[lists, ids]` on the device, without waiting for the copy."""
+    on_host = torch.from_numpy(np.array(block_ids, dtype=np.int64))
+    return on_host.pin_memory().to(device, non_blocking=True)  # pageable memory would be waited for
+
+
 @lru_cache(maxsize=64)
 def _stream(work: str, device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

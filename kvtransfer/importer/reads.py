@@ -181,7 +181,8 @@ class BlockReader:
         self, channel: DigestingChannel, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]
     ) -> tuple[bytes, ...]:
         digests: list[bytes] = []
-        num_blocks = max(1, DIGESTED_PIECE_BYTES // self._wire.memory.block_bytes)
+        piece_bytes = GPU_PIECE_BYTES if self._wire.memory.raw.is_cuda else DIGESTED_PIECE_BYTES
+        num_blocks = max(1, piece_bytes // self._wire.memory.block_bytes)
         for start in range(0, len(remote_block_ids), num_blocks):
             piece = slice(start, start + num_blocks)
             began_s = time.perf_counter()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kvtransfer.digests import digest_blocks
 from kvtransfer.memory import PoolMemory
 from kvtransfer.transports.base import TransportError
 from kvtransfer.transports.cuda.transport import Mapping
@@ -79,3 +80,9 @@ class HostAccess:
         size = self._pool.block_bytes
         for source_id, target_id in zip(source_ids, target_ids, strict=True):
             ctypes.memmove(self._pool.raw[target_id].data_ptr(), source.address + source_id * size, size)
+
+    def copy_digested(
+        self, source: Mapping, source_ids: Sequence[int], target_ids: Sequence[int], seed: bytes
+    ) -> tuple[bytes, ...]:
+        self.copy(source, source_ids, target_ids)
+        return digest_blocks(self._pool, target_ids, seed)

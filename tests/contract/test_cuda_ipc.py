@@ -17,7 +17,7 @@ import torch
 from cluster.messages import Epoch
 from engine.kv.pool import KvPool
 from kvtransfer.digests import digest_blocks
-from kvtransfer.transports.base import TransportError, TransportSetup
+from kvtransfer.transports.base import DigestingChannel, TransportError, TransportSetup
 from kvtransfer.transports.cuda import transport as cuda_ipc
 from kvtransfer.transports.cuda.transport import CudaAccess, CudaIpcExporter, CudaIpcImporter
 from tests.contract.cuda_ipc_process import EPOCH, LAYOUT, NUM_BLOCKS, patterned_pool
@@ -64,6 +64,16 @@ async def test_one_mapping_serves_every_hand_off_with_an_exporter() -> None:
             await channel.finish()
         assert importer.num_mappings == 1
         assert torch.equal(target.raw[[1, 3]], source.raw[[7, 0]])
+
+
+async def test_a_read_digests_the_blocks_that_it_copies() -> None:
+    source, target = random_pool(8, seed=1), random_pool(8, seed=2)
+    async with two_sides(source, target) as (exporter, importer, _):
+        channel = await importer.open_channel(EPOCH, exporter.grant(EPOCH))
+        assert isinstance(channel, DigestingChannel)
+        assert await channel.read_digested([7, 0], [1, 3], b"seed") == digest_blocks(source, [7, 0], b"seed")
+        assert torch.equal(target.raw[[1, 3]], source.raw[[7, 0]])
+        await channel.finish()
 
 
 async def test_the_end_of_the_exporter_ends_the_mapping_and_not_the_copy_in_flight() -> None:
@@ -196,6 +206,11 @@ async def test_blocks_move_between_two_processes_on_the_device() -> None:
         assert torch.equal(target.raw[local], expected.raw[remote])
         assert digest_blocks(target, local) == digest_blocks(expected, remote)
         assert not target.raw[134:].any()
+        assert isinstance(channel, DigestingChannel)
+        target.raw.zero_()
+        torch.cuda.synchronize()
+        assert await channel.read_digested(remote, local, b"seed") == digest_blocks(expected, remote, b"seed")
+        assert torch.equal(target.raw[local], expected.raw[remote]) and not target.raw[134:].any()
         await channel.finish()
         await importer.close()
 

@@ -190,6 +190,7 @@ def note_hand_offs(called_for: list[str]) -> None:
         ids = torch.zeros(3, dtype=torch.int64)
         called_for[0] = f"blocks of {block_bytes:,} bytes"
         sums = digest_kernel.piece_sums(blocks, ids, coefficients)
+        digest_kernel.copied_piece_sums(digest_kernel.Source.of(blocks, ids), blocks.clone(), ids, coefficients)
         digest_kernel.piece_sums(sums.flatten(1).view(torch.uint8), ids, coefficients)  # and their fold
         cuda_copy.copy_blocks(blocks.data_ptr(), ids, blocks, ids)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kvtransfer.digests import coefficients, host_sums
 from tests.unit.test_digest_kernel import kernel_device, random_blocks
 
 pytestmark = pytest.mark.cuda
@@ -20,6 +21,26 @@ def test_blocks_are_copied_to_any_place_and_no_other_byte_changes(block_bytes: i
     expected = before.clone()
     expected[targets] = source.cpu()[sources]
     assert torch.equal(target.cpu(), expected)
+
+
+@pytest.mark.parametrize("block_bytes", [16, 37, 8191, 8192, 3 * 8192 + 48, 100_003])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_blocks_are_copied_and_digested_in_one_pass(block_bytes: int, shift: int) -> None:
+    """The source begins at an address that is aligned, or one byte after it."""
+    device = kernel_device()
+    from kvtransfer.digest_kernel import Source, copied_piece_sums
+
+    source, before = random_blocks(9, block_bytes), random_blocks(7, block_bytes + 1)[:, 1:].contiguous()
+    there = torch.zeros(source.numel() + shift, dtype=torch.uint8, device=device)
+    there[shift:] = source.flatten().to(device)
+    target, sources, targets = before.to(device), [8, 0, 3], [1, 6, 0]
+    ids = torch.tensor((sources, targets), device=device)
+    matrix = coefficients(0, b"secret").t().contiguous().to(device)
+    sums = copied_piece_sums(Source(there.data_ptr() + shift, block_bytes, ids[0]), target, ids[1], matrix)
+    expected = before.clone()
+    expected[targets] = source[sources]
+    assert torch.equal(target.cpu(), expected)
+    assert torch.equal(sums.cpu(), host_sums(source[sources], 0, b"secret"))
 
 
 def test_copying_no_blocks_changes_no_byte() -> None:

@@ -15,14 +15,20 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from cluster.shared_memory import DriverRefused, driver_result, map_pages, unmap_pages
-from kvtransfer.memory import ExportedMemory, PoolMemory, use_device
+from kvtransfer.digests import copy_digested
+from kvtransfer.memory import ExportedMemory, PoolMemory, ids_to_device, side_stream, use_device
 from kvtransfer.transports.base import TransportError, TransportSetup
 from kvtransfer.transports.proven_connections import ConnectionProofs
-from kvtransfer.transports.shm.pool_file import PoolFileExporter, PoolFileImporter
+from kvtransfer.transports.shm.pool_file import (
+    DigestingPoolFileChannel,
+    PoolFileChannel,
+    PoolFileExporter,
+    PoolFileImporter,
+    RemotePool,
+)
 from kvtransfer.transports.shm.transport import host_identity
 
 NAME = "cuda_ipc"
@@ -70,6 +76,12 @@ class PoolAccess(Protocol):
         """Copy blocks into the local pool. When it returns they are visible to the device."""
         ...
 
+    def copy_digested(
+        self, source: Mapping, source_ids: Sequence[int], target_ids: Sequence[int], seed: bytes
+    ) -> tuple[bytes, ...]:
+        """Do what `copy` does, and return the digests of the bytes that were written."""
+        ...
+
 
 class CudaIpcExporter(PoolFileExporter):
     """Passes the pool's file to importers of admitted epochs."""
@@ -101,6 +113,15 @@ class CudaIpcImporter(PoolFileImporter[Mapping]):
         mapping = asyncio.get_running_loop().run_in_executor(self._threads, self._access.map, file, num_bytes)
         return await asyncio.shield(mapping)  # otherwise the file would never be closed
 
+    def new_channel(self, pool: RemotePool[Mapping]) -> PoolFileChannel[Mapping]:
+        def start_digested_copy(
+            source: Mapping, source_ids: Sequence[int], target_ids: Sequence[int], seed: bytes
+        ) -> Future[tuple[bytes, ...]]:
+            ids = tuple(source_ids), tuple(target_ids)
+            return self._threads.submit(self._access.copy_digested, source, *ids, seed)
+
+        return DigestingPoolFileChannel(pool, self.start_copy, start_digested_copy, self._channels.discard)
+
     def start_copy(self, source: Mapping, source_ids: Sequence[int], target_ids: Sequence[int]) -> Future[None]:
         return self._threads.submit(self._access.copy, source, tuple(source_ids), tuple(target_ids))
 
@@ -120,7 +141,6 @@ class CudaAccess:
         self._pool = memory.raw
         self._index = memory.raw.get_device()
         self._lock = threading.Lock()  # over the stream
-        self._stream: torch.cuda.Stream | None = None
 
     def device(self) -> str:
         return str(torch.cuda.get_device_properties(self._index).uuid)
@@ -147,14 +167,16 @@ class CudaAccess:
         """
         from kvtransfer.transports.cuda.copies import copy_blocks
 
-        with self._lock, torch.cuda.device(self._index):
-            if self._stream is None:
-                self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(self._stream):
-                both = torch.from_numpy(np.array((source_ids, target_ids), dtype=np.int64)).pin_memory()
-                ids = both.to(self._pool.device, non_blocking=True)  # pageable memory would be waited for
-                copy_blocks(source.address, ids[0], self._pool, ids[1])
-                self._stream.synchronize()
+        with self._lock, side_stream("copy", self._pool.device) as stream:
+            ids = ids_to_device(self._pool.device, source_ids, target_ids)
+            copy_blocks(source.address, ids[0], self._pool, ids[1])
+            stream.synchronize()
+
+    def copy_digested(
+        self, source: Mapping, source_ids: Sequence[int], target_ids: Sequence[int], seed: bytes
+    ) -> tuple[bytes, ...]:
+        with self._lock, side_stream("copy", self._pool.device):
+            return copy_digested(source.address, source_ids, self._pool, target_ids, seed)
 
 
 def _import_for_reading(driver: Any, file: int, num_bytes: int, index: int) -> int:

@@ -28,7 +28,7 @@ from typing import Any, Generic, TypeVar
 from cluster.auth.connections import PROOF_BYTES
 from cluster.messages import Epoch
 from kvtransfer.memory import PoolMemory
-from kvtransfer.transports.base import TransportError
+from kvtransfer.transports.base import DigestingChannel, TransportError
 from kvtransfer.transports.proven_connections import MAX_UNPROVEN, PROVE_S, ConnectionProofs, Opening
 from kvtransfer.transports.sockets import joined, shut_down
 
@@ -300,6 +300,32 @@ class PoolFileChannel(Generic[Mapped]):
 
     async def finish(self) -> None:
         await self.destroy()
+
+
+class DigestingPoolFileChannel(PoolFileChannel[Mapped], DigestingChannel):
+    """The same channel where the copy can digest."""
+
+    def __init__(
+        self,
+        pool: RemotePool[Mapped],
+        start_copy: Callable[[Mapped, Sequence[int], Sequence[int]], Future[None] | None],
+        start_digested_copy: Callable[
+            [Mapped, Sequence[int], Sequence[int], bytes], Future[tuple[bytes, ...]] | tuple[bytes, ...]
+        ],
+        ended: Callable[[PoolFileChannel[Mapped]], None],
+    ) -> None:
+        super().__init__(pool, start_copy, ended)
+        self._start_digested_copy = start_digested_copy
+
+    async def read_digested(
+        self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int], seed: bytes
+    ) -> tuple[bytes, ...]:
+        def start_copy(
+            pool: Mapped, remote: Sequence[int], local: Sequence[int]
+        ) -> Future[tuple[bytes, ...]] | tuple[bytes, ...]:
+            return self._start_digested_copy(pool, remote, local, seed)
+
+        return await self._copied(start_copy, remote_block_ids, local_block_ids)
 
 
 def parse_endpoint(endpoint: bytes) -> tuple[str, bytes]:

@@ -6,7 +6,7 @@ The importer copies out of the mapping, and digests what it copies in the same p
 
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -16,9 +16,15 @@ import numpy.typing as npt
 from cluster.shared_memory import has_fixed_size
 from kvtransfer.digests import compiled_digests
 from kvtransfer.memory import SHORT_BYTES, HostMemory, PoolMemory, runs
-from kvtransfer.transports.base import DigestingChannel, TransportError, TransportSetup
+from kvtransfer.transports.base import TransportError, TransportSetup
 from kvtransfer.transports.proven_connections import ConnectionProofs
-from kvtransfer.transports.shm.pool_file import PoolFileChannel, PoolFileExporter, PoolFileImporter, RemotePool
+from kvtransfer.transports.shm.pool_file import (
+    DigestingPoolFileChannel,
+    PoolFileChannel,
+    PoolFileExporter,
+    PoolFileImporter,
+    RemotePool,
+)
 
 NAME = "shm"
 _Pool = npt.NDArray[np.uint8]  # [num_blocks, block_bytes]
@@ -66,28 +72,6 @@ class ShmExporter(PoolFileExporter):
             self._read_only = -1
 
 
-class DigestingShmChannel(PoolFileChannel[_Pool], DigestingChannel):
-    """The channel of `shm` that digests."""
-
-    def __init__(
-        self,
-        pool: RemotePool[_Pool],
-        start_copy: Callable[[_Pool, Sequence[int], Sequence[int]], Future[None] | None],
-        start_digested_copy: Callable[[_Pool, Sequence[int], Sequence[int], bytes], Future[_Digests] | _Digests],
-        ended: Callable[[PoolFileChannel[_Pool]], None],
-    ) -> None:
-        super().__init__(pool, start_copy, ended)
-        self._start_digested_copy = start_digested_copy
-
-    async def read_digested(
-        self, remote_block_ids: Sequence[int], local_block_ids: Sequence[int], seed: bytes
-    ) -> _Digests:
-        def start_copy(pool: _Pool, remote: Sequence[int], local: Sequence[int]) -> Future[_Digests] | _Digests:
-            return self._start_digested_copy(pool, remote, local, seed)
-
-        return await self._copied(start_copy, remote_block_ids, local_block_ids)
-
-
 class ShmImporter(PoolFileImporter[_Pool]):
     """Maps pools as read-only arrays."""
 
@@ -114,7 +98,7 @@ class ShmImporter(PoolFileImporter[_Pool]):
                 return digesting.copy(source, source_ids, target, target_ids, seed)
             return self._threads.submit(digesting.copy, source, tuple(source_ids), target, tuple(target_ids), seed)
 
-        return DigestingShmChannel(pool, self.start_copy, start_digested_copy, self._channels.discard)
+        return DigestingPoolFileChannel(pool, self.start_copy, start_digested_copy, self._channels.discard)
 
     async def map(self, file: int, num_blocks: int, num_bytes: int) -> _Pool:
         try:
