@@ -33,7 +33,7 @@ _ACCOUNTING = "x-anthropic-billing-header:"
 
 
 class _Block(StrictBody):
-    cache_control: CacheControl | None = None
+    cache_control: CacheControl | None = _NO_EFFECT
 
 
 class TextBlock(_Block):
@@ -149,7 +149,7 @@ class ToolDefinition(StrictBody):
     description: str = ""
     input_schema: dict[str, Any]
     strict: bool = Field(default=False, description="true: the input of its calls follows its schema")
-    cache_control: CacheControl | None = None
+    cache_control: CacheControl | None = _NO_EFFECT
     defer_loading: bool | None = Field(None, description="accepted; the model is shown every tool from the beginning")
     eager_input_streaming: bool | None = Field(None, description="accepted; the input of calls is always streamed")
     input_examples: list[dict[str, Any]] | None = _NO_EFFECT
@@ -171,6 +171,8 @@ _AUTO = ToolChoice(type="auto", name="", disable_parallel_tool_use=False)
 
 
 class Thinking(StrictBody):
+    asks_for_nothing: ClassVar[NeutralValues] = {"block_binding": ()}
+
     type: Literal["enabled", "disabled", "adaptive"] = Field(
         description="sets enable_thinking of the chat template, which is false for disabled"
     )
@@ -210,6 +212,7 @@ class CountTokensRequest(StrictBody):
     asks_for_nothing: ClassVar[NeutralValues] = {
         # Nothing is removed from a conversation; Claude Code asks for that by name.
         "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+        "billing_policy": (),
         "compaction": (),
         "mcp_servers": ([],),
         "speed": ("standard",),
@@ -281,7 +284,6 @@ class MessagesRequest(CountTokensRequest):
         "container": (),
         "diagnostics": (),
         "inference_geo": ("global",),
-        "billing_policy": (),
         "fallback_credit_token": (),
         "fallbacks": ([],),
         "thread": (),

@@ -42,7 +42,9 @@ class JsonSchemaFormat(StrictBody):
 
 
 class ResponseFormat(StrictBody):
-    """OpenAI's field."""
+    """OpenAI's field. vLLM's type `structural_tag` is refused, and so are its fields."""
+
+    asks_for_nothing: ClassVar[NeutralValues] = {"format": (), "structures": (), "triggers": ()}
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None

@@ -70,8 +70,14 @@ def _text(content: list[TextPart]) -> str:
     return "\n".join(part.text for part in content)
 
 
+# Fields that vLLM takes in every message and hands to templates of single models.
+_OF_VLLM: NeutralValues = {"tools": ([],), "task": ()}
+
+
 class _Message(StrictBody):
     """A message. `content` may be a list of text parts, which are joined by newlines."""
+
+    asks_for_nothing: ClassVar[NeutralValues] = _OF_VLLM
 
     content: _Content
     name: str = Field("", description="name of the participant or tool; given to the chat template")
@@ -116,6 +122,7 @@ class AssistantMessage(_Message):
     """An earlier answer: its text, and the tools that it called."""
 
     asks_for_nothing: ClassVar[NeutralValues] = {
+        **_OF_VLLM,
         "refusal": ("",),
         "audio": (),
         "annotations": ([],),

@@ -40,7 +40,7 @@ _VLLM_CHAT = _VLLM_BOTH + _names(
     chat_template_kwargs media_io_kwargs mm_processor_kwargs return_prompt_text
     """
 )
-# OpenAI's own, of the package `openai`, types/completion_create_params.py and types/chat/completion_create_params.py.
+# Those of the package `openai` 3.57, types/completion_create_params.py and types/chat/completion_create_params.py.
 _OPENAI_COMPLETION = ["best_of"]
 _OPENAI_CHAT = _names(
     """
@@ -61,8 +61,8 @@ _ANTHROPIC = _names(
 )
 _ANTHROPIC_COUNT = _names(
     """
-    messages model cache_control output_config speed system thinking tool_choice tools user_profile_id workspace_id
-    compaction context_management mcp_servers chat_template_kwargs
+    messages model billing_policy cache_control output_config speed system thinking tool_choice tools user_profile_id
+    workspace_id compaction context_management mcp_servers chat_template_kwargs
     """
 )
 _VLLM_TOKENIZE = _names(
