@@ -31,7 +31,7 @@ from router.http.bodies.strict_body import all_bodies
 _NOT_AN_OBJECT = ("missing", "model_type", "model_attributes_type", "dict_type")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _ELSEWHERE_S = 1.0  # behind a load balancer the next try finds another router; our own client needs no wait
-_MOST_COMPARED = 64  # characters of an unknown field's name
+_MOST_COMPARED = 64  # characters of an unknown name
 _MAX_REPORTED = 5  # validation errors in one message
 _LOG = logging.getLogger("tandem.router.http")
 
@@ -81,7 +81,10 @@ def internal_error(error: Exception, request_id: str) -> InternalError:
 
 
 def invalid_body(errors: Sequence[Mapping[str, Any]]) -> TandemError:
-    """Convert the errors that pydantic found. An unsupported field is reported before any other error."""
+    """Convert the errors that pydantic found. An unsupported field is reported before any other error, but not the
+    fields of an object whose `type` is unsupported."""
+    unsupported = {error["loc"][:-1] for error in errors if _is_of_type(error)}
+    errors = [error for error in errors if error["loc"][:-1] not in unsupported or _is_of_type(error)]
     for error in errors:
         if error["type"] == "extra_forbidden":
             param = _path(error["loc"])
@@ -96,6 +99,10 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> TandemError:
     return InvalidRequest(described + more, param=_param(first) or None)
 
 
+def _is_of_type(error: Mapping[str, Any]) -> bool:
+    return bool(error["type"] == "literal_error" and error["loc"][-1] == "type")
+
+
 def _instead(name: str) -> str:
     """Return what a client may do about an unsupported field."""
     if any(name in body.asks_for_nothing for body in all_bodies()):
@@ -107,7 +114,15 @@ def _instead(name: str) -> str:
 
 def _description(error: Mapping[str, Any]) -> str:
     path, message = _param(error), str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] == "literal_error":
+        message = f"must be {error['ctx']['expected']}{_but_is(error['input'])}"
+    if error["type"] == "union_tag_invalid":
+        message = f"must be one of {error['ctx']['expected_tags']}{_but_is(error['ctx']['tag'])}"
     return f"{path}: {message}" if path else message
+
+
+def _but_is(value: object) -> str:
+    return f", not {value[:_MOST_COMPARED]!r}" if isinstance(value, str) else ""
 
 
 def _param(error: Mapping[str, Any]) -> str:

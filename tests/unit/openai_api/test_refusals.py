@@ -15,6 +15,8 @@ from router.text.tokenization import Tokenization
 from tests.unit.openai_api.endpoint import USER, Endpoint, endpoint, refused
 from tests.unit.small_tokenizers import byte_level
 
+_IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}
+
 
 @pytest.mark.parametrize(
     ("field", "value"),
@@ -112,7 +114,7 @@ def test_unsupported_fields_with_neutral_values_are_accepted(shared: Endpoint) -
         ({"role": "tool", "content": "x"}, "messages[0].tool_call_id"),
         ({"role": "user"}, "messages[0].content"),
         ({"role": "user", "content": None}, "messages[0].content"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0].image_url"),
+        (_IMAGE, "messages[0].content[0].type"),
         ({"role": "user", "content": "x", "tool_calls": []}, "messages[0].tool_calls"),
         ({"role": "user", "content": "x", "name": 7}, "messages[0].name"),
         ({"role": "assistant", "content": "x", "tool_calls": [1]}, "messages[0].tool_calls[0]"),
@@ -131,6 +133,18 @@ def test_messages_that_cannot_be_rendered_are_refused_with_their_position(
     ("path", "body", "words"),
     [
         ("completions", {}, "prompt: Field required"),
+        ("chat/completions", {"messages": [{"role": "robot", "content": "x"}]}, "'assistant', 'tool', not 'robot'"),
+        ("chat/completions", {"messages": [_IMAGE]}, "messages[0].content[0].type: must be 'text', not 'image_url'"),
+        (
+            "chat/completions",
+            {"messages": USER, "tools": [{"type": "custom", "custom": {"name": "x"}}]},
+            "tools[0].type: must be 'function', not 'custom'",
+        ),
+        (
+            "chat/completions",
+            {"messages": USER, "response_format": {"type": "structural_tag", "format": {}}},
+            "response_format.type: must be 'text', 'json_object' or 'json_schema', not 'structural_tag'",
+        ),
         ("completions", {"prompt": []}, "prompt: must be a string"),
         ("completions", {"prompt": [1, "a"]}, "prompt: must be a string"),
         ("completions", {"prompt": ["a"] * 129}, "at most 128"),
