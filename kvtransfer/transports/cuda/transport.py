@@ -11,8 +11,9 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -167,16 +168,25 @@ class CudaAccess:
         """
         from kvtransfer.transports.cuda.copies import copy_blocks
 
-        with self._lock, side_stream("copy", self._pool.device) as stream:
+        with self._lock, self._copy_stream():
             ids = ids_to_device(self._pool.device, source_ids, target_ids)
             copy_blocks(source.address, ids[0], self._pool, ids[1])
-            stream.synchronize()
 
     def copy_digested(
         self, source: Mapping, source_ids: Sequence[int], target_ids: Sequence[int], seed: bytes
     ) -> tuple[bytes, ...]:
-        with self._lock, side_stream("copy", self._pool.device):
+        with self._lock, self._copy_stream():
             return copy_digested(source.address, source_ids, self._pool, target_ids, seed)
+
+    @contextmanager
+    def _copy_stream(self) -> Iterator[None]:
+        """Make a stream current, and wait for its work at the end, after an error too: the caller may then drop the
+        mapping that it reads."""
+        with side_stream("copy", self._pool.device) as stream:
+            try:
+                yield
+            finally:
+                stream.synchronize()
 
 
 def _import_for_reading(driver: Any, file: int, num_bytes: int, index: int) -> int:
