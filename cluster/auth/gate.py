@@ -195,10 +195,9 @@ class OpenStreams:
         for key_id, streams in tuple(self._streams.items()):
             if not streams:
                 del self._streams[key_id]
-                self._end_s.pop(key_id, None)
-            elif self._keys.secret_of(key_id) is None and now_s >= self._end_s.setdefault(
-                key_id, now_s + DROPPED_GRACE_S
-            ):
+            if not streams or self._keys.secret_of(key_id) is not None:
+                self._end_s.pop(key_id, None)  # a secret that is dropped again leaves its whole time again
+            elif now_s >= self._end_s.setdefault(key_id, now_s + DROPPED_GRACE_S):
                 for stream in tuple(streams):
                     stream.end(key_id)
         self._timer = loop.call_later(_LOOK_S, self._look) if self._streams else None
