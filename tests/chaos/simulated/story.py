@@ -28,9 +28,12 @@ def describe(schedule: Schedule) -> str:
         f"placement {schedule.mix.placement}, targets {schedule.mix.slo_ttft_ms:g} ms to the first token and"
         f" {schedule.mix.slo_tpot_ms:g} ms per token; clients begin after {schedule.mix.warm_up_s:g} s": schedule.mix,
         "sequences draft token ahead": schedule.speculates,
+        "there is no prefill pool": schedule.mix.is_colocated,
         "reads go wrong": schedule.read_faults,
         "KV has keyed digests": schedule.mix.is_keyed,
         f"members' calls are frames: {schedule.mix.wires}": schedule.mix.wires,
+        f"the cluster's secret is rotated: {schedule.mix.rotation}": schedule.mix.rotation,
+        f"proofs of members' calls: {schedule.mix.proofs}": schedule.mix.proofs,
         f"tenants of weight {_numbers(schedule.tenants)}": schedule.tenants,
         f"{schedule.host_blocks} blocks of host memory for prefixes, {schedule.disk_blocks} of disk": (
             schedule.host_blocks
