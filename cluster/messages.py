@@ -109,10 +109,22 @@ class GrammarKind(StrEnum):
 MAX_GRAMMAR_BYTES = 1 << 17
 MAX_PROMPT_LOGPROBS = 1 << 17  # values of one request: of its prompt's tokens, and of the most likely ones
 MAX_PREFILL_CHUNKS = 64  # that a prefill reports one by one
+MAX_WAIT_DEPTH = 64  # of an ExportWait
 MAX_PROFILED_STEPS, MAX_PROFILE_S = 1000, 60.0
 MAX_WEIGHT = 1_000_000  # of a tenant
 TENANT_LABEL_CHARACTERS = 32
 MAX_PROFILE_BYTES = 3 << 20  # compressed; a gRPC message of default size holds it
+
+
+@dataclass(frozen=True, slots=True)
+class ExportWait:
+    """How a hand-off without blocks waits for exports of its own worker: engine/scheduling/export_waits.py."""
+
+    depth: int  # 0: it does not
+    mark: int  # of a request for which it waits
+
+
+NO_WAIT = ExportWait(0, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self._member = member
         self._steps = steps
         self._vocab_size = vocab_size
-        self._limits = limits
+        self._limits, self._importer = limits, importer
         self._telemetry = telemetry
         self._spans = spans
         self._streams = RouterStreams(grace_s=stream_grace_s, on_gone=self._on_router_gone)
@@ -201,6 +201,8 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
                     handle = self.exports.on_thawed(event)
                     self.outstanding.rename_sequence(event.router, handle, event.handle)
                     self._forget(event.router, frozenset({handle}))
+                case commands.WaitsForExports(handoff_id, wait):
+                    self._importer.report_wait(handoff_id, wait)
                 case commands.ThawRefused():
                     self._forget(event.router, frozenset({self.exports.on_thawed(event)}))
 

@@ -94,6 +94,7 @@ class WorkerApp:
             table=engine.pool.layout,
             layout=engine.fingerprint,
             release=self._release,
+            importer_waits=lambda ticket_id, wait: self._steps.post(commands.ImporterWaits(ticket_id, wait)),
             lease_prefix=self._lease_prefix,
             clock=self._clock,
         )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from cluster.clock import Clock
 from cluster.errors import InternalError
 from cluster.member import Capacity
-from cluster.messages import LayoutFingerprint
+from cluster.messages import ExportWait, LayoutFingerprint
 from cluster.settings.config import WorkerConfig
 from kvtransfer.counters import TransferCounters
 from kvtransfer.digests import VerifyMode
@@ -39,7 +39,8 @@ class WorkerTransfer:
         pool: PoolMemory,
         table: BlockTable,  # of the pool
         layout: LayoutFingerprint,
-        release: Callable[[bytes], None],  # as Exporter's
+        release: Callable[[bytes], None],  # as Exporter's, like the next one
+        importer_waits: Callable[[bytes, ExportWait], None],
         lease_prefix: LeaseCachedPrefix,
         clock: Clock,
     ) -> None:
@@ -53,7 +54,7 @@ class WorkerTransfer:
         self.block_bytes = self._wire.memory.block_bytes  # as they travel
         self.transports = available_transports(life.config, _transport_setup(life, self._wire.memory))
         self.links = LinkTable(self.transports.names)
-        self.exporter = self._exporter(release)
+        self.exporter = self._exporter(release, importer_waits)
         self.importer = self._importer()
         self.prefixes = PrefixLeases(
             exporter=self.exporter, block_size=life.config.block_size, lease=lease_prefix, release=release
@@ -107,7 +108,9 @@ class WorkerTransfer:
             "block_bytes": float(self.block_bytes),
         }
 
-    def _exporter(self, release: Callable[[bytes], None]) -> Exporter:
+    def _exporter(
+        self, release: Callable[[bytes], None], importer_waits: Callable[[bytes, ExportWait], None]
+    ) -> Exporter:
         return Exporter(
             member=self._life.member,
             address=self._life.address,
@@ -117,6 +120,7 @@ class WorkerTransfer:
             settings=self._life.config,
             transports=self.transports.exporters,
             release=release,
+            importer_waits=importer_waits,
             clock=self._clock,
             counters=self.counters,
         )

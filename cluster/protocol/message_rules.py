@@ -12,6 +12,7 @@ from cluster.messages import (
     MAX_GRAMMAR_BYTES,
     MAX_PREFILL_CHUNKS,
     MAX_PROFILE_BYTES,
+    MAX_WAIT_DEPTH,
     MAX_WEIGHT,
     TENANT_LABEL_CHARACTERS,
 )
@@ -354,7 +355,7 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
         "wire_dtype": EnumValue.of(kv_pb2.WireDtype),
         "kv_format": _COUNT,
     },
-    kv_pb2.Renew: {},
+    kv_pb2.Renew: {"wait_depth": Whole(most=MAX_WAIT_DEPTH), "wait_mark": _UINT32},
     kv_pb2.Settle: {
         "epoch": _REQUIRED,
         "outcome": EnumValue.of(kv_pb2.Settle.Outcome),

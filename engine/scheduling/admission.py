@@ -11,6 +11,8 @@ from engine.scheduling.batching.batch import Batch
 from engine.scheduling.batching.reservations import BlockGrant, Reservations, block_request_of
 from engine.scheduling.batching.sequences import Choices, LiveSequences
 from engine.scheduling.commands import AdmitImported, Event, Failed, Reserve, Reserved, Unreservable
+from engine.scheduling.export_waits import ExportWaits
+from engine.scheduling.exports import TicketLeases
 from engine.scheduling.length_prediction import LengthPredictor
 from engine.scheduling.limits import SchedulerLimits
 
@@ -26,6 +28,7 @@ class SequenceAdmission:
         pool: BlockPool,
         reservations: Reservations,
         live: LiveSequences,
+        leases: TicketLeases,
         new_chain: NewChain,
         wire_dtype: str,
         lengths: LengthPredictor | None,
@@ -39,6 +42,9 @@ class SequenceAdmission:
         self._new_chain = new_chain
         self._wire_dtype = wire_dtype
         self._lengths = lengths
+        self._waits = ExportWaits(
+            pool, leases=leases, reservations=reservations, batch=batch, num_watermark=limits.num_watermark_blocks
+        )
 
     def reserve(self, command: Reserve, now_s: float) -> tuple[Event, ...]:
         refusal = self._limits.reservation_refusal(command.num_blocks)
@@ -53,9 +59,11 @@ class SequenceAdmission:
         return ()
 
     def grant_blocks(self, now_s: float) -> tuple[Event, ...]:
-        """Answer the hand-offs that now get their blocks. Must not be called while a step is being planned."""
+        """Answer the hand-offs that now get their blocks, and report how the others wait. Must not be called while a
+        step is being planned."""
         granted = self._batch.grant_reservations(now_s)
-        return tuple(Reserved(grant.request.handoff_id, grant.block_ids, grant.num_cached) for grant in granted)
+        reserved = (Reserved(grant.request.handoff_id, grant.block_ids, grant.num_cached) for grant in granted)
+        return (*reserved, *self._waits.events())
 
     def admit_imported(self, command: AdmitImported, now_s: float) -> tuple[Event, ...]:
         job, grant = command.job, self._reservations.pop_grant(command.handoff_id)

@@ -6,7 +6,7 @@ These two directions are the only meeting place of asyncio and the thread that o
 from dataclasses import dataclass
 
 from cluster.errors import TandemError
-from cluster.messages import DecodeJob, MemberId, PrefillJob, PromptLogprobs, Role, SampledToken
+from cluster.messages import DecodeJob, ExportWait, MemberId, PrefillJob, PromptLogprobs, Role, SampledToken
 from cluster.service_times import StepLimit
 from engine.scheduling.cache_commands import CacheAnswer, CacheCommand
 from engine.scheduling.step import Answer, Key, Question, Refusal
@@ -61,7 +61,7 @@ class Inspect(Question[Inspected]):
 @dataclass(frozen=True, slots=True)
 class Reserve(Question["Reserved"]):
     """Reserve blocks for one hand-off, all at once, in the order of the policy and above the watermark. Answered by
-    Reserved, or by Unreservable if the pool can never hold so many. `block_hashes`: of the leading full blocks; those
+    Reserved, or by Unreservable. `block_hashes`: of the leading full blocks; those
     found in the prefix cache are not transferred. `job`: the job whose sequences will join; None if none will.
     `is_announced`: the exporter has begun to compute."""
 
@@ -81,6 +81,14 @@ class Announce:
     """The exporter of a hand-off that waits for blocks has begun to compute."""
 
     handoff_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ImporterWaits:
+    """The importer of a ticket has reported how it waits for room."""
+
+    ticket_id: bytes
+    wait: ExportWait
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +199,7 @@ class LimitSteps:
 Command = (
     Reserve
     | Announce
+    | ImporterWaits
     | Discard
     | Quiet
     | AdmitImported
@@ -225,7 +234,7 @@ class Reserved(Answer):
 
 @dataclass(frozen=True, slots=True)
 class Unreservable(Refusal):
-    """The hand-off needs more blocks than the pool can ever reserve."""
+    """The pool can never reserve so many blocks, or a cycle of workers waits for each other's exports."""
 
     handoff_id: int
     error: TandemError
@@ -233,6 +242,14 @@ class Unreservable(Refusal):
     @property
     def key(self) -> Key:
         return Reserve, self.handoff_id
+
+
+@dataclass(frozen=True, slots=True)
+class WaitsForExports:
+    """A hand-off that has no blocks waits for exports of this worker."""
+
+    handoff_id: int
+    wait: ExportWait
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,6 +369,7 @@ class ExportFailed:
 Event = (
     Reserved
     | Unreservable
+    | WaitsForExports
     | Started
     | StepTokens
     | Failed

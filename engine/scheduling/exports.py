@@ -22,7 +22,7 @@ from cluster.errors import (
     TandemError,
 )
 from cluster.fair_queue import has_place
-from cluster.messages import MAX_PREFILL_CHUNKS, PrefillJob, PromptLogprobs, SampledToken
+from cluster.messages import MAX_PREFILL_CHUNKS, ExportWait, PrefillJob, PromptLogprobs, SampledToken
 from cluster.protocol.hashing import NATIVE, NewChain
 from cluster.request_size import sealed_blocks, tail_length
 from cluster.service_times import ServiceRate
@@ -56,6 +56,7 @@ class TicketLeases:
         self._pool = pool
         self._block_size = block_size
         self._tickets: dict[bytes, tuple[int, ...]] = {}
+        self._waits: dict[bytes, ExportWait] = {}  # of the importers that have reported one
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -112,7 +113,29 @@ class TicketLeases:
 
     def release(self, ticket_id: bytes) -> None:
         """End the leases of a ticket. Does nothing for a ticket that leased nothing."""
+        self._waits.pop(ticket_id, None)
         self._pool.end_lease(self._tickets.pop(ticket_id, ()))
+
+    def record_wait(self, ticket_id: bytes, wait: ExportWait) -> None:
+        self._waits[ticket_id] = wait
+
+    def forget_waits(self) -> None:
+        self._waits.clear()
+
+    @property
+    def wait_depths(self) -> set[int]:
+        """The depths of the importers' waits. An importer that has reported none does not wait: 0."""
+        return {0, *(wait.depth for wait in self._waits.values())}
+
+    @property
+    def wait_mark(self) -> int:
+        """The greatest mark of the importers' waits."""
+        return max((wait.mark for wait in self._waits.values()), default=0)
+
+    def num_leased_beyond(self, depth: int) -> int:
+        """Return the number of blocks that are leased to importers whose waits are deeper."""
+        deeper = (ticket_id for ticket_id, wait in self._waits.items() if wait.depth > depth)
+        return len({block_id for ticket_id in deeper for block_id in self._tickets.get(ticket_id, ())})
 
 
 class SequenceFreezer:

@@ -34,6 +34,7 @@ from engine.scheduling.commands import (
     Event,
     Failed,
     Freeze,
+    ImporterWaits,
     Inspect,
     Inspected,
     LimitQueue,
@@ -102,6 +103,7 @@ class SequenceScheduler:
             pool=pool,
             reservations=reservations,
             live=live,
+            leases=leases,
             new_chain=new_chain,
             wire_dtype=wire_dtype,
             lengths=lengths,
@@ -126,6 +128,8 @@ class SequenceScheduler:
                 events = self._admission.reserve(command, now_s)
             case Announce(handoff_id):
                 self._reservations.announce(handoff_id)
+            case ImporterWaits(ticket_id, wait):
+                self._leases.record_wait(ticket_id, wait)
             case Discard(handoff_id, quarantined):
                 self._reservations.discard(handoff_id, quarantined)
             case Quiet(block_ids):
@@ -319,9 +323,7 @@ class SequenceScheduler:
     def _apply_draft_outcome(
         self, sequence: Sequence, chunk: Chunk, drawn: tuple[DrawnToken, ...], now_s: float
     ) -> list[SequenceToken]:
-        """Apply the outcome of a chunk with draft tokens. Accepted ones have KV, like known tokens; the last drawn
-        token has none yet.
-        """
+        """Apply the outcome of a chunk with draft tokens. Accepted ones have KV; the last drawn token has none yet."""
         self._speculation.judge(sequence, chunk, drawn)
         *right, last = until_finished(sequence.group.job.stops, drawn, sequence.num_output)
         router, handle, first = sequence.group.router, sequence.choices[0][1].handle, sequence.num_output
@@ -394,6 +396,5 @@ class SequenceScheduler:
             **self._batch.figures(now_s),
             **self._speculation.figures,
         }
-        blocks = self._pool.counts()
         numbers = {name: float(n) for name, n in figures.items()}
-        return Inspected(inspection_id, blocks, numbers, violation, self.holders())
+        return Inspected(inspection_id, self._pool.counts(), numbers, violation, self.holders())

@@ -21,7 +21,7 @@ from cluster.auth.keys import ClusterKeys
 from cluster.clock import Clock
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.member import OUR_VERSIONS, ProtocolRange
-from cluster.messages import LayoutFingerprint, MemberId, Ticket
+from cluster.messages import NO_WAIT, ExportWait, LayoutFingerprint, MemberId, Ticket
 from cluster.protocol import tickets
 from cluster.settings.worker_settings import TransferSettings
 from kvtransfer.counters import TransferCounters
@@ -80,6 +80,7 @@ class Exporter:
         settings: TransferSettings,
         transports: Sequence[ExporterTransport],
         release: Callable[[bytes], None],  # ticket id; called exactly once per issued ticket, on the loop
+        importer_waits: Callable[[bytes, ExportWait], None] = lambda ticket_id, wait: None,  # the last one reported
         clock: Clock,
         counters: TransferCounters,
         wall_clock: Callable[[], float] = time.time,
@@ -93,7 +94,7 @@ class Exporter:
         self._definition = partial(exported_definition, VerifyMode(settings.kv_verify), digests[0], keys)
         self._policy = LeasePolicy(settings.lease_s, settings.max_lease_s, settings.attach_timeout_s)
         self._transports = tuple(transports)
-        self._release = release
+        self._release, self._importer_waits = release, importer_waits
         self._clock, self._wall_clock = clock, wall_clock
         self._counters = counters
         self._rules = AttachRules(
@@ -268,19 +269,28 @@ class Exporter:
             call.refuse(error.handoff_reason, error.detail)
         else:
             self._calls[call] = export
+            self._record_wait(export, NO_WAIT)
             export.attach(call, accepted)
 
     def receive(self, call: IncomingCall, message: Renew | Settle) -> None:
         """Handle a later message of a call whose Attach was accepted."""
         export = self._calls.get(call)
         if export is not None:  # else the exporter has closed
+            self._record_wait(export, message.wait if isinstance(message, Renew) else NO_WAIT)
             export.receive(call, message)
 
     def end_call(self, call: IncomingCall) -> None:
         """Handle the end of a stream, whichever side ended it."""
         export = self._calls.pop(call, None)
         if export is not None:
+            self._record_wait(export, NO_WAIT)
             export.call_ended(call)
+
+    def _record_wait(self, export: TicketDriver, wait: ExportWait) -> None:
+        """Report how the importer of a ticket waits for room. The last report of two importers counts."""
+        if {wait, export.wait} != {NO_WAIT} and export.ticket.ticket_id in self._tickets:
+            export.wait = wait
+            self._importer_waits(export.ticket.ticket_id, wait)
 
     def _held(self, ticket_id: bytes) -> TicketDriver:
         """Raises HandOffFailed."""

@@ -12,7 +12,7 @@ from cluster.auth.keys import ClusterKeys
 from cluster.clock import Clock, DeadlineTimer
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.member import ProtocolRange
-from cluster.messages import LayoutFingerprint, MemberId, Ticket
+from cluster.messages import NO_WAIT, LayoutFingerprint, MemberId, Ticket
 from cluster.protocol import tickets
 from cluster.protocol.wire import fingerprint_from_wire
 from kvtransfer.counters import TransferCounters
@@ -207,6 +207,7 @@ class TicketDriver:
         self.ticket = ticket
         self.tags = BlockTags(definition, ticket.exporter, ticket.ticket_id)
         self.ended_s = 0.0  # when its last step ended; sent with Finished
+        self.wait = NO_WAIT  # of its importer
         self._state = machine.export(ticket.exporter, ticket.ticket_id, ticket.attempt, policy)
         self._linger_s = policy.lease_s
         self._clock, self._counters = clock, counters

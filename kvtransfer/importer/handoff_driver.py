@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from cluster.clock import Clock, DeadlineTimer
 from cluster.errors import HandOffFailed, HandOffReason, MalformedMessage, TandemError
 from cluster.member import ProtocolRange
-from cluster.messages import LayoutFingerprint, Ticket
+from cluster.messages import NO_WAIT, ExportWait, LayoutFingerprint, Ticket
 from cluster.protocol.received import checked
 from kvtransfer.counters import TransferCounters
 from kvtransfer.digests import VerifyMode, unverified_places
 from kvtransfer.importer.calls import CallPool
+from kvtransfer.importer.imported_blocks import ImportedBlocks
 from kvtransfer.importer.links import LinkTable
 from kvtransfer.importer.reads import BlockReader, TransportChoice, message_of
 from kvtransfer.keyed_digests import TAIL, BlockTags, DigestDefinition
@@ -30,7 +31,6 @@ from kvtransfer.protocol.handoff import (
     Attach,
     ExportFailed,
     Finished,
-    FirstToken,
     ImporterMessage,
     Renew,
     Settle,
@@ -40,6 +40,7 @@ from kvtransfer.transports.base import ImporterTransport
 from kvtransfer.wire.handoff_wire import (
     attach_to_wire,
     from_wire,
+    renew_to_wire,
     require_in_vocabulary,
     require_offered,
     settle_to_wire,
@@ -68,23 +69,6 @@ class HandOffContext:
     unhealthy: Callable[[str], None]
     protocol: ProtocolRange
     definitions: Callable[[], Mapping[str, DigestDefinition]]  # of digests that it accepts now, by name
-
-
-@dataclass(frozen=True, slots=True)
-class ImportedBlocks:
-    """Blocks that were read, verified as --kv-verify says, and settled. The caller owns them from now on."""
-
-    sealed_block_ids: tuple[int, ...]  # in the prompt's order, shared by all choices
-    tail_block_ids: tuple[int, ...]  # one per choice; empty when the prompt ends on a block boundary. Those of choices
-    # that ended with their first token hold nothing
-    first_tokens: tuple[FirstToken, ...]  # one per choice
-    transport: str
-    num_cached: int  # leading sealed blocks that the pool had already; they were not read
-    kv_bytes: int  # read over the transport and verified as --kv-verify requires
-    queue_s: float  # after the end of the prefill's last step, until this worker had room for the blocks
-    exposed_transfer_s: float  # from that end to settled, without `queue_s`
-    total_s: float
-    unverified_block_ids: frozenset[int] = frozenset()  # not verified, here or at a worker before
 
 
 class HandOffDriver:
@@ -123,6 +107,7 @@ class HandOffDriver:
         self._reads: BlockReader | None = None  # over the channel, once there is one
         self._cause = ""  # the message of the last error outside the machine
         self._reservation: asyncio.Task[None] | None = None
+        self._wait = NO_WAIT  # how it waits for exports of this worker, while it waits for blocks
         self._must_announce = False  # the pool was asked for blocks before the exporter had begun to compute
         self._read: asyncio.Task[None] | None = None
         self._is_destroying = False
@@ -138,6 +123,12 @@ class HandOffDriver:
         """Cancel the hand-off. Blocks that no read writes to are returned at once, the others when their read has
         ended."""
         self._apply(events.Cancel())
+
+    def report_wait(self, wait: ExportWait) -> None:
+        """Report at once how the hand-off waits for blocks. Does nothing if it waits no longer."""
+        if self._reservation is not None and not self._reservation.done():
+            self._wait = wait
+            self._call.send(self._to_wire(Renew(self._plan.epoch)))
 
     @property
     def was_delivered(self) -> bool:
@@ -198,7 +189,7 @@ class HandOffDriver:
                 context, offered = self._context, self._transports.offered()
                 return attach_to_wire(self._signed_ticket, context.layout, offered, context.protocol, self._definitions)
             case Renew():
-                return kv_pb2.ImporterMessage(renew=kv_pb2.Renew())
+                return renew_to_wire(self._wait)
             case Settle():
                 return settle_to_wire(message)
 
@@ -251,7 +242,7 @@ class HandOffDriver:
             self._cause = message_of(error)
             self._apply(events.Unreservable())
         else:
-            self._must_announce = False
+            self._must_announce, self._wait = False, NO_WAIT
             self._reserved_s = self._context.clock.now_s()
             self._context.pages.populate_soon(reservation.block_ids[reservation.num_cached :])
             self._apply(events.Reserved(reservation.block_ids, reservation.num_cached, self._unverified(reservation)))

@@ -19,7 +19,7 @@ from cluster.auth.keys import ClusterKeys
 from cluster.clock import Clock
 from cluster.errors import HandOffFailed, HandOffReason
 from cluster.member import OUR_VERSIONS, ProtocolRange
-from cluster.messages import LayoutFingerprint, MemberId, Ticket
+from cluster.messages import ExportWait, LayoutFingerprint, MemberId, Ticket
 from cluster.protocol import tickets
 from cluster.serving.serving import open_channel
 from cluster.settings.worker_settings import TransferSettings
@@ -27,7 +27,7 @@ from kvtransfer.counters import TransferCounters
 from kvtransfer.digests import KNOWN_DIGESTS, VerifyMode
 from kvtransfer.importer.calls import READY_S, CallPool, CallSettings, GrpcChannelPool
 from kvtransfer.importer.handoff_driver import HandOffContext, HandOffDriver
-from kvtransfer.importer.handoff_driver import ImportedBlocks as ImportedBlocks
+from kvtransfer.importer.imported_blocks import ImportedBlocks as ImportedBlocks
 from kvtransfer.importer.links import LinkTable
 from kvtransfer.keyed_digests import accepted_definitions
 from kvtransfer.memory import BlockSource as BlockSource
@@ -140,6 +140,12 @@ class Importer:
             if run.was_delivered:  # in the same turn of the loop; the caller will not receive it
                 blocks.discard(handoff_id, frozenset())
             raise
+
+    def report_wait(self, handoff_id: int, wait: ExportWait) -> None:
+        """Report to the exporter of a hand-off how it waits for exports of this worker."""
+        for run in self._runs.values():
+            if run.handoff_id == handoff_id:
+                run.report_wait(wait)
 
     async def close(self) -> None:
         """End every hand-off, then the channels. A read that does not end within `quarantine_s` ends with the

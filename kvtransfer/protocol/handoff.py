@@ -33,7 +33,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from cluster.errors import HandOffReason
-from cluster.messages import Epoch
+from cluster.messages import NO_WAIT, Epoch, ExportWait
 from kvtransfer.protocol.leases import LEASE_GUARDS, IllegalMove, LeaseGuards
 
 _NUM_REMEMBERED = 32  # moves, for the history in an error message
@@ -78,6 +78,7 @@ class Attach:
 @dataclass(frozen=True, slots=True)
 class Renew:
     epoch: Epoch
+    wait: ExportWait = NO_WAIT  # of the importer; only drivers read it
 
 
 @dataclass(frozen=True, slots=True)

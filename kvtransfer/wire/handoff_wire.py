@@ -9,7 +9,7 @@ from collections.abc import Container, Iterable, Mapping
 
 from cluster.errors import HandOffReason
 from cluster.member import ProtocolRange
-from cluster.messages import Epoch, LayoutFingerprint
+from cluster.messages import Epoch, ExportWait, LayoutFingerprint
 from cluster.protocol.wire import epoch_from_wire, epoch_to_wire, fingerprint_to_wire, pack_ids, unpack_ids
 from kvtransfer.digests import split_digests
 from kvtransfer.protocol.handoff import (
@@ -63,6 +63,10 @@ def attach_to_wire(
     )
 
 
+def renew_to_wire(wait: ExportWait) -> kv_pb2.ImporterMessage:
+    return kv_pb2.ImporterMessage(renew=kv_pb2.Renew(wait_depth=wait.depth, wait_mark=wait.mark))
+
+
 def settle_to_wire(settle: Settle) -> kv_pb2.ImporterMessage:
     return kv_pb2.ImporterMessage(
         settle=kv_pb2.Settle(
@@ -75,7 +79,7 @@ def renew_or_settle_from_wire(wire: kv_pb2.ImporterMessage, epoch: Epoch) -> Ren
     """Return a Renew or Settle, which may follow Attach on the stream of this epoch. Raises ValueError."""
     match wire.WhichOneof("message"):
         case "renew":
-            return Renew(epoch)
+            return Renew(epoch, ExportWait(wire.renew.wait_depth, wire.renew.wait_mark))
         case "settle":
             outcome = _OUTCOMES_FROM_WIRE.get(wire.settle.outcome)
             if outcome is None:

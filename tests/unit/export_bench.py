@@ -25,6 +25,7 @@ from engine.scheduling.commands import (
     Quiet,
     Release,
     Sealed,
+    WaitsForExports,
 )
 from engine.scheduling.length_prediction import LengthPredictor
 from engine.scheduling.limits import SchedulerLimits
@@ -304,7 +305,7 @@ class ExportBench:
                 self._begin_pull(self.pulls[pull_id], block_ids, num_cached, mark=pull_id + 1)
             case PrefixLeased(ticket_id, block_ids) if ticket_id in self.offered:
                 self.offered[ticket_id] = block_ids, self.offered[ticket_id][1]
-            case ExportAccepted() | PrefixLeased() | Inspected():
+            case ExportAccepted() | PrefixLeased() | Inspected() | WaitsForExports():
                 pass
             case _:
                 raise AssertionError(f"an unexpected event: {event}")

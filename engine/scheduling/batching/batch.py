@@ -32,22 +32,23 @@ of hand-offs in progress in either direction and of quarantine; these are freed 
 slot, and a sequence that cannot grow gives up its slot to an export. Two kinds may wait for another worker that waits
 for this one: hand-offs whose exporter has not begun to compute, and exports on a worker that also imports. So these
 together leave enough blocks for the longest hand-off whose exporter computes. A single export starts even if it leaves
-less, because other workers may wait for it; such hand-offs leave room for it beforehand. A pool of less than two
-longest sequences may still wait until a lease ends. A job that does not fit into the whole pool is refused at
-admission.
+less, because other workers may wait for it; such hand-offs leave room for it beforehand. In a pool of less than two
+longest sequences such a wait may still arise, and export_waits.py ends it. A job that does not fit into the whole pool
+is refused at admission.
 """
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
 
 from cluster.fair_queue import FairQueue
 from cluster.messages import Role, TenantShare
-from engine.kv.block_pool import BlockPool
+from engine.kv.block_pool import BlockPool, BlockState
 from engine.scheduling.batching.block_tables import BlockTables, SwapSpace
 from engine.scheduling.batching.preemption import ExportRoom, Preemption, Watermark
 from engine.scheduling.batching.queues import Ranking, SequenceQueues, prompt_cost
-from engine.scheduling.batching.reservations import BlockGrant, Reservations
+from engine.scheduling.batching.reservations import BlockGrant, BlockRequest, Reservations
 from engine.scheduling.batching.sequences import Sequence
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policies import Policy
@@ -157,6 +158,17 @@ class Batch:
         granted = self._reservations.grant(self._watermark.for_handoff)
         self._tables.tokens_cached += sum(grant.num_cached for grant in granted) * self._limits.block_size
         return granted
+
+    def num_needed_before(self, request: BlockRequest) -> int:
+        """Return the most blocks that one sequence needs which goes before this waiting hand-off: a waiting one that
+        ranks before it, or one that cannot grow and keeps its blocks."""
+        before = itertools.takewhile(lambda sequence: sequence.rank < request.rank, self.export_room.waiting())
+        needs = [self._tables.num_newly_used(sequence) for sequence in before]
+        last = self._queues.last_preemptible
+        if last is not None and self._preemption.is_stalled(last):
+            held = [block_id for block_id in last.block_ids if self._pool.state(block_id) is not BlockState.LEASED]
+            needs.append(len(held) + len(last.spare_ids) + self._tables.num_lacking(last))
+        return max(needs, default=0)
 
     def begin_step(self, now_s: float) -> None:
         """Sort the queues by the ranks at `now_s`, preempt for waiting work, and give slots to ready sequences."""

@@ -7,6 +7,7 @@ its blocks at once or is refused: it may speed up a prompt, and must never delay
 """
 
 import math
+import zlib
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ class BlockRequest:
     tenant: TenantShare = NO_TENANT
     num_output_left: int = 1  # tokens that its sequences are expected to generate
     is_announced: bool = False  # the exporter has begun to compute, so it has all blocks that it needs
+    mark: int = 0  # of its request, as of an ExportWait
     rank: Rank = ()  # at the last sort; lower ranks go first
 
 
@@ -77,6 +79,10 @@ class Reservations:
         return len(self._requests)
 
     @property
+    def waiting_handoff_ids(self) -> tuple[int, ...]:
+        return tuple(self._requests)
+
+    @property
     def waiting_tenants(self) -> list[TenantShare]:
         """The tenant of each waiting request."""
         return [request.tenant for request in self._requests.values()]
@@ -113,8 +119,12 @@ class Reservations:
         so that the longest hand-off whose exporter computes will fit. Negative: they have too many already."""
         waiting = (request.num_blocks for request in self._requests.values())
         num_left = max(self._num_longest, *waiting, 0) + self._num_watermark
-        num_early = sum(len(grant.block_ids) for grant in self._grants.values() if not grant.request.is_announced)
-        return self._pool.num_blocks - num_left - num_early
+        return self._pool.num_blocks - num_left - self.num_early
+
+    @property
+    def num_early(self) -> int:
+        """Return the number of blocks that were granted to hand-offs whose exporter had not begun to compute."""
+        return sum(len(grant.block_ids) for grant in self._grants.values() if not grant.request.is_announced)
 
     def add(self, request: BlockRequest) -> None:
         assert request.handoff_id not in self._requests and request.handoff_id not in self._grants, (
@@ -154,6 +164,10 @@ class Reservations:
             granted.append(grant)
         return granted
 
+    def refuse(self, handoff_id: int) -> None:
+        """Drop a request that waits."""
+        self._tenants.leave(self._requests.pop(handoff_id).tenant)
+
     def pop_grant(self, handoff_id: int) -> BlockGrant | None:
         """Remove a grant and return it. The caller owns the references to its blocks. Returns None if nothing was
         granted."""
@@ -165,9 +179,9 @@ class Reservations:
     def discard(self, handoff_id: int, quarantined: frozenset[int]) -> None:
         """Drop a request, or free the blocks of a grant or a pull except `quarantined` ones, which go to quarantine.
         Does nothing if it was admitted or discarded before."""
-        request, grant = self._requests.pop(handoff_id, None), self.pop_grant(handoff_id)
-        if request is not None:
-            self._tenants.leave(request.tenant)
+        if handoff_id in self._requests:
+            self.refuse(handoff_id)
+        grant = self.pop_grant(handoff_id)
         block_ids = grant.block_ids if grant is not None else self._pulls.pop(handoff_id, ())
         foreign = quarantined - set(block_ids)
         assert not foreign, f"hand-off {handoff_id} quarantines {sorted(foreign)}, which it does not hold"
@@ -199,7 +213,7 @@ def block_request_of(
 ) -> BlockRequest:
     """Return the request of a hand-off, which is the `number`-th arrival. Another worker computes its prompt."""
     work, num_to_grow = Work(arrival=number, arrived_s=now_s, deadline_s=math.inf, num_prompt=0), 0
-    tenant, num_output_left = NO_TENANT, 1
+    tenant, num_output_left, mark = NO_TENANT, 1, 0
     if (job := command.job) is not None:
         num_prompt, num_output = len(job.prompt_token_ids), len(job.sequences[0].committed_token_ids)
         predicted = 0
@@ -218,7 +232,7 @@ def block_request_of(
         )
         known, most = num_prompt + num_output, num_prompt + max(num_output, predicted - 1)
         num_to_grow = len(job.sequences) * (blocks_for(most, block_size) - blocks_for(known, block_size))
-        tenant = job.tenant
+        tenant, mark = job.tenant, zlib.crc32(job.request_id.encode())
         num_output_left = len(job.sequences) * expected_output_left(job, num_output, predicted)
     return BlockRequest(
         number=number,
@@ -231,4 +245,5 @@ def block_request_of(
         is_announced=command.is_announced,
         tenant=tenant,
         num_output_left=num_output_left,
+        mark=mark,
     )

@@ -185,8 +185,12 @@ class LayoutFingerprint(_message.Message):
     def __init__(self, weights: _Optional[str] = ..., model_config: _Optional[str] = ..., dtype: _Optional[str] = ..., block_table: _Optional[str] = ..., wire_dtype: _Optional[_Union[WireDtype, str]] = ..., kv_format: _Optional[int] = ...) -> None: ...
 
 class Renew(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("wait_depth", "wait_mark")
+    WAIT_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MARK_FIELD_NUMBER: _ClassVar[int]
+    wait_depth: int
+    wait_mark: int
+    def __init__(self, wait_depth: _Optional[int] = ..., wait_mark: _Optional[int] = ...) -> None: ...
 
 class Settle(_message.Message):
     __slots__ = ("epoch", "outcome", "reason")
