@@ -73,124 +73,153 @@ def attend_tile(  # type: ignore[no-untyped-def]
 ):
     """Compute one tile of attention. Its rows are (query, head of the group) pairs of one KV head; its columns are
     positions of the context."""
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    sequence = tl.load(tile_sequences + tile)
-    offset = tl.load(tile_offsets + tile)
-    first_row = tl.load(query_starts + sequence).to(tl.int32)
-    num_queries = tl.load(query_starts + sequence + 1).to(tl.int32) - first_row
-    context_len = tl.load(context_lens + sequence).to(tl.int32)
-    start = context_len - num_queries  # position of the chunk's first query
-
-    begin = _first_column(start + offset, window, COLUMNS, HAS_WINDOW)
-    end = tl.minimum(start + offset + ROWS // GROUP, context_len)
-    first_part, part_step, num_parts, part_tokens = 0, 1, 1, end - begin
-    if PARTS > 1:
-        first_part, part_step = tl.program_id(2), tl.num_programs(2)
-        part_tokens = _part_tokens(end - begin, COLUMNS, LEAST_PART)
-        num_parts = tl.cdiv(end - begin, part_tokens)
-        if first_part >= num_parts:
-            return
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    sequence, offset = tl.load(tile_sequences + tile), tl.load(tile_offsets + tile)
+    first_row, num_queries, context_len = _lengths(query_starts, context_lens, sequence)
+    first_position = context_len - num_queries + offset  # of the tile's first query
+    begin = _first_column(first_position, window, COLUMNS, HAS_WINDOW)
+    end = tl.minimum(first_position + ROWS // GROUP, context_len)
+    first_part, part_step, num_parts, part_tokens = _parts(end - begin, COLUMNS, PARTS, LEAST_PART)
+    if first_part >= num_parts:
+        return
 
     rows = tl.arange(0, ROWS)
     queries = offset + rows // GROUP  # [ROWS], counted in the chunk
     heads = kv_head * GROUP + rows % GROUP
     live = (rows < (ROWS // GROUP) * GROUP) & (queries < num_queries)
-    positions = start + queries
     tokens = (first_row + queries).to(tl.int64)
-
-    key_dims = tl.arange(0, KEY_PAD)
-    value_dims = tl.arange(0, VALUE_PAD)
-    q = tl.load(
-        query + tokens[:, None] * query_token_stride + heads[:, None] * query_head_stride + key_dims[None, :],
-        mask=live[:, None] & (key_dims[None, :] < KEY_DIM),
-        other=0.0,
-    )
+    positions = context_len - num_queries + queries
+    query_rows = tokens * query_token_stride + heads * query_head_stride
+    q = _load_rows(query, query_rows, live, KEY_DIM, KEY_PAD)
 
     for part in range(first_part, num_parts, part_step):
-        highest = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        if HAS_SINKS:
-            # A sink takes part in the softmax and gives no value: it is where the first part's running sums begin.
-            has_sink = live & (rows * 0 + part == 0)
-            sink = tl.load(sinks + heads, mask=has_sink, other=float("-inf")).to(tl.float32)
-            highest = tl.where(has_sink, sink * _LOG2_E, highest)
-            total = tl.where(has_sink, 1.0, total)
+        highest, total = _begin_softmax(sinks, heads, live, part, ROWS, HAS_SINKS)
         weighted = tl.zeros([ROWS, VALUE_PAD], tl.float32)
-
         part_end = tl.minimum(begin + (part + 1) * part_tokens, end)
         for first in range(begin + part * part_tokens, part_end, COLUMNS):
             columns = first + tl.arange(0, COLUMNS)
             written = columns < part_end
             blocks = tl.load(block_tables + sequence * table_stride + columns // BLOCK_SIZE, mask=written, other=0)
-            blocks = blocks.to(tl.int64)
-            places = columns % BLOCK_SIZE
-            k = tl.load(
-                keys
-                + blocks[None, :] * key_block_stride
-                + places[None, :] * key_token_stride
-                + kv_head * key_head_stride
-                + key_dims[:, None],
-                mask=written[None, :] & (key_dims[:, None] < KEY_DIM),
-                other=0.0,
-            )  # [KEY_PAD, COLUMNS]
-            scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
-            scale_places = blocks * scale_block_stride + places * scale_token_stride + kv_head * scale_head_stride
-            if HAS_SCALES:
-                factors = tl.load(key_scales + scale_places, mask=written, other=0.0).to(tl.float32)
-                scores = scores * factors[None, :]
-            if HAS_SOFTCAP:
-                scores = scores * (2.0 * scaling / softcap)
-                scores = (softcap * _LOG2_E) * (2.0 * tl.sigmoid(scores) - 1.0)  # tanh
-            else:
-                scores = scores * (scaling * _LOG2_E)
-            # Most of a long context is seen by all rows, and needs no mask.
-            is_edge = (first + COLUMNS > part_end) | (first + COLUMNS - 1 > start + offset)
-            if HAS_WINDOW:
-                is_edge = is_edge | (first <= start + offset + (ROWS // GROUP - 1) - window)
-            if is_edge:
-                visible = written[None, :] & (columns[None, :] <= positions[:, None])
-                if HAS_WINDOW:
-                    visible = visible & (columns[None, :] > positions[:, None] - window)
-                scores = tl.where(visible, scores, float("-inf"))
+            blocks, places = blocks.to(tl.int64), columns % BLOCK_SIZE
 
-            higher = tl.maximum(highest, tl.max(scores, axis=1))
-            anchor = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
-            weights = tl.exp2(scores - anchor[:, None])
-            shrink = tl.exp2(highest - anchor)
-            total = total * shrink + tl.sum(weights, axis=1)
-            v = tl.load(
-                values
-                + blocks[:, None] * value_block_stride
-                + places[:, None] * value_token_stride
-                + kv_head * value_head_stride
-                + value_dims[None, :],
-                mask=written[:, None] & (value_dims[None, :] < VALUE_DIM),
-                other=0.0,
-            )  # [COLUMNS, VALUE_PAD]
+            key_rows = _in_pool(blocks, places, kv_head, key_block_stride, key_token_stride, key_head_stride)
+            k = _load_columns(keys, key_rows, written, KEY_DIM, KEY_PAD)
+            scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")  # [ROWS, COLUMNS]
+            scale_rows = _in_pool(blocks, places, kv_head, scale_block_stride, scale_token_stride, scale_head_stride)
             if HAS_SCALES:
-                factors = tl.load(value_scales + scale_places, mask=written, other=0.0).to(tl.float32)
-                weights = weights * factors[None, :]
+                scores *= tl.load(key_scales + scale_rows, mask=written, other=0.0).to(tl.float32)[None, :]
+            scores = _as_exponents(scores, scaling, softcap, HAS_SOFTCAP)
+            # Most of a long context is seen by all rows, and needs no mask.
+            is_edge = (first + COLUMNS > part_end) | (first + COLUMNS - 1 > first_position)
+            if HAS_WINDOW:
+                is_edge |= first <= first_position + (ROWS // GROUP - 1) - window
+            if is_edge:
+                scores = _mask(scores, columns, positions, written, window, HAS_WINDOW)
+
+            weights, highest, shrink = _weigh(scores, highest)
+            total = total * shrink + tl.sum(weights, axis=1)
+            value_rows = _in_pool(blocks, places, kv_head, value_block_stride, value_token_stride, value_head_stride)
+            v = _load_rows(values, value_rows, written, VALUE_DIM, VALUE_PAD)
+            if HAS_SCALES:
+                weights *= tl.load(value_scales + scale_rows, mask=written, other=0.0).to(tl.float32)[None, :]
             weighted = weighted * shrink[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
-            highest = higher
 
         if PARTS > 1:
             slots = (tile.to(tl.int64) * tl.num_programs(1) * GROUP + heads) * PARTS + part
             tl.store(part_sums + slots * 2, highest, mask=live)
             tl.store(part_sums + slots * 2 + 1, total, mask=live)
-            tl.store(
-                part_values + slots[:, None] * VALUE_DIM + value_dims[None, :],
-                weighted,
-                mask=live[:, None] & (value_dims[None, :] < VALUE_DIM),
-            )
+            _store_rows(part_values, slots * VALUE_DIM, weighted, live, VALUE_DIM, VALUE_PAD)
         else:
             result = weighted / tl.where(total > 0.0, total, 1.0)[:, None]
-            rows_out = tokens[:, None] * output_token_stride + heads[:, None] * output_head_stride
-            tl.store(
-                output + rows_out + value_dims[None, :],
-                result.to(output.dtype.element_ty),
-                mask=live[:, None] & (value_dims[None, :] < VALUE_DIM),
-            )
+            output_rows = tokens * output_token_stride + heads * output_head_stride
+            _store_rows(output, output_rows, result, live, VALUE_DIM, VALUE_PAD)
+
+
+@triton.jit
+def _lengths(query_starts, context_lens, sequence):  # type: ignore[no-untyped-def]
+    """Return the first row of a sequence's chunk in the step, its queries, and the tokens of the context with them."""
+    first_row = tl.load(query_starts + sequence).to(tl.int32)
+    num_queries = tl.load(query_starts + sequence + 1).to(tl.int32) - first_row
+    return first_row, num_queries, tl.load(context_lens + sequence).to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _parts(span, COLUMNS: tl.constexpr, PARTS: tl.constexpr, LEAST_PART: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the parts that this program computes (the first, the step to its next, the number of all) and the tokens
+    per part."""
+    if PARTS == 1:
+        return 0, 1, 1, span
+    part_tokens = _part_tokens(span, COLUMNS, LEAST_PART)
+    return tl.program_id(2), tl.num_programs(2), tl.cdiv(span, part_tokens), part_tokens
+
+
+@triton.jit
+def _in_pool(blocks, places, kv_head, block_stride, token_stride, head_stride):  # type: ignore[no-untyped-def]
+    """Return where the columns' numbers for one KV head begin in a strided view of the pool, in elements."""
+    return blocks * block_stride + places * token_stride + kv_head * head_stride
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_rows(tensor, starts, live, DIM: tl.constexpr, PAD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load DIM elements from each start: `[starts, PAD]`, with zeros behind them and in rows that are not live."""
+    dims = tl.arange(0, PAD)
+    return tl.load(tensor + starts[:, None] + dims[None, :], mask=live[:, None] & (dims[None, :] < DIM), other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_columns(tensor, starts, live, DIM: tl.constexpr, PAD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load the same, transposed: `[PAD, starts]`."""
+    dims = tl.arange(0, PAD)
+    return tl.load(tensor + starts[None, :] + dims[:, None], mask=live[None, :] & (dims[:, None] < DIM), other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_rows(tensor, starts, rows, live, DIM: tl.constexpr, PAD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store the first DIM elements of each live row of `[starts, PAD]`, in the tensor's type."""
+    dims = tl.arange(0, PAD)
+    is_stored = live[:, None] & (dims[None, :] < DIM)
+    tl.store(tensor + starts[:, None] + dims[None, :], rows.to(tensor.dtype.element_ty), mask=is_stored)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _begin_softmax(sinks, heads, live, part, ROWS: tl.constexpr, HAS_SINKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return each row's highest score and sum of weights before the first column of a part. A sink takes part in the
+    softmax and gives no value: it is counted in the first part."""
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if HAS_SINKS:
+        has_sink = live & (heads * 0 + part == 0)
+        sink = tl.load(sinks + heads, mask=has_sink, other=float("-inf")).to(tl.float32)
+        highest = tl.where(has_sink, sink * _LOG2_E, highest)
+        total = tl.where(has_sink, 1.0, total)
+    return highest, total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _as_exponents(scores, scaling, softcap, HAS_SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the products of queries and keys as scaled scores in base 2, after the soft cap if there is one."""
+    if HAS_SOFTCAP:
+        scores = scores * (2.0 * scaling / softcap)
+        return (softcap * _LOG2_E) * (2.0 * tl.sigmoid(scores) - 1.0)  # tanh
+    return scores * (scaling * _LOG2_E)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _mask(scores, columns, positions, written, window, HAS_WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the scores without those of columns that are not written, come after a row's position or before its
+    window."""
+    visible = written[None, :] & (columns[None, :] <= positions[:, None])
+    if HAS_WINDOW:
+        visible = visible & (columns[None, :] > positions[:, None] - window)
+    return tl.where(visible, scores, float("-inf"))
+
+
+@triton.jit
+def _weigh(scores, highest):  # type: ignore[no-untyped-def]
+    """Return the weights of the scores, the highest score with them, and the factor of all earlier weights."""
+    higher = tl.maximum(highest, tl.max(scores, axis=1))
+    anchor = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
+    return tl.exp2(scores - anchor[:, None]), higher, tl.exp2(highest - anchor)
 
 
 @triton.jit(do_not_specialize_on_alignment=_ANY_ALIGNMENT)  # type: ignore[untyped-decorator]

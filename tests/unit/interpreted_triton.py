@@ -5,7 +5,8 @@ The interpreter keeps bfloat16 as its bits in uint16, and gets it wrong (Triton 
 multiplies the bits as whole numbers; a whole number becomes the bits of that number; float32 is cut off where a GPU
 rounds to even; sums, products and comparisons are of bits. Here torch computes products and conversions instead;
 arithmetic between bfloat16 numbers is refused, because no kernel of ours has any. The interpreter also reads float8's
-NaN as 480 and rounds half up instead of half to even; torch converts float8 too.
+NaN as 480 and rounds half up instead of half to even; torch converts float8 too. Its scalars are arrays of one element,
+which NumPy 2.5 no longer accepts as a bound of a loop; here they are converted to numbers.
 """
 
 import importlib.util
@@ -49,6 +50,7 @@ def compute_as_a_gpu() -> None:
         return
     kept = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn}  # as whole numbers of their size
     plain_cast, plain_dot, plain_binary = builder.cast_impl, builder.create_dot, builder.binary_op
+    plain_patch = interpreter._patch_lang_tensor
 
     def widened(value: Any) -> Any:
         found = kept.get(value.dtype.scalar)
@@ -76,6 +78,11 @@ def compute_as_a_gpu() -> None:
             assert value.dtype.scalar not in kept, f"{operation.__name__} of {value.dtype.scalar}"
         return plain_binary(self, left, right, operation)
 
+    def patch(tensor: Any, scope: Any) -> None:
+        plain_patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
     cast.rounds = True  # type: ignore[attr-defined]
     builder.cast_impl, builder.create_fp_to_fp = cast, to_fp
     builder.create_dot, builder.binary_op = dot, binary
+    interpreter._patch_lang_tensor = patch
