@@ -298,6 +298,7 @@ class Router:
             timeouts=WorkerTimeouts(
                 heartbeat_timeout_s=config.registration_ttl_s, recovery_timeout_s=config.stream_grace_s
             ),
+            clock=MonotonicClock(),
             telemetry=self._telemetry,
             follow_cache_events=CacheEventFollower(self._prefix_index).follow,
         )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
+from itertools import repeat
 from typing import NamedTuple
 
 from cluster.messages import MemberId, SampledToken, TokenLogprobs
@@ -41,6 +42,7 @@ class SequenceToken(NamedTuple):
     handle: int
     index: int  # type: ignore[assignment]  # hides a method of tuples that nothing needs here
     token: SampledToken
+    received_s: float  # when this router received its step, by its own clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,23 +176,27 @@ class Sequences:
             self._take = self._woken = None
 
 
-def tokens_of(step: worker_pb2.StepOutput) -> Iterator[SequenceToken]:
-    """Yield every token of one engine step. The message has been validated."""
+def tokens_of(step: worker_pb2.StepOutput, received_s: float) -> Iterator[SequenceToken]:
+    """Yield every token of one engine step, which was received at this time. The message has been validated."""
     handles, token_ids, indices = map(wire.unpack_ids, (step.handles, step.token_ids, step.indices))
     if not step.ends and not step.logprobs:
-        return map(SequenceToken, handles, indices, map(_plain_token, token_ids))
-    return _tokens_with_more(step, handles, token_ids, indices)
+        return map(SequenceToken, handles, indices, map(_plain_token, token_ids), repeat(received_s))
+    return _tokens_with_more(step, handles, token_ids, indices, received_s)
 
 
 def _tokens_with_more(
-    step: worker_pb2.StepOutput, handles: Sequence[int], token_ids: Sequence[int], indices: Sequence[int]
+    step: worker_pb2.StepOutput,
+    handles: Sequence[int],
+    token_ids: Sequence[int],
+    indices: Sequence[int],
+    received_s: float,
 ) -> Iterator[SequenceToken]:
     ends = {end.handle: wire.finish_reason_from_wire(end.finish_reason) for end in step.ends}
     # Accepted draft tokens are several tokens of one step.
     last = {handle: position for position, handle in enumerate(handles)}
     for position, (handle, token_id, index) in enumerate(zip(handles, token_ids, indices, strict=True)):
         reason = ends.get(handle) if position == last[handle] else None
-        yield SequenceToken(handle, index, SampledToken(token_id, _logprobs(step, position), reason))
+        yield SequenceToken(handle, index, SampledToken(token_id, _logprobs(step, position), reason), received_s)
 
 
 @lru_cache(maxsize=1 << 16)

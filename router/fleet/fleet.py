@@ -14,6 +14,7 @@ from typing import Protocol
 
 import grpc
 
+from cluster.clock import Clock
 from cluster.errors import NoWorkers
 from cluster.member import Capacity, Member, MemberState, fingerprint_difference
 from cluster.messages import LinkSpeed, MemberId, Role
@@ -49,6 +50,7 @@ class Fleet:
         membership: Membership,
         connect: Callable[[str], grpc.aio.Channel],
         timeouts: WorkerTimeouts,
+        clock: Clock,
         telemetry: Telemetry,
         follow_cache_events: Callable[[Member, grpc.aio.Channel], Coroutine[None, None, None]],
     ) -> None:
@@ -65,7 +67,7 @@ class Fleet:
         self._deregistered = DeregisteredWorkers(timeouts.absence_s)
         self._supervisors = Supervisors(connect=connect, is_wanted=self._registered_now)
         self._peers: dict[MemberId, Peer] = {}  # the connected workers
-        self._side = RouterSide(router.id, timeouts, itertools.count(1), self._notify, telemetry)
+        self._side = RouterSide(router.id, timeouts, itertools.count(1), self._notify, telemetry, clock)
         self._changed = ChangeSignal()
         self._has_read_long_enough = False  # for `absence_s`
         self._scale_target: ScaleTarget | None = None

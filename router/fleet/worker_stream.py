@@ -17,6 +17,7 @@ from typing import TypeAlias
 import grpc
 
 from cluster.auth.member_channel import SignedStream
+from cluster.clock import Clock
 from cluster.errors import Draining, MalformedMessage, Unhealthy
 from cluster.member import Member
 from cluster.messages import LinkSpeed, MemberId
@@ -63,6 +64,7 @@ class RouterSide:
     handles: Iterator[int]
     on_change: Callable[[], None]
     telemetry: Telemetry
+    clock: Clock  # of the accounts of requests
 
 
 class WorkerStream:
@@ -81,12 +83,11 @@ class WorkerStream:
     ) -> None:
         """`on_draining` is called with the worker's remaining grace in seconds when it drains, `on_others` with its
         reports about the work of other routers. `is_draining`: whether its drain was announced, on any way."""
-        self._worker = member.id
-        self._address = member.address
+        self._worker, self._address = member.id, member.address
         self._stub = worker_pb2_grpc.DecodeWorkerStub(channel)
         self._router, self._timeouts = side.router, side.timeouts
         self._handles, self._on_change = side.handles, side.on_change
-        self._telemetry = side.telemetry
+        self._telemetry, self._clock = side.telemetry, side.clock
         self._on_draining, self._is_draining = on_draining, is_draining
         self._on_others = on_others
         self._owners: dict[int, Sequences] = {}
@@ -345,9 +346,8 @@ class WorkerStream:
 
     def _on_step(self, step: worker_pb2.StepOutput) -> None:
         now_s = asyncio.get_running_loop().time()
-        for token in tokens_of(step):
-            owner = self._owner(token.handle)
-            if owner is not None:
+        for token in tokens_of(step, self._clock.now_s()):
+            if (owner := self._owner(token.handle)) is not None:
                 owner.all_progress[token.handle].record_token(now_s)
                 if owner.on_first_token is not None:
                     on_first_token, owner.on_first_token = owner.on_first_token, None

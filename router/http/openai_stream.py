@@ -5,7 +5,7 @@ worker.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import replace
 from json.encoder import encode_basestring
@@ -243,7 +243,7 @@ class EventStream(Response):
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                         started = True
                         if reader is not None:
-                            reader.has_begun = True
+                            reader.begin()
                     if isinstance(events, LastEvents):
                         last = events
                     else:
@@ -292,11 +292,12 @@ class _Reader:
     """Writes the events of deltas to the connection of a client, once its response has begun."""
 
     def __init__(self, chunks: DirectChunks, events_of: DeltaEvents) -> None:
-        self._can_write, self._write_now, self._events_of = chunks.can_write, chunks.write_now, events_of
-        self.has_begun = False
+        self._chunks, self._write_now, self._events_of = chunks, chunks.write_now, events_of
+        self.can_write: Callable[[], bool] = lambda: False
 
-    def can_write(self) -> bool:
-        return self.has_begun and self._can_write()
+    def begin(self) -> None:
+        """Record that the response has begun."""
+        self.can_write = self._chunks.can_write
 
     def write(self, deltas: Sequence[ChoiceDelta]) -> None:
         if events := self._events_of.of(deltas):

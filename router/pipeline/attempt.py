@@ -304,9 +304,9 @@ class Attempt:
     def _deliver_first(self, first: FirstTokens, prefill_id: MemberId) -> None:
         if len(first.tokens) != len(self._choices):
             raise WrongTokens(f"prefill gave {len(first.tokens)} first tokens for {len(self._choices)} choices")
-        self._admitted.prefilled(first, prefill_id)
+        received_s = self._admitted.prefilled(first, prefill_id)
         for choice, token in zip(self._choices, first.tokens, strict=True):
-            self._admitted.deliver(choice, choice.num_committed, token)
+            self._admitted.deliver(choice, choice.num_committed, token, received_s)
 
     async def _follow(self, decode: DecodeLeg) -> None:
         """Deliver tokens until every sequence has ended, wherever it was moved."""

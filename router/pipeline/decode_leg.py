@@ -137,14 +137,14 @@ class DecodeLeg:
                 raise self.decode.loss(f"is lost: {detail}")
 
     def _take_token(self, event: SequenceToken) -> None:
-        handle, index, token = event
+        handle, index, token, received_s = event
         if handle not in self.sequences.live:
             return
         if handle not in self.sequences.started:  # its first token was never compared
             raise self.decode.loss(f"is lost: the start message of sequence {handle} did not arrive")
         self._admitted.decoding(self.worker)
         choice = self.owners[handle]
-        self._admitted.deliver(choice, index, token)
+        self._admitted.deliver(choice, index, token, received_s)
         if token.finish_reason is not None:
             self.decode.stream.end_sequence(self.sequences, handle)
         if choice.ended:

@@ -6,6 +6,7 @@ arguments, in seconds of the router's monotonic clock. The account decides nothi
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -50,6 +51,14 @@ COUNTED_TOGETHER = 32  # tokens: counting each of them alone would take longer t
 _LEAST_TOKENS_COMPARED = 8  # of a choice: fewer say little about the time between tokens
 
 
+@dataclass(slots=True)
+class _Delivered:
+    """The tokens of one choice that the client was given."""
+
+    num_tokens: int
+    last_s: float  # when it was given the last ones
+
+
 class RequestAccount:
     """The account of one request, written from its arrival until its client has left."""
 
@@ -67,7 +76,8 @@ class RequestAccount:
         self._targets = targets
         self._telemetry = telemetry
         self._label = label
-        self._marks: list[tuple[PhaseName, float]] = [(PhaseName.TOKENIZE, now_s)]
+        self.phase = PhaseName.TOKENIZE  # the present one
+        self._marks: list[tuple[PhaseName, float]] = [(self.phase, now_s)]
         self._is_admitted = False
         self._first_token_s: float | None = None
         self._end_s: float | None = None
@@ -79,10 +89,9 @@ class RequestAccount:
         self._modelled: ModelledRequest | None = None
         self._received_s: tuple[float, float] | None = None  # when the first and the last token came
         self._num_received = 0  # tokens
-        self._last_delivery_s: dict[int, float] = {}  # by choice
         self._num_uncounted = 0  # tokens that the metrics do not have yet
         self._unpublished_itl_s: list[float] = []  # their times since the token before
-        self._num_tokens: dict[int, int] = {}  # by choice: tokens that the client was given
+        self._delivered: dict[int, _Delivered] = {}  # by choice, once its client has a token
         self.placements = PlacementLog()
         self.has_missed_targets = False  # of latency; set when it is published
         self.hand_offs: list[HandOff] = []
@@ -91,10 +100,6 @@ class RequestAccount:
         self.num_prompt_tokens = 0  # once it is admitted
         self.num_cached: int | None = None  # prompt tokens that the first prefill found in the prefix cache
         self.prefill_member = self.decode_member = ""  # of the present attempt
-
-    @property
-    def phase(self) -> PhaseName:
-        return self._marks[-1][0]
 
     @property
     def began_s(self) -> float:
@@ -117,11 +122,12 @@ class RequestAccount:
     @property
     def num_tokens(self) -> int:
         """Return the number of tokens that the client was given, over all choices."""
-        return sum(self._num_tokens.values())
+        return sum(each.num_tokens for each in self._delivered.values())
 
     def enter(self, phase: PhaseName, at_s: float) -> None:
         """Begin a phase. A time before the present phase began (from durations of another machine) counts as that."""
         if phase is not self.phase:
+            self.phase = phase
             self._marks.append((phase, max(at_s, self._marks[-1][1])))
 
     def record_admission(self, num_prompt_tokens: int) -> None:
@@ -187,11 +193,13 @@ class RequestAccount:
             num_tokens = len(delta.token_ids)
             if not num_tokens:
                 continue
-            last_s = self._last_delivery_s.get(delta.choice)
-            if last_s is not None:
-                self._unpublished_itl_s.append((now_s - last_s) / num_tokens)
-            self._last_delivery_s[delta.choice] = now_s
-            self._num_tokens[delta.choice] = self._num_tokens.get(delta.choice, 0) + num_tokens
+            delivered = self._delivered.get(delta.choice)
+            if delivered is None:
+                self._delivered[delta.choice] = _Delivered(num_tokens, now_s)
+            else:
+                self._unpublished_itl_s.append((now_s - delivered.last_s) / num_tokens)
+                delivered.num_tokens += num_tokens
+                delivered.last_s = now_s
             self._num_uncounted += num_tokens
             if self._num_uncounted >= COUNTED_TOGETHER:
                 self._count_tokens()
@@ -242,7 +250,7 @@ class RequestAccount:
             began_s=self.began_s,
             num_prompt_tokens=self.num_prompt_tokens,
             num_tokens=self.num_tokens,
-            first_token_s=self._first_token_s if self._num_tokens else None,
+            first_token_s=self._first_token_s if self._delivered else None,
             itl_s=self._mean_itl_s(),
             attempts=self.placements.attempts,
             ledger=self._ledger(intervals),
@@ -252,9 +260,9 @@ class RequestAccount:
 
     def _mean_itl_s(self) -> float | None:
         """Return the mean seconds between the tokens of a choice; None: no choice has two."""
-        longer = [choice for choice, num_tokens in self._num_tokens.items() if num_tokens > 1]
-        num_later = sum(self._num_tokens[choice] - 1 for choice in longer)
-        decoding_s = sum(self._last_delivery_s[choice] - (self._first_token_s or 0.0) for choice in longer)
+        longer = [each for each in self._delivered.values() if each.num_tokens > 1]
+        num_later = sum(each.num_tokens - 1 for each in longer)
+        decoding_s = sum(each.last_s - (self._first_token_s or 0.0) for each in longer)
         return decoding_s / num_later if num_later else None
 
     def publish(self, ended: Explanation) -> None:
@@ -270,12 +278,12 @@ class RequestAccount:
         for phase in ledger.phases:
             self._telemetry.observe("tandem_phase_seconds", phase.duration_s, phase=phase.name)
         self._telemetry.observe("tandem_request_seconds", ledger.wall_s)
-        if self._num_tokens:
+        if self._delivered:
             self._telemetry.observe("tandem_ttft_seconds", ledger.ttft_s)
         self._telemetry.count("tandem_cached_prompt_tokens_total", self.num_cached or 0)
         self._publish_misses(ended.itl_s, self.began_s + ledger.wall_s)
-        for num_tokens in self._num_tokens.values():
-            self._telemetry.observe("tandem_output_length_tokens", num_tokens)
+        for delivered in self._delivered.values():
+            self._telemetry.observe("tandem_output_length_tokens", delivered.num_tokens)
         if outcome == "ok" and not self._reasons:
             self._publish_errors()
             self._teach()
@@ -309,15 +317,15 @@ class RequestAccount:
         ttft_s, itl_s, at_s = self._predicted
         if (real_s := self._first_token_s - at_s) > 0:
             self._telemetry.observe("tandem_ttft_prediction_error_ratio", abs(ttft_s - real_s) / real_s)
-        for choice, num_tokens in self._num_tokens.items():
-            decoding_s = self._last_delivery_s[choice] - self._first_token_s
-            if num_tokens >= _LEAST_TOKENS_COMPARED and decoding_s > 0:
-                real_s = decoding_s / (num_tokens - 1)
+        for delivered in self._delivered.values():
+            decoding_s = delivered.last_s - self._first_token_s
+            if delivered.num_tokens >= _LEAST_TOKENS_COMPARED and decoding_s > 0:
+                real_s = decoding_s / (delivered.num_tokens - 1)
                 self._telemetry.observe("tandem_itl_prediction_error_ratio", abs(itl_s - real_s) / real_s)
 
     def _teach(self) -> None:
         """Update the model of the time between tokens from a request with one choice."""
-        if self._modelled is None or self._received_s is None or len(self._num_tokens) != 1:
+        if self._modelled is None or self._received_s is None or len(self._delivered) != 1:
             return
         first_s, last_s = self._received_s
         if self._num_received >= _LEAST_TOKENS_COMPARED:

@@ -147,12 +147,12 @@ class AdmittedRequest:
         admitted.failed_members = self.failed_members | {besides}
         return admitted
 
-    def deliver(self, choice: Choice, index: int, token: SampledToken) -> None:
-        """Give a token to the client once; drop it if another execution owns the choice. Raises OutOfOrder."""
+    def deliver(self, choice: Choice, index: int, token: SampledToken, received_s: float) -> None:
+        """Give a token to the client once; drop it if another execution owns the choice. `received_s`: when this router
+        received it. Raises OutOfOrder."""
         if may_append(choice, self.execution):
-            delta, now_s = choice.append(index, token), self._clock.now_s()
-            self._outbox.put(delta, now_s)
-            self.account.record_token(now_s)
+            self._outbox.put(choice.append(index, token), received_s)
+            self.account.record_token(received_s)
 
     def prefill_job(
         self,
@@ -238,35 +238,38 @@ class AdmittedRequest:
         if not self._has_tokens:
             self._enter(PhaseName.PREFILL_QUEUE)
 
-    def prefilled(self, first: FirstTokens, prefill: MemberId) -> None:
-        """Record that the first tokens arrived. From now on the client waits for the transfer, unless other choices
-        continue."""
+    def prefilled(self, first: FirstTokens, prefill: MemberId) -> float:
+        """Record that the first tokens arrived, and return when. From now on the client waits for the transfer, unless
+        other choices continue."""
+        now_s = self._clock.now_s()
         if self.lacks_prompt_logprobs:
             self._outbox.put_prompt(ScoredPrompt(self.request.prompt_token_ids, first.prompt_logprobs))
         self._found(first.num_cached)
         self.account.add_worker_time(
-            str(prefill), self._clock.now_s(), queue_s=first.queue_s, compute_s=first.prefill_s, chunks=first.chunks
+            str(prefill), now_s, queue_s=first.queue_s, compute_s=first.prefill_s, chunks=first.chunks
         )
         if not self._has_tokens:
-            self._enter(PhaseName.PREFILL, began_ago_s=first.prefill_s)
+            self.account.enter(PhaseName.PREFILL, now_s - first.prefill_s)
         if self.account.phase is not PhaseName.DECODE:
-            self._enter(PhaseName.TRANSFER)
+            self.account.enter(PhaseName.TRANSFER, now_s)
+        return now_s
 
     def started(self, started: SequencesStarted, decode: MemberId) -> None:
         """Record that sequences joined the decode worker's batch. Without first tokens, their prefill begins there."""
+        now_s, worker = self._clock.now_s(), str(decode)
         self._found(started.num_cached)
-        self.account.add_member(str(decode))
-        self.account.decode_member = str(decode)
-        self.account.add_hand_off(started.hand_off(str(decode), self._clock.now_s()))
+        self.account.add_member(worker)
+        self.account.decode_member = worker
+        self.account.add_hand_off(started.hand_off(worker, now_s))
         if started.first_tokens:
-            self.account.add_worker_time(str(decode), self._clock.now_s(), queue_s=started.queue_s, compute_s=0.0)
+            self.account.add_worker_time(worker, now_s, queue_s=started.queue_s, compute_s=0.0)
         else:
-            self._prefilling[decode] = (self._clock.now_s(), started.queue_s)
+            self._prefilling[decode] = (now_s, started.queue_s)
         if self.account.phase is PhaseName.TRANSFER:
-            self._enter(PhaseName.DECODE_QUEUE, began_ago_s=started.queue_s)
-            self._enter(PhaseName.DECODE)
+            self.account.enter(PhaseName.DECODE_QUEUE, now_s - started.queue_s)
+            self.account.enter(PhaseName.DECODE, now_s)
         elif not self._has_tokens:
-            self._enter(PhaseName.PREFILL)
+            self.account.enter(PhaseName.PREFILL, now_s)
 
     def decoding(self, decode: MemberId) -> None:
         """Record that a token came from this decode worker, or is about to."""
@@ -312,5 +315,5 @@ class AdmittedRequest:
         its request ended."""
         return not self._keeps_queue_position and 0 < self._num_claimed == self._num_committed
 
-    def _enter(self, phase: PhaseName, *, began_ago_s: float = 0.0) -> None:
-        self.account.enter(phase, self._clock.now_s() - began_ago_s)
+    def _enter(self, phase: PhaseName) -> None:
+        self.account.enter(phase, self._clock.now_s())

@@ -126,6 +126,7 @@ class RouterUnderTest:
             membership=self.membership,
             connect=connect,
             timeouts=timeouts,
+            clock=MonotonicClock(),
             telemetry=self.telemetry,
             follow_cache_events=CacheEventFollower(index).follow,
         )

@@ -13,6 +13,7 @@ import pytest
 
 from cluster.auth.key_file import load_keys
 from cluster.auth.member_channel import open_member_channel
+from cluster.clock import MonotonicClock
 from cluster.member import Member
 from cluster.messages import MemberId, Role
 from cluster.observe.telemetry import Telemetry
@@ -100,6 +101,7 @@ async def view(cluster: LocalCluster, incarnation: str) -> AsyncIterator[View]:
         membership=registry,
         connect=partial(open_member_channel, keys=keys, caller=f"router@{incarnation}"),
         timeouts=WorkerTimeouts(heartbeat_timeout_s=DEADLINE_S, recovery_timeout_s=DEADLINE_S),
+        clock=MonotonicClock(),
         telemetry=Telemetry(),
         follow_cache_events=CacheEventFollower(index).follow,
     )

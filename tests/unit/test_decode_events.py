@@ -23,7 +23,7 @@ def test_a_sequence_ends_with_the_last_of_its_tokens_in_a_step() -> None:
             worker_pb2.SequenceEnd(handle=7, finish_reason=FINISH_REASONS.number(FinishReason.STOP)),
         ],
     )
-    assert [(token.handle, token.index, token.token.finish_reason) for token in tokens_of(step)] == [
+    assert [(token.handle, token.index, token.token.finish_reason) for token in tokens_of(step, received_s=7.0)] == [
         (5, 3, None),
         (5, 4, None),
         (6, 0, None),
@@ -35,7 +35,7 @@ def test_a_sequence_ends_with_the_last_of_its_tokens_in_a_step() -> None:
 async def test_a_failure_is_returned_at_once_and_other_events_keep_their_order() -> None:
     sequences = Sequences({1: SequenceProgress(8)})
     started = SequencesStarted((1,), (4,), queue_s=0.0, kv_bytes=0, transport="tcp", num_cached=0)
-    token, failed = SequenceToken(1, 1, SampledToken(5, None, None)), SequencesFailed("read_failed", "")
+    token, failed = _token(1), SequencesFailed("read_failed", "")
     for event in (started, failed, token):
         sequences.put(event)
 
@@ -45,7 +45,7 @@ async def test_a_failure_is_returned_at_once_and_other_events_keep_their_order()
 
 async def test_no_event_is_lost_when_the_wait_for_a_failure_is_cancelled() -> None:
     sequences = Sequences({1: SequenceProgress(8)})
-    events = [SequenceToken(1, index, SampledToken(5, None, None)) for index in range(3)]
+    events = [_token(index) for index in range(3)]
     sequences.put(events[0])
     waiting = asyncio.create_task(sequences.unless_failed(asyncio.get_running_loop().create_future()))
     await asyncio.sleep(0)
@@ -69,7 +69,7 @@ async def test_a_wait_for_something_else_than_a_failure_leaves_all_events() -> N
 
 
 def _token(index: int, handle: int = 1) -> SequenceToken:
-    return SequenceToken(handle, index, SampledToken(5, None, None))
+    return SequenceToken(handle, index, SampledToken(5, None, None), received_s=7.0)
 
 
 async def test_tokens_are_taken_in_the_moment_in_which_they_arrive() -> None:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
+from cluster.clock import ManualClock
 from cluster.errors import MalformedMessage
 from cluster.member import Member
 from cluster.messages import MemberId, Role
@@ -57,7 +58,7 @@ async def _following(
         stream = WorkerStream(
             Member(id=WORKER, role=Role.DECODE, address=address, model="m"),
             channel,
-            RouterSide(MemberId("r0", "1"), timeouts, itertools.count(1), lambda: None, telemetry),
+            RouterSide(MemberId("r0", "1"), timeouts, itertools.count(1), lambda: None, telemetry, ManualClock()),
             on_draining=lambda grace_s: None,
             is_draining=lambda: False,
             on_others=lambda work: None,

@@ -5,6 +5,7 @@ import itertools
 
 from cluster.auth.keys import ClusterKeys
 from cluster.auth.member_channel import open_member_channel
+from cluster.clock import ManualClock
 from cluster.member import Member
 from cluster.messages import MemberId, Role
 from cluster.observe.telemetry import Telemetry
@@ -19,7 +20,7 @@ async def test_a_ticket_given_up_after_the_channel_closed_stays_until_its_deadli
     channel = open_member_channel("127.0.0.1:1", keys=ClusterKeys(b"k" * 32), caller="r0@1")
     member = Member(id=MemberId("p0", "a1"), role=Role.PREFILL, address="127.0.0.1:1", model="m")
     timeouts = WorkerTimeouts(heartbeat_timeout_s=1.0, recovery_timeout_s=1.0)
-    side = RouterSide(MemberId("r0", "1"), timeouts, itertools.count(1), lambda: None, Telemetry())
+    side = RouterSide(MemberId("r0", "1"), timeouts, itertools.count(1), lambda: None, Telemetry(), ManualClock())
     peer = Peer(member, channel, side, others=list)
     with peer.abandoned_unless_imported(b"ticket"):
         await channel.close()

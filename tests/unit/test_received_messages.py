@@ -56,7 +56,7 @@ CONVERSIONS: Mapping[type[Message], Callable[[Any], object]] = {
     worker_pb2.CacheEvents: report_wire.cache_events_from_wire,
     worker_pb2.FirstTokens: _after_check(lambda m: [wire.sampled_token_from_wire(token) for token in m.tokens]),
     worker_pb2.PromptLogprobs: _after_check(lambda m: list(wire.prompt_logprobs_from_wire(m).values())),
-    worker_pb2.StepOutput: _after_check(lambda m: list(decode_events.tokens_of(m))),
+    worker_pb2.StepOutput: _after_check(lambda m: list(decode_events.tokens_of(m, received_s=0.0))),
     worker_pb2.SequenceStarted: _after_check(lambda m: wire.unpack_ids(m.first_token_ids)),
     worker_pb2.CancelSequences: _after_check(lambda m: wire.unpack_ids(m.handles)),
     worker_pb2.Heartbeat: _after_check(lambda m: (link_speeds_from_wire(m.links), service_times_of(m))),

@@ -4,6 +4,7 @@ import itertools
 
 import grpc
 
+from cluster.clock import ManualClock
 from cluster.member import Member
 from cluster.messages import MemberId, Role
 from cluster.observe.telemetry import Telemetry
@@ -19,7 +20,7 @@ async def test_sequences_count_at_once_and_their_tokens_soon() -> None:
     stream = WorkerStream(
         Member(id=MemberId("d0", "1"), role=Role.DECODE, address="127.0.0.1:1", model="m"),
         grpc.aio.insecure_channel("127.0.0.1:1"),
-        RouterSide(MemberId("r0", "1"), timeouts, itertools.count(1), lambda: None, Telemetry()),
+        RouterSide(MemberId("r0", "1"), timeouts, itertools.count(1), lambda: None, Telemetry(), ManualClock()),
         on_draining=lambda grace_s: None,
         is_draining=lambda: False,
         on_others=lambda work: None,

@@ -127,7 +127,7 @@ class DirectClient:
                     for handle, token_id in zip(message.started.handles, firsts, strict=bool(firsts)):
                         self._take(handle, 0, token_id, is_last=False)
                 case "step":
-                    for token in tokens_of(message.step):
+                    for token in tokens_of(message.step, received_s=0.0):
                         is_last = token.token.finish_reason is not None
                         self._take(token.handle, token.index, token.token.token_id, is_last=is_last)
                 case "failed":
