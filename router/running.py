@@ -92,9 +92,11 @@ async def all_of(works: Iterable[Coroutine[None, None, None]]) -> None:
             group.create_task(work)
 
 
-async def first_done(*waits: "asyncio.Future[Any]", timeout_s: float | None = None) -> None:
-    """Wait until one of these is done, for `timeout_s` at most. None of them is cancelled or read. It does what
-    asyncio.wait does at a third of the cost, because it returns nothing."""
+async def first_done(
+    *waits: "asyncio.Future[Any]", timeout_s: float | None = None, changes: "Iterable[ChangeSignal]" = ()
+) -> None:
+    """Wait until one of these is done, for `timeout_s` at most, or until one of the changes. No future is cancelled or
+    read. It does what asyncio.wait does at a third of the cost, because it returns nothing."""
     if any(wait.done() for wait in waits):
         return
     loop = asyncio.get_running_loop()
@@ -107,6 +109,8 @@ async def first_done(*waits: "asyncio.Future[Any]", timeout_s: float | None = No
     timer = None if timeout_s is None else loop.call_later(timeout_s, wake)
     for wait in waits:
         wait.add_done_callback(wake)
+    for change in changes:
+        change.add(wake)
     try:
         await woken
     finally:
@@ -114,11 +118,14 @@ async def first_done(*waits: "asyncio.Future[Any]", timeout_s: float | None = No
             timer.cancel()
         for wait in waits:
             wait.remove_done_callback(wake)
+        for change in changes:
+            change.remove(wake)
 
 
 class ChangeSignal:
     """A signal for tasks that wait for the next change. `next` costs a waiter no task, because all waiters share one
-    future.
+    future. A wait that most often ends without a change is given the signal itself (`first_done`): to leave the shared
+    future, it would look at every other waiter.
     """
 
     def __init__(self) -> None:
@@ -128,11 +135,18 @@ class ChangeSignal:
     @contextmanager
     def calling(self, on_change: Callable[[], None]) -> Iterator[None]:
         """Call `on_change` at each change, until the `with` block ends."""
-        self._called[on_change] = None
+        self.add(on_change)
         try:
             yield
         finally:
-            del self._called[on_change]
+            self.remove(on_change)
+
+    def add(self, on_change: Callable[[], None]) -> None:
+        """Call `on_change` at each change, until it is removed."""
+        self._called[on_change] = None
+
+    def remove(self, on_change: Callable[[], None]) -> None:
+        del self._called[on_change]
 
     def next(self) -> "asyncio.Future[None]":
         """Return the future of the next change. It is shared: give it to `first_done`, and never await it directly,

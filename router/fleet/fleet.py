@@ -9,7 +9,6 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 import grpc
@@ -68,7 +67,7 @@ class Fleet:
         self._supervisors = Supervisors(connect=connect, is_wanted=self._registered_now)
         self._peers: dict[MemberId, Peer] = {}  # the connected workers
         self._side = RouterSide(router.id, timeouts, itertools.count(1), self._notify, telemetry, clock)
-        self._changed = ChangeSignal()
+        self.changes = ChangeSignal()  # set when a worker joins, leaves, becomes suspect or answers again
         self._has_read_long_enough = False  # for `absence_s`
         self._scale_target: ScaleTarget | None = None
         self.has_prefill_pool = False  # there was a prefill worker once: without one, prefill on decode is a fallback
@@ -123,15 +122,7 @@ class Fleet:
 
     async def changed(self) -> None:
         """Wait until a worker joins, leaves, becomes suspect or answers again."""
-        await self._changed.wait()
-
-    def next_change(self) -> "asyncio.Future[None]":
-        """Return the future for which `changed` waits, to give it to `first_done`."""
-        return self._changed.next()
-
-    def calling(self, on_change: Callable[[], None]) -> AbstractContextManager[None]:
-        """Call `on_change` at each such change, until the `with` block ends."""
-        return self._changed.calling(on_change)
+        await self.changes.wait()
 
     def prefill_loads(self) -> list[WorkerLoad]:
         """Return the loads of the workers whose role computes prompts."""
@@ -333,7 +324,7 @@ class Fleet:
         self._notify()
 
     def _notify(self) -> None:
-        self._changed.set()
+        self.changes.set()
 
 
 def _known_capacities(members: Iterable[Member]) -> list[Capacity]:

@@ -116,7 +116,7 @@ class Overview:
                     self._history.add(self._totals())
                     self._compare()
                 left_s = SAMPLE_PERIOD_S - self._wall_clock() % SAMPLE_PERIOD_S
-                await asyncio.wait((self._watched.fleet.next_change(),), timeout=min(_VIEW_PERIOD_S, left_s))
+                await asyncio.wait((self._watched.fleet.changes.next(),), timeout=min(_VIEW_PERIOD_S, left_s))
 
     async def of_cluster(self, request: admin_pb2.OverviewRequest, metadata: Metadata) -> admin_pb2.OverviewResponse:
         """Return the overview of all routers, this one's first. `metadata` has the caller's API key, for the others.

@@ -147,7 +147,7 @@ class TicketImport:
 
         try:
             async with until_suspect:
-                with self._context.fleet.calling(look):
+                with self._context.fleet.changes.calling(look):
                     await work
         except TimeoutError as error:
             if not until_suspect.expired():
@@ -194,7 +194,7 @@ class TicketImport:
         if failure.is_of_pair:
             prefill.suspect()
         while fleet.peer(self._exporter) is prefill:
-            waits: set[asyncio.Future[None]] = {fleet.next_change()}
+            waits: set[asyncio.Future[None]] = {fleet.changes.next()}
             if not failure.is_of_pair or prefill.num_cleared > num_cleared:
                 decode = self._context.worker_choice.choose_importer(
                     self._admitted, self._choices, prefill, num_committed=len(self._committed), besides=self._tried

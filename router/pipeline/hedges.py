@@ -97,9 +97,10 @@ class Hedging:
         self._telemetry.count("tandem_hedges_total", leg=leg, outcome=outcome)
         self._ended.set()
 
-    def next_changes(self) -> "tuple[asyncio.Future[None], asyncio.Future[None]]":
-        """Return the futures of the next changes: a worker becomes suspect or answers again; a hedge ends."""
-        return self._fleet.next_change(), self._ended.next()
+    @property
+    def changes(self) -> tuple[ChangeSignal, ChangeSignal]:
+        """Return the signals of a worker that becomes suspect or answers again, and of a hedge that ends."""
+        return self._fleet.changes, self._ended
 
 
 class _Hedge:
@@ -242,7 +243,7 @@ class _Watch:
     async def until_changed(self, working: "asyncio.Future[Any]") -> None:
         """Wait until the worker, a hedge or the work may have changed."""
         decided = () if self._hedge is None else (self._hedge.decided,)
-        await first_done(working, *self._hedging.next_changes(), *decided)
+        await first_done(working, *decided, changes=self._hedging.changes)
 
     def is_overtaken_after(self, working: "asyncio.Future[Any]") -> bool:
         """Return whether the hedge is current: it has a token, or `working` failed before it had one."""

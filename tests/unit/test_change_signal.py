@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from router.running import ChangeSignal
+from router.running import ChangeSignal, first_done
 
 
 async def test_a_change_wakes_all_that_wait_and_none_that_come_later() -> None:
@@ -33,3 +33,17 @@ async def test_a_change_without_a_wait_is_not_kept() -> None:
     signal = ChangeSignal()
     signal.set()
     assert not signal.next().done()
+
+
+async def test_a_wait_for_the_first_of_several_ends_with_a_change_or_with_a_future() -> None:
+    signal, ending = ChangeSignal(), asyncio.get_running_loop().create_future()
+    waiting = asyncio.create_task(first_done(ending, changes=(signal,)))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    signal.set()
+    await waiting
+    assert not ending.done()
+    waiting = asyncio.create_task(first_done(ending, changes=(signal,)))
+    await asyncio.sleep(0)
+    ending.set_result(None)
+    await waiting
