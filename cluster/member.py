@@ -113,7 +113,7 @@ def fingerprint_difference(ours: LayoutFingerprint, theirs: LayoutFingerprint) -
 
 
 def to_json(member: Member) -> str:
-    return json.dumps(asdict(member), sort_keys=True)
+    return json.dumps(asdict(member) | {"id": member.id._asdict()}, sort_keys=True)
 
 
 def from_json(text: str) -> Member:
@@ -124,7 +124,7 @@ def from_json(text: str) -> Member:
         fingerprint, capacity = values["fingerprint"], values["capacity"]
         protocol = ProtocolRange(values["protocol_oldest"], values["protocol_newest"])
         member = Member(
-            id=MemberId(**_known(MemberId, values["id"])),
+            id=MemberId(values["id"]["id"], values["id"]["incarnation"]),
             role=Role(values["role"]),
             address=values["address"],
             http_address=values["http_address"],
@@ -177,6 +177,6 @@ def _state(name: str) -> MemberState:
     return MemberState(name) if name in MemberState.__members__.values() else MemberState.DRAINING
 
 
-def _known(kind: type[MemberId | LayoutFingerprint | Capacity], values: dict[str, Any]) -> dict[str, Any]:
+def _known(kind: type[LayoutFingerprint | Capacity], values: dict[str, Any]) -> dict[str, Any]:
     names = {field.name for field in fields(kind)}
     return {name: value for name, value in values.items() if name in names}

@@ -2,7 +2,6 @@
 
 import random
 from copy import deepcopy
-from dataclasses import replace
 from statistics import quantiles
 from unittest import mock
 
@@ -84,7 +83,7 @@ def test_bursts_of_a_tenant_at_its_share_are_served_as_if_no_other_one_sent_more
 @pytest.mark.parametrize(("name", "weight"), [("fcfs", 3), ("shortest", 1)])
 def test_decode_slots_are_shared_by_weight(name: str, weight: int) -> None:
     flood = [Asked(num_prompt=16, num_output=40, share=FLOOD) for _ in range(50)]
-    other = [Asked(arrives_s=1.0, num_prompt=16, num_output=40, share=replace(OTHER, weight=weight)) for _ in range(24)]
+    other = [Asked(arrives_s=1.0, num_prompt=16, num_output=40, share=OTHER._replace(weight=weight)) for _ in range(24)]
     decoded = decode([*flood, *other], scheduler(limits(max_num_seqs=SLOTS), make_policy(name)), PER_STEP)
     ends = sorted(answer.token_times_s[-1] for answer in decoded.answers if answer.asked.share.label == "other")
     ended_s = ends[len(ends) * 2 // 3]  # until then some of both wait
