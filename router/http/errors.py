@@ -33,13 +33,14 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _ELSEWHERE_S = 1.0  # behind a load balancer the next try finds another router; our own client needs no wait
 _MOST_COMPARED = 64  # characters of an unknown name
 _MAX_REPORTED = 5  # validation errors in one message
+_COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _LOG = logging.getLogger("tandem.router.http")
 
 
 def json_bytes(value: object) -> bytes:
     """Encode as compact JSON. Half of a surrogate pair, which a client can send as an escape, is encoded as an
     escape."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
+    return _COMPACT.encode(value).encode("utf-8", "backslashreplace")
 
 
 def error_body(error: TandemError) -> dict[str, Any]:

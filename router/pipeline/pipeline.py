@@ -141,7 +141,8 @@ class Pipeline:
                     live.account.record_delivery(deltas, self._clock.now_s())
                     yield Output(live.request_id, deltas, prompt=live.outbox.take_prompt())
                 admitted = await serving
-            yield Output(live.request_id, summary=Summary(admitted.usage, live.account.ledger(self._clock.now_s())))
+            ledger = live.account.final_ledger(self._clock.now_s())
+            yield Output(live.request_id, summary=Summary(admitted.usage, ledger))
 
     async def _serve(self, live: LiveRequest) -> AdmittedRequest:
         """Serve a request from its arrival until its last token is in the outbox."""

@@ -252,13 +252,13 @@ class OutputLengths:
 
 def work_of(all_progress: Iterable[SequenceProgress]) -> SequenceWork:
     """Return the sum over these sequences of one worker."""
-    num_running, num_joining, context, left = 0, 0, 0, 0.0
+    num_running, num_sequences, context, left = 0, 0, 0, 0.0
     for progress in all_progress:
+        num_sequences += 1
         num_running += progress.is_decoding
-        num_joining += not progress.is_decoding
         context += progress.length
         left += progress.expected_left
-    return SequenceWork(num_running, num_joining, context, left)
+    return SequenceWork(num_running, num_sequences - num_running, context, left)
 
 
 def batch_of(all_progress: Iterable[SequenceProgress], others: SequenceWork = NO_SEQUENCE_WORK) -> SequenceBatch:

@@ -81,6 +81,7 @@ class RequestAccount:
         self._is_admitted = False
         self._first_token_s: float | None = None
         self._end_s: float | None = None
+        self._final: Ledger | None = None
         self._members: list[str] = []
         self._reasons: list[str] = []
         self._worker_times: list[WorkerTime] = []
@@ -221,9 +222,14 @@ class RequestAccount:
         return [(phase, at_s, until_s) for (phase, at_s), until_s in zip(self._marks, ends_s, strict=True)]
 
     def ledger(self, now_s: float) -> Ledger:
-        return self._ledger(self._intervals(now_s))
+        return self._ledger_of(self._intervals(now_s))
 
-    def _ledger(self, intervals: Sequence[tuple[PhaseName, float, float]]) -> Ledger:
+    def final_ledger(self, now_s: float) -> Ledger:
+        """Return the ledger of a request that has ended and whose client has all its tokens. It stays the same."""
+        self._final = self.ledger(now_s)
+        return self._final
+
+    def _ledger_of(self, intervals: Sequence[tuple[PhaseName, float, float]]) -> Ledger:
         durations_s: dict[PhaseName, float] = {}
         for phase, at_s, until_s in intervals:
             durations_s[phase] = durations_s.get(phase, 0.0) + (until_s - at_s)
@@ -253,7 +259,7 @@ class RequestAccount:
             first_token_s=self._first_token_s if self._delivered else None,
             itl_s=self._mean_itl_s(),
             attempts=self.placements.attempts,
-            ledger=self._ledger(intervals),
+            ledger=self._final if self._final is not None else self._ledger_of(intervals),
             spans=_spans(intervals),
             trace_id=self.trace_id,
         )
