@@ -42,8 +42,11 @@ class _Digests(ctypes.Structure):
 _LIBRARY = CompiledLibrary(
     "digests",
     folder=Path(__file__).parent,
-    signatures={"td_digests_supported": (_integer, ()), "td_digest_rows": (None, (ctypes.POINTER(_Digests),))},
-    version=1,
+    signatures={
+        "td_digest_width": (_integer, (_integer,)),
+        "td_digest_rows": (None, (ctypes.POINTER(_Digests), _integer)),
+    },
+    version=2,
 )
 
 
@@ -61,11 +64,13 @@ class DigestForm:
 class CompiledDigests:
     """The compiled implementation of digests. Any thread may call it. Calls release the GIL."""
 
-    def __init__(self, form: DigestForm) -> None:
-        """Load or build the library. Raises NotCompiled."""
+    def __init__(self, form: DigestForm, widest: int = 512) -> None:
+        """Load or build the library. `widest` is the width in bits of the widest registers to use, if the processor has
+        them. Raises NotCompiled."""
         library = _LIBRARY.load()
-        if not library.td_digests_supported():
-            raise NotCompiled("this processor has no AVX-512 VNNI")
+        self.width = int(library.td_digest_width(widest))  # 512: AVX-512 VNNI, 256: AVX2
+        if not self.width:
+            raise NotCompiled("this processor has no AVX2")
         self._digest_rows = library.td_digest_rows
         self._form = form
         self._coefficients: dict[bytes, torch.Tensor] = {}  # by seed
@@ -119,7 +124,8 @@ class CompiledDigests:
                     coefficients.data_ptr(),
                     sums.ctypes.data,
                     digests[first:].ctypes.data,
-                )
+                ),
+                self.width,
             )
 
         self._split(num_rows, row_bytes, run)
@@ -154,15 +160,17 @@ class CompiledDigests:
         return total, num_folds
 
     def _coefficients_of(self, seed: bytes, num_matrices: int) -> torch.Tensor:
-        """Return at least the first matrices of a seed: torch.uint8, [num_matrices, piece_bytes / 4, num_sums, 4], 128
-        added to each coefficient. They are aligned as torch aligns: to 64 bytes."""
+        """Return at least the first matrices of a seed, flat, in the layout of the kernel: torch.uint8, [num_matrices,
+        piece_bytes / 4, num_sums, 4] with 128 added, or torch.int16, [num_matrices, piece_bytes / 2, num_sums, 2].
+        They are aligned as torch aligns: to 64 bytes."""
         form = self._form
-        matrix_bytes = form.piece_bytes * form.num_sums
         known = self._coefficients.get(seed)
-        if known is None or len(known) < num_matrices * matrix_bytes:
-            shape = (form.piece_bytes // 4, 4, form.num_sums)
+        if known is None or len(known) < num_matrices * form.piece_bytes * form.num_sums:
+            together = 4 if self.width == 512 else 2
+            shape = (form.piece_bytes // together, together, form.num_sums)
             matrices = [form.coefficients(fold, seed).reshape(shape).transpose(1, 2) for fold in range(num_matrices)]
-            known = (torch.stack(matrices).to(torch.int16) + 128).to(torch.uint8).flatten()
+            wide = torch.stack(matrices).to(torch.int16).flatten()
+            known = (wide + 128).to(torch.uint8) if self.width == 512 else wide
             kept = list(self._coefficients.items())[1 - _MAX_SEEDS :]
             self._coefficients = {**dict(kept), seed: known}
         return known

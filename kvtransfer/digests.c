@@ -1,15 +1,11 @@
 /* Digests of KV blocks, and copies that digest what they write: kvtransfer/digests.py has the definition.
  *
- * A digest multiplies every byte with 16 coefficients. One vpdpbusd adds 4 products to each of 16 sums, so the work is
- * 16 of them per 64 bytes, one per cycle. Everything else is arranged around that:
+ * A digest multiplies every byte with 16 coefficients. Everything is arranged around that:
  *
- * - The vector holds the 16 sums of one piece. Four bytes of the piece are broadcast by the instruction itself, and its
- *   64 coefficients are loaded once for GROUP pieces. So a sum stays in one register, and nothing is added across lanes.
- * - The unsigned operand holds the coefficients plus 128. The excess, 128 times the sum of the piece's bytes, is
- *   subtracted at the end.
  * - Pieces are processed in bands of BAND bytes. A band is read from the source once, into the first-level cache; the
  *   same registers are written to the target. So the digest covers the bytes that were written, even if another process
  *   changes the source meanwhile. The next band is prefetched: the memory works while the processor multiplies.
+ * - The coefficients of a band are loaded once for several pieces (digests_512.c, digests_256.c).
  * - Copies of STREAMED_BYTES or more bypass the caches on their way to the target.
  *
  * Nothing here allocates or fails. Addresses need no alignment but that of the coefficients, 64 bytes.
@@ -18,10 +14,9 @@
 #include <stdint.h>
 #include <string.h>
 
-#define VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni")))
-#define INLINE static inline __attribute__((always_inline)) VNNI
+#include "digest_sums.h"
 
-enum { PIECE = 8192, SUMS = 16, BAND = 512, GROUP = 8, LINE = 64, HASHED_PIECES = 2, DIGEST = 16, STREAMED_BYTES = 1 << 20 };
+enum { HASHED_PIECES = 2, DIGEST = 16, STREAMED_BYTES = 1 << 20 };
 
 typedef struct {
     const uint8_t *source;         /* row i is at source + source_rows[i] * row_bytes; NULL: at i * row_bytes */
@@ -29,147 +24,58 @@ typedef struct {
     uint8_t *target;               /* row i is at target + target_rows[i] * row_bytes; NULL: nothing is copied */
     const int64_t *target_rows;
     int64_t num_rows, row_bytes;
-    const uint8_t *coefficients;   /* of each fold one after the other: [folds][PIECE / 4][SUMS][4], plus 128 */
+    const uint8_t *coefficients;   /* of each fold one after the other, in the kernel's layout */
     int32_t *sums;                 /* scratch: num_rows * (pieces of a row + pieces of its sums) * SUMS */
     uint8_t *digests;              /* [num_rows][16] */
 } td_digests;
 
-/* Pieces of equal length that are processed together. */
-typedef struct {
-    const uint8_t *source[GROUP], *next[GROUP];  /* next: the addresses to prefetch */
-    uint8_t *target[GROUP];
-    int32_t *sums[GROUP];
-} group;
+int64_t td_version(void) { return 2; }
 
-int64_t td_version(void) { return 1; }
-
-int64_t td_digests_supported(void) {
+/* Returns the width of the widest kernel that this processor has, at most `widest` bits; 0 if it has none. */
+int64_t td_digest_width(int64_t widest) {
     __builtin_cpu_init();
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+    if (widest >= td_by_512.width && td_by_512.is_supported()) return td_by_512.width;
+    if (widest >= td_by_256.width && td_by_256.is_supported()) return td_by_256.width;
+    return 0;
 }
 
 static const uint8_t *source_of(const td_digests *rows, int64_t row) {
     return rows->source + (rows->source_rows ? rows->source_rows[row] : row) * rows->row_bytes;
 }
 
-INLINE __m512i add_products(__m512i sums, __m512i unsigned_bytes, __m512i signed_bytes) {
-    /* Assembly, because with the intrinsic GCC 12 copies the sums before and after it. */
-    __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(unsigned_bytes), "v"(signed_bytes));
-    return sums;
-}
-
-/* Copies a band to the target and to `kept`, and adds its bytes to `total`. */
-INLINE __m512i take_band(const uint8_t *source, uint8_t *target, uint8_t *kept, __m512i total, int is_streamed) {
-    const __m512i ones = _mm512_set1_epi8(1);
-    _Pragma("GCC unroll 8") for (int i = 0; i < BAND; i += LINE) {
-        const __m512i bytes = _mm512_loadu_si512(source + i);
-        if (target && is_streamed)
-            _mm512_stream_si512((__m512i *)(target + i), bytes);
-        else if (target)
-            _mm512_storeu_si512(target + i, bytes);
-        _mm512_store_si512(kept + i, bytes);
-        total = add_products(total, ones, bytes);
-    }
-    return total;
-}
-
-/* Does the same for the last bytes of a row; `kept` is padded with zeros, which change no sum. */
-INLINE __m512i take_rest(const uint8_t *source, uint8_t *target, int64_t num_bytes, uint8_t *kept, __m512i total) {
-    memset(kept, 0, BAND);
-    memcpy(kept, source, (size_t)num_bytes);
-    if (target) memcpy(target, kept, (size_t)num_bytes);
-    for (int i = 0; i < BAND; i += LINE)
-        total = add_products(total, _mm512_set1_epi8(1), _mm512_load_si512(kept + i));
-    return total;
-}
-
-INLINE void multiply_band(const int num, const uint8_t *kept, const uint8_t *coefficients, __m512i *sums,
-                          const uint8_t *const *next) {
-    __m512i held[GROUP];
-    _Pragma("GCC unroll 8") for (int p = 0; p < num; p++) held[p] = sums[p];
-    for (int line = 0; line < BAND; line += LINE) {
-        _Pragma("GCC unroll 8") for (int p = 0; p < num; p++) _mm_prefetch((const char *)next[p] + line, _MM_HINT_T0);
-        _Pragma("GCC unroll 2") for (int i = line; i < line + LINE; i += 4) {
-            const __m512i factors = _mm512_load_si512(coefficients + i * SUMS);
-            _Pragma("GCC unroll 8") for (int p = 0; p < num; p++)
-                __asm__("vpdpbusd %2%{1to16%}, %1, %0"
-                        : "+v"(held[p])
-                        : "v"(factors), "m"(*(const int32_t *)(kept + p * BAND + i)));
-        }
-    }
-    _Pragma("GCC unroll 8") for (int p = 0; p < num; p++) sums[p] = held[p];
-}
-
-INLINE void sum_group(const int num, const group *group, int64_t num_bytes, const uint8_t *coefficients,
-                      int is_streamed) {
-    __attribute__((aligned(64))) uint8_t kept[GROUP * BAND];
-    __m512i sums[GROUP], totals[GROUP];
-    for (int p = 0; p < num; p++) sums[p] = totals[p] = _mm512_setzero_si512();
-    for (int64_t start = 0; start < num_bytes; start += BAND) {
-        const int64_t left = num_bytes - start;
-        const uint8_t *next[GROUP];
-        for (int p = 0; p < num; p++) {
-            const uint8_t *source = group->source[p] + start;
-            uint8_t *target = group->target[p] ? group->target[p] + start : NULL;
-            totals[p] = left >= BAND ? take_band(source, target, kept + p * BAND, totals[p], is_streamed)
-                                     : take_rest(source, target, left, kept + p * BAND, totals[p]);
-            next[p] = left >= 2 * BAND ? source + BAND : group->next[p];
-        }
-        multiply_band(num, kept, coefficients + start * SUMS, sums, next);
-    }
-    for (int p = 0; p < num; p++) {
-        const __m512i added = _mm512_set1_epi32(128 * _mm512_reduce_add_epi32(totals[p]));
-        _mm512_storeu_si512(group->sums[p], _mm512_sub_epi32(sums[p], added));
-    }
-}
-
-VNNI static void sum_any_group(int num, const group *group, int64_t num_bytes, const uint8_t *coefficients,
-                               int is_streamed) {
-    switch (num) {
-        case 8: sum_group(8, group, num_bytes, coefficients, is_streamed); break;
-        case 7: sum_group(7, group, num_bytes, coefficients, is_streamed); break;
-        case 6: sum_group(6, group, num_bytes, coefficients, is_streamed); break;
-        case 5: sum_group(5, group, num_bytes, coefficients, is_streamed); break;
-        case 4: sum_group(4, group, num_bytes, coefficients, is_streamed); break;
-        case 3: sum_group(3, group, num_bytes, coefficients, is_streamed); break;
-        case 2: sum_group(2, group, num_bytes, coefficients, is_streamed); break;
-        case 1: sum_group(1, group, num_bytes, coefficients, is_streamed); break;
-    }
-}
-
 /* Sums pieces `first` to `last` - 1 of every row, each of `num_bytes`, and copies them if the digests have a target. */
-VNNI static void sum_pieces(const td_digests *rows, int64_t first, int64_t last, int64_t num_bytes, int is_streamed) {
+static void sum_pieces(const td_kernel *kernel, const td_digests *rows, int64_t first, int64_t last, int64_t num_bytes,
+                       int is_streamed) {
     const int64_t per_row = last - first, num_pieces = (rows->row_bytes + PIECE - 1) / PIECE;
     const int64_t count = rows->num_rows * per_row;
-    for (int64_t start = 0; start < count; start += GROUP) {
-        group group;
-        const int num = (int)(count - start < GROUP ? count - start : GROUP);
+    for (int64_t start = 0; start < count; start += kernel->num_pieces) {
+        td_pieces pieces;
+        const int num = (int)(count - start < kernel->num_pieces ? count - start : kernel->num_pieces);
         for (int p = 0; p < num; p++) {
             const int64_t row = (start + p) / per_row, piece = first + (start + p) % per_row;
-            const int64_t after = start + p + GROUP < count ? start + p + GROUP : count - 1;
-            group.source[p] = source_of(rows, row) + piece * PIECE;
-            group.next[p] = source_of(rows, after / per_row) + (first + after % per_row) * PIECE;
-            group.target[p] =
+            const int64_t later = start + p + kernel->num_pieces, after = later < count ? later : count - 1;
+            pieces.source[p] = source_of(rows, row) + piece * PIECE;
+            pieces.next[p] = source_of(rows, after / per_row) + (first + after % per_row) * PIECE;
+            pieces.target[p] =
                 rows->target ? rows->target + rows->target_rows[row] * rows->row_bytes + piece * PIECE : NULL;
-            group.sums[p] = rows->sums + (row * num_pieces + piece) * SUMS;
+            pieces.sums[p] = rows->sums + (row * num_pieces + piece) * SUMS;
         }
-        sum_any_group(num, &group, num_bytes, rows->coefficients, is_streamed);
+        kernel->sum(num, &pieces, num_bytes, rows->coefficients, is_streamed);
     }
 }
 
-VNNI static void sum_rows(const td_digests *rows) {
+static void sum_rows(const td_kernel *kernel, const td_digests *rows) {
     const int64_t whole = rows->row_bytes / PIECE, rest = rows->row_bytes % PIECE;
     const int is_streamed = rows->target && rows->num_rows * rows->row_bytes >= STREAMED_BYTES &&
                             (uintptr_t)rows->target % LINE == 0 && rows->row_bytes % LINE == 0;
-    if (whole) sum_pieces(rows, 0, whole, PIECE, is_streamed);
-    if (rest) sum_pieces(rows, whole, whole + 1, rest, is_streamed);
+    if (whole) sum_pieces(kernel, rows, 0, whole, PIECE, is_streamed);
+    if (rest) sum_pieces(kernel, rows, whole, whole + 1, rest, is_streamed);
     if (is_streamed) _mm_sfence(); /* the target is complete before any later store is seen */
 }
 
 /* Sums the sums until at most HASHED_PIECES are left, each time with the next matrix. Returns the last sums, and sets
  * their number for each row. */
-VNNI static const int32_t *fold(const td_digests *rows, int64_t *num_left) {
+static const int32_t *fold(const td_kernel *kernel, const td_digests *rows, int64_t *num_left) {
     td_digests left = *rows;
     int64_t num_pieces = (rows->row_bytes + PIECE - 1) / PIECE;
     left.source_rows = NULL;
@@ -177,9 +83,9 @@ VNNI static const int32_t *fold(const td_digests *rows, int64_t *num_left) {
     while (num_pieces > HASHED_PIECES) {
         left.source = (const uint8_t *)left.sums;
         left.sums += left.num_rows * num_pieces * SUMS;
-        left.coefficients += PIECE * SUMS;
+        left.coefficients += kernel->matrix_bytes;
         left.row_bytes = num_pieces * SUMS * (int64_t)sizeof *left.sums;
-        sum_rows(&left);
+        sum_rows(kernel, &left);
         num_pieces = (left.row_bytes + PIECE - 1) / PIECE;
     }
     *num_left = num_pieces;
@@ -247,10 +153,11 @@ static void hash_row(uint64_t row_bytes, const int32_t *sums, int64_t num_sums, 
     memcpy(digest, state, DIGEST);
 }
 
-void td_digest_rows(const td_digests *rows) {
+void td_digest_rows(const td_digests *rows, int64_t width) {
+    const td_kernel *kernel = width == td_by_512.width ? &td_by_512 : &td_by_256;
     int64_t num_pieces;
-    sum_rows(rows);
-    const int32_t *sums = fold(rows, &num_pieces);
+    sum_rows(kernel, rows);
+    const int32_t *sums = fold(kernel, rows, &num_pieces);
     for (int64_t row = 0; row < rows->num_rows; row++)
         hash_row((uint64_t)rows->row_bytes, sums + row * num_pieces * SUMS, num_pieces * SUMS,
                  rows->digests + row * DIGEST);

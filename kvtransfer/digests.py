@@ -112,12 +112,16 @@ def digest_tensor(blocks: torch.Tensor) -> tuple[bytes, ...]:
     return _hashed(folded(host_sums(blocks, 0), host_sums), num_bytes)
 
 
+def digest_form() -> DigestForm:
+    """Return the parameters of the definition."""
+    return DigestForm(PIECE_BYTES, NUM_SUMS, DIGEST_BYTES, _MAX_HASHED_PIECES, coefficients)
+
+
 @lru_cache(maxsize=1)
 def compiled_digests() -> CompiledDigests | None:
     """Return the compiled digests, or None where they cannot be compiled, do not run or differ from the reference."""
-    form = DigestForm(PIECE_BYTES, NUM_SUMS, DIGEST_BYTES, _MAX_HASHED_PIECES, coefficients)
     try:
-        compiled = CompiledDigests(form)
+        compiled = CompiledDigests(digest_form())
     except NotCompiled as why:
         _LOG.info("KV digests are computed by torch: %s", why)
         return None

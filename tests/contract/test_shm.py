@@ -35,7 +35,7 @@ async def test_a_digested_read_returns_the_digests_of_the_received_blocks(
     short_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if compiled_digests() is None:
-        pytest.skip("this machine has no compiler or no AVX-512 VNNI")
+        pytest.skip("this machine has no compiler or no AVX2")
     monkeypatch.setattr(shm, "SHORT_BYTES", short_bytes)
     source, target = random_pool(6, seed=1), random_pool(6, seed=2)
     exporter, importer = ShmExporter(memory=source, proofs=PROOFS), ShmImporter(memory=target, proofs=PROOFS)

@@ -8,6 +8,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from cluster.compiled_library import NotCompiled
 from kvtransfer import compiled_digests as compiled_module
 from kvtransfer import digests
 from kvtransfer.compiled_digests import CompiledDigests
@@ -17,11 +18,15 @@ PIECE = 8192
 SIZES = (1, 64, 511, 512, 513, PIECE - 1, PIECE, PIECE + 1, 20_000, 8 * PIECE, 45 * PIECE, (2 << 20) + 5)
 
 
-@pytest.fixture
-def compiled() -> CompiledDigests:
-    found = digests.compiled_digests()
-    if found is None:
-        pytest.skip("this machine has no compiler or no AVX-512 VNNI")
+@pytest.fixture(params=[512, 256])
+def compiled(request: pytest.FixtureRequest) -> CompiledDigests:
+    """The digests of each width of registers that this processor has."""
+    try:
+        found = CompiledDigests(digests.digest_form(), widest=request.param)
+    except NotCompiled as why:
+        pytest.skip(str(why))
+    if found.width != request.param:
+        pytest.skip("this processor has no AVX-512 VNNI")
     return found
 
 
@@ -40,6 +45,17 @@ def random_rows(num_rows: int, num_bytes: int) -> npt.NDArray[np.uint8]:
 def aligned(num_rows: int, num_bytes: int) -> npt.NDArray[np.uint8]:
     """Return rows of zeros at a multiple of 64 bytes, as in a pool: a long copy to them bypasses the caches."""
     return torch.zeros(num_rows, num_bytes, dtype=torch.uint8).numpy()
+
+
+def test_the_widest_registers_of_the_processor_are_used(compiled: CompiledDigests) -> None:
+    found = digests.compiled_digests()
+    assert found is not None and found.width >= compiled.width
+
+
+@pytest.mark.parametrize("byte", [0x80, 0x7F, 0xFF])
+def test_sums_are_exact_at_the_extremes(compiled: CompiledDigests, byte: int) -> None:
+    rows = np.full((5, 3 * PIECE), byte, dtype=np.uint8)
+    assert compiled.digest(rows, range(5)) == digests.reference_digests(torch.from_numpy(rows), range(5))
 
 
 @pytest.mark.parametrize("num_bytes", SIZES)
