@@ -157,6 +157,7 @@ class Vocabulary:
         self.is_byte_level = any(spec["type"] == "ByteLevel" for spec in self._specs)
         self._settled: dict[tuple[int, str], str] = {}
         self._bytes: dict[int, bytes] = {}
+        self.whole_texts: dict[int, str] = {}  # of byte-level tokens that are whole characters, once they were decoded
         self._check_chain()
 
     def visible_token(self, token_id: int) -> str | None:
@@ -246,14 +247,17 @@ class Detokenizer:
         self._vocabulary = vocabulary
         self._token = vocabulary.visible_token if skips_special_tokens else vocabulary.token
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if vocabulary.is_byte_level else None
+        self._is_within_character = False  # the last token began a character that it did not end
         self._steps = [] if vocabulary.is_byte_level else vocabulary.new_steps()
 
     def push(self, token_id: int) -> str:
+        if not self._is_within_character and (text := self._vocabulary.whole_texts.get(token_id)) is not None:
+            return text
         token = self._token(token_id)
         if token is None:
             return ""
         if self._utf8 is not None:
-            return self._utf8.decode(self._vocabulary.byte_level_bytes(token_id, token))
+            return self._decoded(self._utf8, token_id, self._vocabulary.byte_level_bytes(token_id, token))
         return "".join(_run(self._steps, token))
 
     def end(self) -> str:
@@ -261,6 +265,16 @@ class Detokenizer:
         if self._utf8 is not None:
             return self._utf8.decode(b"", final=True)
         return "".join(_end(self._steps))
+
+    def _decoded(self, utf8: codecs.IncrementalDecoder, token_id: int, token_bytes: bytes) -> str:
+        """Decode a token, and keep its text for the next time if it is whole characters: then it depends on no other
+        token. Special tokens are not kept, because not every text has them."""
+        text = utf8.decode(token_bytes)
+        is_whole = not self._is_within_character and text.encode() == token_bytes
+        if is_whole and self._vocabulary.visible_token(token_id) is not None:
+            self._vocabulary.whole_texts[token_id] = text
+        self._is_within_character = bool(utf8.getstate()[0])
+        return text
 
 
 def _run(steps: Sequence[Step], piece: str) -> list[str]:
