@@ -75,6 +75,12 @@ class Caller:
     weight: int = 1  # the tenant's share of a full cluster, relative to those of other tenants
     max_priority: int = _LEAST_PRIORITY  # the most urgent `priority` of a request; lower numbers are more urgent
 
+    @property
+    def is_counted(self) -> bool:
+        """Return whether the caller's use is counted and limited: only with a key. The use of others is not given to
+        `TenantLimits` and `UsageMeter`."""
+        return bool(self.key_id)
+
     def may(self, access: Access) -> bool:
         return access in self.access or Access.ADMIN in self.access
 

@@ -177,7 +177,7 @@ class Reservation:
     def __init__(self, tenants: "TenantLimits", caller: Caller) -> None:
         self._tenants, self._caller = tenants, caller
         self._num_tokens = 0
-        self._slot: Slot | None = None  # None: nothing is reserved, or the caller has no limits
+        self._slot: Slot | None = None  # None: nothing is reserved
 
     def reserve(self, num_tokens: int, now_s: float) -> None:
         """Reserve the most that the request may use. Raises LimitReached."""
@@ -209,7 +209,7 @@ def check_request(caller: Caller, num_sequences: int, priority: int) -> None:
 
 
 class TenantLimits:
-    """Owns the use of all tenants at this router. A caller without a key has no limits and is not counted."""
+    """Owns the use of all tenants at this router. Every caller is one that is counted (`Caller.is_counted`)."""
 
     def __init__(self) -> None:
         self._tenants: dict[str, _TenantUse] = {}
@@ -224,9 +224,6 @@ class TenantLimits:
         """Count a request and the bytes of its message until the `with` block ends. A resumed request is never refused.
         Raises LimitReached.
         """
-        if not caller.key_id:
-            yield Reservation(self, caller)
-            return
         if not is_resumed:
             self._check_place(caller, now_s)
             self.hold_bytes(caller, num_bytes, now_s)
@@ -242,7 +239,7 @@ class TenantLimits:
 
     def hold_bytes(self, caller: Caller, num_bytes: int, now_s: float) -> None:
         """Count bytes of requests that the router holds; negative: they were released. Raises LimitReached."""
-        if not caller.key_id or not num_bytes:
+        if not num_bytes:
             return
         most, use = caller.limits.max_buffered_bytes, self._tenants.setdefault(caller.tenant, _TenantUse())
         held = (self.use(caller.tenant, now_s) if most else NO_USE).num_bytes + num_bytes
@@ -257,7 +254,7 @@ class TenantLimits:
     def check_tokens(self, caller: Caller, num_tokens: int, now_s: float) -> None:
         """Check that the caller may use more tokens in this minute. Raises LimitReached."""
         most = caller.limits.tokens_per_minute
-        if not most or not caller.key_id:
+        if not most:
             return
         if num_tokens > most:
             raise LimitReached(
@@ -274,8 +271,8 @@ class TenantLimits:
             )
 
     def count_tokens(self, caller: Caller, num_tokens: int, now_s: float) -> Slot | None:
-        """Count tokens for a caller with a key. Return where, for `take_back_tokens`."""
-        if not caller.key_id or not num_tokens:
+        """Count tokens of a caller. Return where, for `take_back_tokens`."""
+        if not num_tokens:
             return None
         return self._tenants.setdefault(caller.tenant, _TenantUse()).tokens.add(num_tokens, now_s)
 

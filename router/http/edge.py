@@ -68,7 +68,7 @@ class Edge:
         telemetry: Telemetry,
         begin_trace: Callable[[str], RequestTrace | None] = lambda trace_parent: None,
     ) -> None:
-        """`begin_trace`: as LiveRequests'."""
+        """`begin_trace`: as LiveRequests.begin_trace."""
         self._app = app
         self._begin_trace = begin_trace
         self._client_stall_s = client_stall_s
@@ -137,6 +137,9 @@ class Edge:
     def _held(self, scope: Scope) -> Iterator[Callable[[int], None]]:
         """Yield a function that counts the bytes of a body; they count for the caller until the `with` block ends."""
         caller: Caller = scope["state"].get("caller", ANY_CLIENT)
+        if not caller.is_counted:
+            yield lambda _number: None
+            return
         num_bytes = 0
 
         def hold(number: int) -> None:
@@ -273,7 +276,7 @@ class _Bodies:
             num_counted += len(body)
             self._check(num_bytes, num_structure)
             hold(len(body))
-            if not message.get("more_body", False):  # from here on it is a request, and admission's to bound
+            if not message.get("more_body", False):  # the body is complete; from here on admission limits the request
                 self._num_bytes_of_all -= num_counted
                 num_counted = 0
             return message

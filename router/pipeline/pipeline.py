@@ -148,7 +148,7 @@ class Pipeline:
         """Serve a request from its arrival until its last token is in the outbox."""
         admitted = None
         try:
-            timeout_s = self._checked(live.request)
+            timeout_s = self._checked(live)
             deadline_s = self._clock.now_s() + timeout_s
             async with asyncio.timeout(timeout_s):
                 resolved, acceptance = await self._accept(live, timeout_s)
@@ -181,14 +181,14 @@ class Pipeline:
             live.account.end(self._clock.now_s())
             live.outbox.end()
 
-    def _checked(self, request: GenerateRequest) -> float:
+    def _checked(self, live: LiveRequest) -> float:
         """Return the request's timeout in seconds. Raises TandemError before any work is spent on it."""
         if self._draining:
             raise Draining("this router is draining; try another")
-        check(request, self._model)
-        if request.caller.key_id:
-            check_request(request.caller, request.n, request.priority)
-        return request.timeout_s if request.timeout_s is not None else self.request_timeout_s
+        check(live.request, self._model)
+        if live.reservation is not None:
+            check_request(live.request.caller, live.request.n, live.request.priority)
+        return live.request.timeout_s if live.request.timeout_s is not None else self.request_timeout_s
 
     async def _accept(self, live: LiveRequest, timeout_s: float) -> tuple[ResolvedRequest, Acceptance]:
         """Tokenize the prompt and resolve every default. A resumed request keeps the acceptance that its client sends.

@@ -37,7 +37,7 @@ class LiveRequest:
     account: RequestAccount
     outbox: Outbox
     row: LiveRow
-    reservation: Reservation | None  # None: the caller has no key, and so no limits
+    reservation: Reservation | None  # None: the caller is not counted, and has no limits
     accepted: asyncio.Future[Accepted]  # done once the request is admitted, before its first delta
     served: asyncio.Event = field(default_factory=asyncio.Event)  # set when its stream has ended
 
@@ -210,7 +210,7 @@ class LiveRequests:
         caller, is_resumed, now_s = request.caller, request.resume_from is not None, self._clock.now_s()
         with (
             self.limits.place(caller, now_s, request.num_bytes, is_resumed=is_resumed)
-            if caller.key_id
+            if caller.is_counted
             else nullcontext() as reservation,
             self._placed(request_id, request, takes_over=takes_over) as row,
         ):

@@ -1,12 +1,13 @@
-"""Tests which call takes over a live stream when calls arrive late, twice or together."""
+"""Tests which call takes over a live stream when calls arrive late, twice or together, and whose use is counted."""
 
 import asyncio
 from itertools import permutations
 
 import pytest
 
+from cluster.accounts.keys import Caller, Limits
 from cluster.clock import ManualClock
-from cluster.errors import Cancelled, Draining, Overloaded, ResumeSuperseded
+from cluster.errors import Cancelled, Draining, LimitReached, Overloaded, ResumeSuperseded
 from cluster.observe.telemetry import Telemetry
 from router.request.live_requests import LiveRequests
 from router.requests import GenerateRequest, ResumedChoice, TextPrompt
@@ -75,7 +76,7 @@ async def test_only_a_call_of_a_higher_number_takes_a_stream_over(live_number: i
     await calls.end_all(live)
 
 
-async def test_a_stream_that_is_not_live_cannot_be_taken_over_and_any_number_is_served() -> None:
+async def test_a_stream_that_has_ended_cannot_be_taken_over_and_a_call_with_any_number_is_served() -> None:
     calls = Calls()
     assert not calls.live_requests.may_take_over(STREAM, LARGEST)
     live = await calls.begin(5)
@@ -142,3 +143,20 @@ async def test_the_check_finds_a_stream_whose_request_is_no_longer_live() -> Non
         with pytest.raises(AssertionError):
             live_requests.check()
         live_requests._live[live.row.number] = live
+
+
+async def test_only_requests_of_callers_with_a_key_are_counted_and_limited() -> None:
+    live_requests = Calls().live_requests
+    limits = Limits(requests_per_minute=2, max_sequences=1)
+    for _ in range(5):
+        with live_requests.arrived(GenerateRequest(TextPrompt("p"), caller=Caller("acme", limits=limits))) as live:
+            assert live.reservation is None
+    assert live_requests.limits.own(0.0) == {} and live_requests.usage.batch()[1] == {}
+    keyed = GenerateRequest(TextPrompt("p"), caller=Caller("acme", "k1", limits=limits))
+    for _ in range(2):
+        with live_requests.arrived(keyed) as live:
+            assert live.reservation is not None
+    with pytest.raises(LimitReached, match="requests_per_minute"), live_requests.arrived(keyed):
+        pass
+    assert live_requests.limits.own(0.0)["acme"].requests == 2
+    assert live_requests.usage.batch()[1] == {"requests|k1|acme": 2}

@@ -111,12 +111,6 @@ def test_limits_of_a_key_on_single_requests() -> None:
         check_request(who, 1, -1)
 
 
-def test_a_caller_without_a_key_has_no_limits_and_is_not_counted() -> None:
-    tenants = TenantLimits()
-    assert num_admitted(tenants, Caller(limits=Limits(requests_per_minute=1)), 0.0) == 100
-    assert tenants.own(0.0) == {}
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_routers_that_share_admit_one_limit_with_the_slack_of_one_report(seed: int) -> None:
     dice, routers = random.Random(seed), {str(number): TenantLimits() for number in range(3)}

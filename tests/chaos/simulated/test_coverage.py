@@ -83,7 +83,7 @@ REACHED_BY = {
     "open_failed": ("tests/unit/test_import_machine.py::test_channel_that_does_not_open_leaves_no_block_to_quarantine"),
     "member_refused": ("tests/unit/test_member_channel.py::test_a_caller_without_the_key_receives_a_named_refusal"),
     "overloaded": ("tests/contract/test_link_check.py::test_one_link_check_runs_at_a_time"),
-    "prompt_changed": ("tests/unit/test_request_acceptance.py::test_another_prompt_is_refused_by_name"),
+    "prompt_changed": ("tests/unit/test_request_acceptance.py::test_a_changed_prompt_is_refused_with_prompt_changed"),
     "request_changed": ("tests/unit/test_request_acceptance.py::test_changed_parameters_are_refused_by_name"),
     "request_too_large": (
         "tests/system/test_acceptance.py::test_every_admitted_request_can_be_resumed_with_all_its_tokens"
