@@ -22,7 +22,7 @@ MAX_IDLE_TENANTS = 1024  # whose virtual time is kept while they have no work he
 # How far ahead of the others a tenant may begin, in tokens of output: 1,024 tokens of a prompt, a few requests of most.
 # A tenant that comes back delays the others by no more.
 CREDIT = 128.0
-_KEPT_PART = 8  # beyond a full queue, one place for so many is kept for tenants below their share
+_KEPT_PART = 8  # an eighth of a queue's places is added for tenants below their share
 
 
 def has_place(newcomer: TenantShare, holders: Sequence[TenantShare], max_places: int) -> bool:
@@ -63,9 +63,9 @@ class FairQueue:
     The owner calls `enter` and `leave` for each piece of work, and `charge` for what it serves."""
 
     def __init__(self) -> None:
-        self._pieces: Counter[str] = Counter()  # that a tenant has here
+        self._pieces: Counter[str] = Counter()  # the number of pieces of work of each tenant here
         self._times: dict[str, float] = {}  # virtual: by the label of the tenant
-        self._newcomers: set[str] = set()  # have work and no time yet that compares with those of the others
+        self._newcomers: set[str] = set()  # tenants with work here whose virtual time is not set yet
         self._floor = 0.0  # no tenant begins more than the credit below it
 
     @property
@@ -107,10 +107,11 @@ class FairQueue:
     def places(
         self, demands: Iterable[tuple[Order, Demand]], waiting: Iterable[tuple[Order, TenantShare]] = ()
     ) -> dict[str, float]:
-        """Return the virtual time at which the first piece of work of each tenant begins, by label; each further one of
-        it begins `cost` after the one before. `demands`: those of all tenants, with their places in the order in which
-        their tenants would have them served; of pieces that nothing was charged for and that could be served more, only
-        the last of each tenant is needed, `waiting`."""
+        """Return the virtual time at which the first piece of work of each tenant begins, by label. Each further piece
+        begins `cost` after the one before.
+
+        `demands`: the pieces of all tenants that were charged for or that cannot be served more now, each with its
+        place in its tenant's own order. `waiting`: the last of the other pieces of each tenant."""
         places, shares, waiting_labels = dict[str, float](), dict[str, tuple[Order, TenantShare]](), set[str]()
         for order, demand in demands:
             label = demand.tenant.label

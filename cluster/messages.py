@@ -308,7 +308,7 @@ class PrefillJob:
     age_s: float = 0.0  # time since the request arrived at its router, earlier attempts included
     is_unproven: bool = False  # the client states the committed tokens without proof that this cluster generated them
     num_expected_cached: int = 0  # tokens of the prompt that the router expects the worker to have cached
-    router: MemberId | None = None  # None: the caller is none
+    router: MemberId | None = None  # None: the caller is not a router
     grammar: Grammar | None = None  # that the text of each choice must match
     num_prompt_logprobs: int | None = None  # of the most likely tokens at each position; None: none of the prompt
     trace_parent: str = ""  # W3C trace context, which travels as metadata of the call; empty: none

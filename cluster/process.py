@@ -60,7 +60,7 @@ def run_process(
         else:
             sys.stderr.write(f"{name}: {line}\n")
         return ExitStatus.CRASHED
-    except Exception:  # noqa: BLE001 -- the process ends here; it is logged and told by the status
+    except Exception:  # noqa: BLE001 -- the process ends here; the log and the exit status report it
         _LOG.exception("%s crashed", name)
         return ExitStatus.CRASHED
     return ExitStatus.OK

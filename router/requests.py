@@ -87,7 +87,7 @@ class SamplingParams:
 @dataclass(frozen=True, slots=True)
 class StopConditions:
     max_tokens: int | None = None
-    default_max_tokens: int | None = None  # where max_tokens is None: as many, or as the context leaves if fewer
+    default_max_tokens: int | None = None  # replaces a max_tokens of None, within the context that is left
     min_tokens: int = 0
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
@@ -125,7 +125,7 @@ class GenerateRequest:
     logprobs: int | None = None  # None: none; k: the chosen token's and those of the k most likely
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     timeout_s: float | None = None
-    cache_salt: str = ""  # KV of equal beginnings is shared among requests of one salt only
+    cache_salt: str = ""  # only requests with the same salt share the KV of common prefixes
     priority: int = 0  # lower goes first, if the workers' scheduling policy uses priorities
     is_batch: bool = False  # uses only capacity that no other request needs
     slo_ttft_s: float | None = None  # asks for its first token within this time; None: any time will do
@@ -136,7 +136,7 @@ class GenerateRequest:
     resume_from: tuple[ResumedChoice, ...] | None = None  # one per choice: resumes an accepted request
     resume_number: int = 0  # with `resume_from`: from 1, higher in each later call of the client; 0: the first call
     acceptance: bytes = b""  # with `resume_from`: what the router gave that accepted the request
-    truncate_prompt_tokens: int | None = None  # keep only its last ones; -1: as many as max_tokens leaves room for
+    truncate_prompt_tokens: int | None = None  # keep only the prompt's last ones; -1: all that fit beside max_tokens
     skip_special_tokens: bool = True  # in the text
 
     @property

@@ -90,8 +90,8 @@ class LocalCluster:
             return lines[0]
         ended = "the cluster ended before it was ready" if lines else f"the cluster is not ready after {timeout_s:g} s"
         self._log.seek(0)
-        told = "".join(self._log.readlines()[-_LAST_LINES:]).strip()
-        raise Unavailable(f"{ended}: {told}", reason="unavailable")
+        last_lines = "".join(self._log.readlines()[-_LAST_LINES:]).strip()
+        raise Unavailable(f"{ended}: {last_lines}", reason="unavailable")
 
     def __enter__(self) -> Self:
         return self

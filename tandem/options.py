@@ -61,12 +61,12 @@ class GenerateOptions(TypedDict, total=False):
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
-    include_stop_str_in_output: bool  # the text ends behind the stop string or stop token
+    include_stop_str_in_output: bool  # the text ends after the stop string or stop token, not before it
     skip_special_tokens: bool  # default: True; else the text has special tokens by their names
     truncate_prompt_tokens: int  # the number of last tokens to keep; -1: all that max_tokens leaves room for
     logprobs: int  # log-probabilities of the chosen token and of this many most likely tokens
     prompt_logprobs: int  # the same for the prompt's tokens, in Result.prompt_logprobs
-    cache_salt: str  # only requests of one salt share KV of equal beginnings
+    cache_salt: str  # only requests with the same salt share the KV of common prefixes
     priority: int  # lower values first, if the workers' scheduling policy uses priorities
     is_batch: bool  # the batch class: only uses capacity that no other request needs
     slo_ttft_s: float  # refused at once if its first token is predicted later than this

@@ -96,11 +96,11 @@ class Routers(Generic[Channel]):
     def learn(self, asked: str, metadata: Iterable[tuple[str, Any]] | None) -> list[Channel]:
         """Store the routers that the initial metadata of a response from the router at `asked` names. Returns channels
         that the caller must close."""
-        told = next((str(value) for key, value in metadata or () if key == ROUTERS_KEY), "")
-        if not told or not self._discover:
+        names = next((str(value) for key, value in metadata or () if key == ROUTERS_KEY), "")
+        if not names or not self._discover:
             return []
         with self._lock:
-            itself, *others = told.split(",")
+            itself, *others = names.split(",")
             self._reached_as = {own: known for own, known in self._reached_as.items() if own in others}
             self._reached_as[itself] = asked
             found = [self._reached_as.get(own, own) for own in (itself, *others)]

@@ -29,8 +29,8 @@ redis.call('SET', KEYS[1], ARGV[2])
 redis.call('PUBLISH', KEYS[2], 'keys')
 return {'1'}
 """
-_LOOK_S = 0.5  # at a file: nothing tells a process portably that a file, or a mounted secret, was replaced
-_LOOKS = 20  # after as many the file is read in any case: the cluster's secret may have been replaced
+_LOOK_S = 0.5  # between two looks at a file: no portable event reports that a file, or a mounted secret, was replaced
+_LOOKS = 20  # after this many looks the file is read even if unchanged: the cluster's secret may have been replaced
 _ATTEMPTS = 5  # at a change, while others change the keys too
 _FORBIDDEN_BITS = 0o037  # group may read: a mounted secret belongs to root and the pod's group
 

@@ -115,7 +115,7 @@ class GrantedRequest:
 
 
 class GrantingConnection:
-    """The exporter's side under a grant. It answers a request whose content names the grant."""
+    """The exporter's side of a connection that a grant allows. It answers a request that names the grant."""
 
     def __init__(self, keys: ClusterKeys, *, transport: str, exporter: str) -> None:
         self._keys, self._transport, self._exporter = keys, transport, exporter

@@ -183,7 +183,7 @@ WORKER: dict[str, Metric] = {
     ),
     "tandem_predicted_itl_seconds": _gauge("predicted seconds of a step that decodes all sequences of this worker"),
     "tandem_sequences": _gauge(
-        "sequences of this worker: running, waiting for room, or frozen until their KV was handed over", "state"
+        "sequences of this worker: running, waiting for free blocks, or frozen while they migrate", "state"
     ),
     "tandem_step_seconds": _seconds("time of a step, by its work: prefill, decode, or mixed", "work"),
     "tandem_step_part_seconds_total": _counter(

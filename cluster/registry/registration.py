@@ -166,9 +166,9 @@ class Registration:
 async def check_registry(registry: Registry, settings: ClusterSettings) -> None:
     """Check, before anything else is done, that Redis answers and that this process has the cluster's key.
 
-    Without the key it would wait for ever: no member would call it. It is refused when the only registrations have
-    another key for longer than those of a dead cluster stay. Once it runs, no registration ends it, because whoever
-    writes to Redis could make one up. Raises RegistryUnavailable, ConfigError."""
+    Without the key it would wait forever: no member would call it. It is refused when all registrations have another
+    key for longer than the registrations of a dead cluster last. Once it runs, no registration ends it, because every
+    program that can write to Redis could forge one. Raises RegistryUnavailable, ConfigError."""
     await registry.ping()
     until_s = asyncio.get_running_loop().time() + _STALE_TTLS * registry.ttl_s
     while strangers := await registry.strangers():

@@ -368,7 +368,7 @@ class Registry:
 
     @contextmanager
     def _understood(self) -> Iterator[None]:
-        """Convert the errors of an answer that the scripts of this class do not give to RegistryUnavailable."""
+        """Raise RegistryUnavailable for an answer that the scripts of this class never return."""
         try:
             yield
         except (TypeError, ValueError, LookupError) as error:

@@ -123,7 +123,7 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True)
 class Pem:
-    """The content of three files that fit together."""
+    """The content of three PEM files: a certificate chain, its private key and the authorities. They match."""
 
     cert: bytes = field(repr=False)
     key: bytes = field(repr=False)

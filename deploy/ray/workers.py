@@ -255,8 +255,9 @@ class RayWorkers:
         self._notify()
 
     async def _watch_nodes(self) -> None:
-        """Drain the workers of nodes that Ray drains, each when as many are ready as before, or half of the time is
-        over. Those of all pools count: a worker's role may have changed, and then its successor has another name."""
+        """Drain the workers of nodes that Ray drains, each once its successor is ready, or half of the time is over.
+        The ready workers of all pools are counted: a worker's role may have changed, and then its successor has another
+        name."""
         begun: dict[str, float] = {}  # draining nodes, and when each was seen first
         needed = 0
         while True:

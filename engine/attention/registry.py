@@ -80,7 +80,7 @@ class Capability:
             )
         for option in ("window", "softcap", "sinks"):
             if getattr(needs, option) and not getattr(self, option):
-                reasons.append(f"knows no {option}")
+                reasons.append(f"does not support {option}")
         if why := self.lacks_here():
             reasons.append(why)
         return reasons

@@ -161,7 +161,7 @@ def _in_pool(blocks, places, kv_head, block_stride, token_stride, head_stride): 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _load_rows(tensor, starts, live, DIM: tl.constexpr, PAD: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load DIM elements from each start: `[starts, PAD]`, with zeros behind them and in rows that are not live."""
+    """Load DIM elements from each start: `[starts, PAD]`, with zeros after them and in rows that are not live."""
     dims = tl.arange(0, PAD)
     return tl.load(tensor + starts[:, None] + dims[None, :], mask=live[:, None] & (dims[None, :] < DIM), other=0.0)
 

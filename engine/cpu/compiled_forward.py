@@ -158,7 +158,7 @@ def _populate(panels: torch.Tensor, is_over: threading.Event) -> None:
     for begin in range(0, panels.nbytes, _POPULATED_BYTES):
         length = min(_POPULATED_BYTES, panels.nbytes - begin)
         if is_over.is_set() or madvise(panels.data_ptr() + begin, length, _POPULATE_WRITE):
-            return  # where the kernel does not know the call, packing allocates the pages
+            return  # an older Linux refuses the call; packing then allocates the pages
 
 
 def _panel_elems(kernels: ctypes.CDLL, decoder: Decoder) -> list[int]:

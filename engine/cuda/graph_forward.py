@@ -71,7 +71,8 @@ class StaticDecodes:
         )
 
     def copy_step(self, step: PackedBatch, batch: PackedBatch) -> PackedBatch:
-        """Copy a step into the front rows of `batch`, the rest idle. Returns `batch` with the host's values of both."""
+        """Copy a step into the first rows of `batch` and make the other rows idle. Returns `batch` with the starts of
+        the step's sequences, which the host reads."""
         count = len(step.query_lens)
         assert set(step.query_lens) == {1} and count <= len(batch.query_lens), step.query_lens
         self._input_ids[:, :count] = step.input_ids

@@ -63,8 +63,9 @@ def check_equal(loaded: LoadedModel, chunk_tokens: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """The errors of another Forward's logits, relative to the spread of a row's logits: of half of a sequence's rows at
-    most `typical`, of every row at most `worst`. `allowed`: the error that `check_equal` allows in half of the rows."""
+    """The errors of another Forward's logits, relative to the spread of a row's logits. `typical`: the largest median
+    error of a sequence's rows; `worst`: the largest error of any row; `allowed`: the median that `check_equal`
+    allows."""
 
     typical: float
     worst: float
@@ -72,7 +73,7 @@ class Deviation:
 
     @property
     def fault(self) -> str | None:
-        """Say why this Forward must not replace the model's own, or return None.
+        """Return why this Forward must not replace the model's own; None: it may.
 
         Both have rounding errors, so more is allowed than in `check_equal`. Over seven families in bfloat16 with eight
         draws of weights each, half of a sequence's rows used at most 90 % of the limit and the worst row 57 %. Every

@@ -234,7 +234,7 @@ class Reserved(Answer):
 
 @dataclass(frozen=True, slots=True)
 class Unreservable(Refusal):
-    """The pool can never reserve so many blocks, or a cycle of workers waits for each other's exports."""
+    """The pool can never reserve that many blocks, or a cycle of workers waits for each other's exports."""
 
     handoff_id: int
     error: TandemError

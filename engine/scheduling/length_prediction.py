@@ -1,9 +1,9 @@
 """Predicts how many tokens a sequence will have generated when it ends. Pure: learns from sequences that ended.
 
 Owns the statistics of past lengths, per tenant and length of prompt. For every kind of sequence it counts how many
-reached a length and how many ended by themselves there; a sequence that was cut off, by max_tokens or its client,
-counts only up to its length (the product-limit estimate: Kaplan and Meier, 1958). The prediction is the length that a
-sequence with so many tokens will not exceed with a given probability: a sequence that exceeds its prediction is
+reached a length and how many ended there by a stop; a sequence that was cut off, by max_tokens or its client, counts
+only up to its length (the product-limit estimate: Kaplan and Meier, 1958). The prediction is the length that a sequence
+with its present number of tokens will not exceed with a given probability: a sequence that exceeds its prediction is
 compared with those that did the same. Never decides how a prediction is used.
 """
 

@@ -1,6 +1,6 @@
 """The limits of a worker, and the errors with which it refuses jobs beyond them. Pure values.
 
-A job that can never be served is refused before it gets any resource, so no admitted job waits for ever.
+A job that can never be served is refused before it gets any resource, so no admitted job waits forever.
 """
 
 from collections.abc import Sequence

@@ -222,8 +222,8 @@ class SequenceScheduler:
             if chunk.draft is not None:
                 self._speculation.store(sequence, drafted)
         self._tokens_drawn += len(tokens)
-        told = (StepTokens(self._steps, tuple(tokens)),) if tokens else ()
-        return (*started, *exported, *told, *self._admission.grant_blocks(now_s))
+        appended = (StepTokens(self._steps, tuple(tokens)),) if tokens else ()
+        return (*started, *exported, *appended, *self._admission.grant_blocks(now_s))
 
     def fail(self, plan: StepPlan, error: Exception, now_s: float) -> tuple[Event, ...]:
         step = self._end_step(plan, has_failed=True)
@@ -331,9 +331,9 @@ class SequenceScheduler:
         sequence.advance(len(chunk.token_ids) - chunk.num_draft_tokens + len(right))
         self._tables.cache_sealed(sequence)
         self._tables.trim(sequence)
-        told = [SampledToken(token.token_id, token.logprobs, None) for token in right]
+        sampled = [SampledToken(token.token_id, token.logprobs, None) for token in right]
         return [
-            *(SequenceToken(router, handle, index, token) for index, token in enumerate(told, start=first)),
+            *(SequenceToken(router, handle, index, token) for index, token in enumerate(sampled, start=first)),
             self._append(sequence, last, now_s),
         ]
 

@@ -70,7 +70,7 @@ class ScoredBatch:
         self.batch = replace(packed, logit_rows=ordered)
 
     def sampled(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits that the step draws from, as they are without scores."""
+        """Return the rows of logits that tokens are drawn from, without the rows that only prompt scores need."""
         return logits[self._sampled]
 
     def scores(self, logits: torch.Tensor) -> PromptScores:
@@ -199,7 +199,7 @@ class ModelRunner:
         if not plan.chunks:
             return None
         batch = pack(plan.chunks, self._pool.layout.block_size, self._pool.device)
-        if plan.announces and self._pool.device.type == "cpu":  # a GPU has only been told to write
+        if plan.announces and self._pool.device.type == "cpu":  # on a GPU the writes are only launched by then
             batch = dataclasses.replace(batch, written=self.on_written)
         if batch.fresh_blocks is not None:
             self._pool.tensor.index_fill_(0, batch.fresh_blocks, 0)

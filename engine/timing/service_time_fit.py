@@ -44,7 +44,7 @@ from engine.scheduling.step import StepPlan
 FORGETTING = 0.97  # per step: about the last thirty count
 _SPEED_RUN = 5  # steps in a row, all slower or all quicker than predicted
 _SPEED_DEVIATION = 1.25  # by this factor at least
-_SPEED_AFTER = 20  # steps: before, a deviation shows that the model is young
+_SPEED_AFTER = 20  # steps; an earlier deviation only shows that the fit has too few steps
 _OUTLIER = 3.0  # a step counts as at most this many times its prediction, and at least as this part
 _NEW_RANGE_OUTLIER = 10.0  # in a range that was never measured, where the model may be far off
 _RANGE_WEIGHT = 0.05  # of a range, in steps

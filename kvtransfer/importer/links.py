@@ -92,7 +92,7 @@ class ReadSlowdown:
 
     def __init__(self) -> None:
         self._sizes: dict[int, _ReadTimes] = {}  # by the base-4 logarithm of their bytes
-        self.times = 1.0  # until reads of one size were measured twice
+        self.times = 1.0  # remains 1 until two medians of reads of one size are known
 
     def add(self, num_bytes: int, seconds: float) -> None:
         """Add one read. A read without bytes is ignored."""

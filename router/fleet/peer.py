@@ -39,7 +39,7 @@ class Peer(WorkerHealth):
     def __init__(
         self, member: Member, channel: grpc.aio.Channel, side: RouterSide, others: "Callable[[], Sequence[Peer]]"
     ) -> None:
-        """`others`: as of WorkerHealth."""
+        """`others`: as in WorkerHealth."""
         super().__init__(member, channel, side, others)
         self._call_timeout_s = side.timeouts.call_timeout_s
         self.unmodelled = UnmodelledTimes()

@@ -183,9 +183,9 @@ class WorkerHealth(ABC):
         return is_silent
 
     async def _check_until_sure(self, is_silent: bool) -> str | None:
-        """Repeat the health check. Returns None once the worker answers, else why it is lost. A worker that was silent
-        answers with any message. After a failed call, a missed check counts once the worker has been silent for as long
-        as a worker is that silence alone makes suspect."""
+        """Repeat the health check. Returns None once the worker answers, else why it is lost. `is_silent`: the worker
+        is suspect because it sent nothing, so any message counts as an answer, and every missed check is counted. After
+        a failed call, missed checks are counted once `suspicion_after_s` have passed without a message."""
         loop = asyncio.get_running_loop()
         left_s = self._timeouts.recovery_timeout_s
         while True:

@@ -242,7 +242,7 @@ class WorkerStream:
                     return await self._listen(call, keepalive)
         finally:
             call.cancel()
-            cancels.put_nowait(None)  # otherwise a call that ended by itself would wait for ever
+            cancels.put_nowait(None)  # otherwise a call that ended by itself would wait forever
 
     async def _listen(self, call: _Call, keepalive: KeepAliveTimer) -> str:
         async for message in call:

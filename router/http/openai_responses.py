@@ -40,8 +40,8 @@ class Shape(Protocol):
         ...
 
     def plain(self, choice: int, text: str) -> Json | None:
-        """Return the only entry that `chunks` would yield for a delta with nothing but this text; None where such
-        deltas are not all alike."""
+        """Return the only entry that `chunks` would yield for a delta that has only this text; None where such deltas
+        are encoded in different ways."""
         ...
 
     def whole(self, deltas: Sequence[ChoiceDelta]) -> Json:

@@ -143,7 +143,7 @@ _NO_EFFECT: Any = Field(None, description="accepted; changes nothing")
 
 
 class PromptCacheOptions(StrictBody):
-    """How prompts are cached. It changes nothing: equal beginnings of prompts are cached by themselves."""
+    """How prompts are cached. It changes nothing: common prefixes of prompts are always cached."""
 
     mode: Literal["implicit", "explicit"] | None = None
     ttl: Literal["30m"] | None = None

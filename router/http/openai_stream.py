@@ -91,7 +91,7 @@ def opened(
     reader: DirectReader | None = None,
 ) -> AbstractAsyncContextManager[AsyncIterator[Output]]:
     """Open the merged outputs of all requests. Choices are numbered over the requests. Leaving closes the
-    generators. `reader`: as of Pipeline.generate, for a single request."""
+    generators. `reader`: as in Pipeline.generate, for a single request."""
     if len(requests) == 1:
         return aclosing(pipeline.generate(requests[0], keepalive_interval_s=keepalive_interval_s, reader=reader))
     return aclosing(_merged(pipeline, requests, keepalive_interval_s))
@@ -148,7 +148,7 @@ class WholeResponse(Response):
         envelope: Envelope,
         prompts: PromptFields | None = None,
     ) -> None:
-        """`prompts`: what the response says about its prompts, if it does."""
+        """`prompts`: the fields of the response about its prompts; None: it has none."""
         super().__init__()
         self._pipeline, self._live_requests, self._requests = pipeline, live_requests, requests
         self._shape, self._envelope, self._prompts = shape, envelope, prompts

@@ -174,7 +174,7 @@ def _kinds(base: type[TandemError]) -> dict[str, type[TandemError]]:
 
 
 _LOG = logging.getLogger("tandem.router.retry_budget")
-_ROOM_S = 1.0  # until a full worker is asked again that has named no time
+_ROOM_S = 1.0  # retry delay for a full worker whose answer has no retry delay
 
 
 class RetryBudget:

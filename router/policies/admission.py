@@ -24,7 +24,7 @@ class TenantPlaces:
     other_weights: int
 
 
-_RESERVED_PART = 8  # one of so many places is kept for tenants below their share
+_RESERVED_PART = 8  # an eighth of the places is kept for tenants below their share
 _NEWCOMER_WEIGHT = 1
 _SURE_PART = 8  # a first token that is roughly estimated within this part of the time left is in time
 

@@ -69,7 +69,7 @@ class Arrangements:
         self._own, self._others = 0.0, 0.0  # sequences at the workers, summed over recent placements
         self._replay: Generator[None, None, None] | None = None
         self._num_steps = _MOST_SAVED_STEPS  # that may be taken
-        self._roles: Mapping[MemberId, Role] = {}  # that workers of both roles have where they share the work by roles
+        self._roles: Mapping[MemberId, Role] = {}  # of workers whose role is both, while they divide the work by role
         self._shares_by_role = False
 
     def placed(self, request: PastRequest, workers: Sequence[WorkerLoad]) -> bool:
@@ -176,7 +176,7 @@ def _scale(num_prefills: int, num_decodes: int) -> float:
 
 
 def _every(scale: float, workers: Sequence[WorkerLoad]) -> Sequence[WorkerLoad]:
-    """Return one of so many of these workers, evenly from the fastest to the slowest."""
+    """Return one worker out of `scale`, evenly from the fastest to the slowest."""
     if scale <= 1:
         return workers
     ordered = sorted(workers, key=_prompt_s)
@@ -211,8 +211,9 @@ def _num_for_prompts(past: Sequence[PastRequest], seconds: float, load: WorkerLo
 
 
 def _better(present_lead: float, lead: float, current: Arrangement) -> Arrangement:
-    """Return the arrangement if roles keep so much larger shares of the requests than workers alone: at the present
-    load, and on average over all loads. The present one is kept longer."""
+    """Return the arrangement for these leads: by how much larger a share of the requests meets its targets with roles
+    than with single workers, at the present load and on average over all loads. A small lead keeps the current
+    arrangement."""
     for arrangement, gain in ((Arrangement.BY_ROLE, present_lead), (Arrangement.ALONE, -lead)):
         if (lead >= 0) is (arrangement is Arrangement.BY_ROLE) and gain >= _CLEAR[arrangement]:
             return arrangement

@@ -19,9 +19,9 @@ from cluster.service_times import StepWork
 from router.policies.forecast import NOTHING_UNMODELLED, Unmodelled
 from router.policies.work_ahead import WorkAhead
 
-# Up to so many pairs, and workers alone, all are compared. A prediction takes 10 us, behind long queues 100.
+# Up to these numbers of pairs and of single workers, all are compared. A prediction takes 10 us, with long queues 100.
 _MAX_PAIRS, _MAX_ALONE = 36, 8
-# Where there are more, so many workers of each role and KV format are compared. Over 600 random fleets of 24 to 64
+# Above them, this many workers of each role and KV format are compared. Over 600 random fleets of 24 to 64
 # workers, 6 of each found a candidate as good as the best one in all but 4, and 8 of each in all but one.
 _NUM_PROMISING = 6
 
@@ -245,7 +245,7 @@ def _promising_alone(loads: Sequence[WorkerLoad], request: RequestFacts) -> list
 def _most_promising(
     loads: Sequence[WorkerLoad], seconds: Callable[[WorkerLoad], float], number: int = _NUM_PROMISING
 ) -> list[WorkerLoad]:
-    """Return so many workers of each KV format with the smallest estimates; all if the speed of one is not known."""
+    """Return the `number` workers of each KV format with the smallest estimates; all if a worker's speed is unknown."""
     if any(load.work is None for load in loads):
         return list(loads)
     by_format: dict[str, list[WorkerLoad]] = {}

@@ -136,7 +136,7 @@ class DisaggregationEffect:
         self._contrasts: deque[_Contrast] = deque(maxlen=MAX_CONTRASTS)
 
     def add(self, placement: Placement, ttft_s: float | None) -> None:
-        """Record a request whose first attempt was placed like this. `ttft_s`: from its placement to its first token;
+        """Record a request by the placement of its first attempt. `ttft_s`: from its placement to its first token;
         None: it ended without a token, and only its predictions count."""
         contrast = _contrast(placement.considered)
         if contrast is not None:

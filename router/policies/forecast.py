@@ -27,8 +27,8 @@ from router.policies.work_ahead import WorkAhead
 # work ahead made the first token up to 1.5 % earlier.
 PRECISION = 0.02
 AGE_SHARE = 0.3  # steps are equal until the age of the oldest prompt and its patience have grown by this share
-_TOKEN_SHARE = 0.25  # of the tokens to forecast: steps are equal for so many, although sequences may end meanwhile
-_MOST_PARTS = 4  # into which the prompts behind the first one are divided
+_TOKEN_SHARE = 0.25  # of the tokens to forecast: for this share steps count as equal, although sequences may end
+_MOST_PARTS = 4  # into which the prompts after the first one are divided
 _LEAST_TOKENS = 16  # that the scheduler computes of the first prompt in each step
 _NEGLIGIBLE = 1e-6  # tokens, steps or seconds
 LEAST_STEP_S = 1e-9  # a worker may report service times of 0; every step that does work takes some time
@@ -314,7 +314,7 @@ NOTHING_UNMODELLED = Unmodelled()
 
 
 class UnmodelledTimes:
-    """Learns what is unmodelled at one worker."""
+    """Estimates the delays at one worker that the forecast does not model."""
 
     def __init__(self) -> None:
         self._ttft_s = {is_export: _RecentMedian(0.0) for is_export in (False, True)}

@@ -182,7 +182,7 @@ class _Replayed:
         return _EqualSteps(number, step_s, num_running, tokens)
 
     def _take(self, equal: _EqualSteps, number: float) -> None:
-        """Take so many of these steps."""
+        """Advance by `number` of these steps."""
         self._next = None
         self._now_s += number * equal.step_s
         self._num_tokens += number * equal.num_running / max(1, self._num_running)

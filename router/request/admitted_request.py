@@ -121,8 +121,8 @@ class AdmittedRequest:
         return next(iter(self._shortages.values()), None)
 
     def waits(self, choice: Choice, shortage: NoWorkerLargeEnough | None) -> None:
-        """Record that this choice, and those attempted with it, wait for a worker. `shortage` None: for another reason
-        than its size."""
+        """Record that this choice, and those attempted with it, wait for a worker. `shortage`: why no worker can hold
+        them; None: they wait for another reason."""
         if shortage is None:
             self._shortages.pop(choice.number, None)
             return

@@ -96,7 +96,7 @@ class Outbox:
         self.share.add_unreadable(prompt.num_values, self._clock.now_s())
 
     def take_prompt(self) -> ScoredPrompt | None:
-        """Return the prompt, once."""
+        """Return the scored prompt at the first call, and None later."""
         prompt, self._prompt = self._prompt, None
         if prompt is not None:
             can_read_more = bool(self._readable)

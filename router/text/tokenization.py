@@ -180,7 +180,7 @@ class Tokenization:
         includes_stop: bool = False,
         skips_special_tokens: bool = True,
     ) -> TextStream:
-        """Return the text stream of one choice, cut at a stop string or, with `includes_stop`, behind it. Raises
+        """Return the text stream of one choice, cut before a stop string or, with `includes_stop`, after it. Raises
         NoTokenizer for stop strings without a tokenizer."""
         if stop:
             self._need_tokenizer()

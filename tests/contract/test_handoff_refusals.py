@@ -220,7 +220,7 @@ async def test_settling_another_attempt_changes_nothing() -> None:
         await rig.given_up(prefill)
 
 
-async def test_an_exporter_that_is_not_there_is_lost() -> None:
+async def test_an_exporter_whose_address_refuses_connections_is_reported_lost() -> None:
     async with handoff_rig("tcp") as rig:
         prefill = rig.prefill(BLOCK_SIZE)
         gone = dataclasses.replace(tickets.read(prefill.signed, KEY), exporter_address="127.0.0.1:1")

@@ -174,7 +174,7 @@ def _decodes_in(seconds: float) -> ServiceTimes:
     return replace(times, typical_decode=TimedStep(StepWork(batch=4, context=400), seconds))
 
 
-async def test_the_slow_link_of_a_pair_is_named_and_is_a_metric_and_one_to_a_departed_worker_is_neither() -> None:
+async def test_a_slow_link_is_named_and_published_as_a_metric_unless_its_worker_has_left() -> None:
     async with watched() as (router, overview):
         prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
         slow = LinkSpeed(prefill.id, "tcp", 1e9, 0.0, slowdown=9.0)

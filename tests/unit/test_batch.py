@@ -197,7 +197,7 @@ def test_the_address_of_the_page_has_the_name_that_the_browser_verifies(
     assert printed.err == f"the browser's machine must resolve {SERVER_NAME} to 10.0.0.7\n"
 
 
-def test_a_full_disk_is_told_with_the_file_and_an_interrupted_batch_with_how_to_go_on(
+def test_a_full_disk_is_reported_with_its_file_and_an_interrupted_batch_with_how_to_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "out.jsonl"

@@ -74,7 +74,7 @@ def launches(gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int
     ("block_ids", "seed"),
     [((4, 0, 4), PUBLIC), ((1, 2, 3), PUBLIC), ((1, 2, 3), b"secret"), ((2,), PUBLIC), ((), PUBLIC)],
 )
-def test_a_pools_blocks_are_digested_as_on_the_host_behind_one_wait(
+def test_a_pools_blocks_are_digested_as_on_the_host_with_one_wait(
     gpu: PretendGpu, launches: list[tuple[int, int]], block_ids: Sequence[int], seed: bytes
 ) -> None:
     blocks = blocks_of(POOL_BYTES)

@@ -145,7 +145,7 @@ def test_a_tag_is_valid_for_one_secret_exporter_incarnation_ticket_place_provena
     assert _tag(digest=b"") == b"", "of a block that is not verified"
 
 
-def test_equal_blocks_have_tags_that_tell_nothing() -> None:
+def test_equal_blocks_have_different_tags_that_reveal_nothing() -> None:
     """Sums and digests are equal for equal blocks; what travels is not."""
     assert len({_tag(place=place) for place in range(1_000)}) == 1_000
 

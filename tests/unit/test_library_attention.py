@@ -189,11 +189,11 @@ def test_varlen_receives_the_shape_of_the_step(options: str, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("name", "changes", "reason"),
     [
-        ("flashinfer", {}, "knows no sinks"),
+        ("flashinfer", {}, "does not support sinks"),
         ("flashinfer", {"dtype": "float32", "sinks": False}, "does not support float32"),
         ("flashinfer", {"head_dims": frozenset({128, 64})}, r"needs K and V of one size among \[64, 128, 256\]"),
         ("varlen", {}, "needs a block size that is a multiple of 256 tokens, not 16"),
-        ("varlen", {"block_size": 512}, "knows no softcap, knows no sinks"),
+        ("varlen", {"block_size": 512}, "does not support softcap, does not support sinks"),
     ],
 )
 def test_the_missing_ability_of_a_library_is_named(name: str, changes: dict[str, Any], reason: str) -> None:

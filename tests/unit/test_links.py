@@ -208,7 +208,7 @@ def test_a_link_that_takes_much_longer_than_at_its_fastest_says_so_until_it_is_f
     assert _timed(slowdown, MIB, 0.002) == 1.0
 
 
-def test_the_milliseconds_for_which_a_busy_machine_lets_reads_wait_are_no_slowdown() -> None:
+def test_delays_of_a_few_milliseconds_on_a_busy_machine_are_no_slowdown() -> None:
     slowdown = ReadSlowdown()
     _timed(slowdown, MIB, 0.0002)
     assert _timed(slowdown, MIB, 0.008) < 2.0

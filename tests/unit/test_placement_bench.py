@@ -230,7 +230,7 @@ def test_an_arm_that_fails_a_request_does_not_keep_up() -> None:
     assert not keeps_up([*records, record(error="overloaded")], 1.0, 0.1)
 
 
-def test_an_arm_that_answers_everything_at_once_but_late_does_not_keep_up() -> None:
+def test_an_arm_that_answers_all_requests_late_and_together_does_not_keep_up() -> None:
     arrivals = even_arrivals(Workload(8, 2), 10.0, 40)
     records = [replace(each, ended_s=20.0 + 0.01 * number) for number, each in enumerate(served(arrivals, 0.1))]
     assert not keeps_up(records, 10.0, 0.1)

@@ -59,7 +59,7 @@ def test_prompts_ahead_delay_the_first_token_by_what_is_left_of_them() -> None:
     assert predicted(worker(prompts=ahead(500, elapsed_s=0.2)), worker("d")).ttft_s == pytest.approx(0.7)
 
 
-def test_a_prompt_that_takes_longer_than_predicted_hides_nothing_of_those_behind_it() -> None:
+def test_a_prompt_that_takes_longer_than_predicted_hides_no_later_prompt() -> None:
     prompts = PromptQueue(PromptWork(900, 0.0), first=PromptWork(100, 0.0), elapsed_s=60.0)
     assert predicted(worker(prompts=prompts), worker("d")).ttft_s == pytest.approx(0.8 + 0.4)
 

@@ -109,7 +109,7 @@ def test_an_acceptance_holds_for_one_request_id_one_cluster_and_one_api_key(toke
 
 
 @pytest.mark.parametrize("prompt", [(5, 6), (5, 6, 7, 8), (5, 6, 8), (6, 5, 7)])
-def test_another_prompt_is_refused_by_name(token: bytes, prompt: tuple[int, ...]) -> None:
+def test_a_changed_prompt_is_refused_with_prompt_changed(token: bytes, prompt: tuple[int, ...]) -> None:
     acceptance = AcceptanceSigner(ClusterKeys(b"key")).shown(resumed(token))
     with pytest.raises(PromptChanged, match="tokenizer"):
         acceptance.resolved(resumed(token), prompt, MODEL)

@@ -49,7 +49,7 @@ def test_nothing_overtakes_an_announced_hand_off_that_waits_for_blocks() -> None
     assert granted(waiting) == [1, 2]
 
 
-def test_a_waiting_hand_off_that_is_larger_than_the_longest_sequence_is_left_room_for() -> None:
+def test_room_is_kept_for_a_waiting_hand_off_larger_than_the_longest_sequence() -> None:
     """Choices of one prompt have a last block each."""
     waiting = reservations(10, num_longest=2, num_watermark=1)
     add(waiting, 0, 2)

@@ -100,7 +100,7 @@ def test_an_older_record_that_is_put_back_is_ignored_and_counted_each_time() -> 
     assert reader.refused == [Refusal.REPLAYED] * 3
 
 
-def test_a_member_whose_generations_began_again_is_read_once_the_former_ones_are_long_gone() -> None:
+def test_a_lower_generation_is_accepted_once_the_higher_one_was_not_read_for_ten_minutes() -> None:
     """Redis has lost its data, and its clock was set back."""
     reader, before, after = Registrar(), Registrar().sign(member(), 9), Registrar().sign(member(incarnation="2"), 1)
     reader.read([("d0", before)], 0.0)

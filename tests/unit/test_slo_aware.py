@@ -66,7 +66,7 @@ def test_the_candidate_with_the_earliest_first_token_is_chosen() -> None:
     assert (names(placement), placement.reason) == (("p1", "d0"), PlacementReason.TTFT)
 
 
-def test_a_decode_worker_computes_the_prompt_where_that_is_sooner_than_behind_the_queue_of_prefill() -> None:
+def test_a_decode_worker_computes_the_prompt_where_that_is_sooner_than_after_the_prefill_queue() -> None:
     placement = choose([load("p0", num_ahead=900)], [load("d0", running=2)])
     assert (names(placement), placement.is_fallback) == ((None, "d0"), False)
 
@@ -231,7 +231,7 @@ def test_the_share_of_explored_requests_is_the_configured_one() -> None:
     assert 160 <= reasons[PlacementReason.EXPLORED] <= 240
 
 
-def test_where_all_candidates_are_of_one_kind_the_second_one_is_explored() -> None:
+def test_the_second_best_worker_is_explored_if_no_pair_is_possible() -> None:
     placement = explored([], [load("d0"), load("d1", num_ahead=100), load("d2", num_ahead=200)], draw=0.0)
     assert (names(placement), placement.is_fallback) == ((None, "d1"), True)
 
@@ -326,7 +326,7 @@ def random_fleet(draws: random.Random, role: Role, number: int) -> list[WorkerLo
 
 
 @pytest.mark.parametrize("targets", [NO_TARGETS, SloTargets(1.0, 0.05)])
-def test_of_a_large_fleet_few_candidates_are_predicted_and_hardly_ever_a_better_one_is_left_out(
+def test_in_a_large_fleet_few_candidates_are_predicted_and_the_best_one_is_rarely_left_out(
     targets: SloTargets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draws, num_worse = random.Random(11), 0

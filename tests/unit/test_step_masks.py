@@ -113,7 +113,7 @@ def test_a_grammar_that_exceeds_the_librarys_limits_ends_its_request_with_that_r
     assert isinstance(error, GrammarRejected) and "became too complex at index" in error.message
 
 
-def test_no_step_is_planned_behind_one_whose_token_a_grammar_needs(engine: Engine) -> None:
+def test_no_step_is_planned_ahead_of_a_token_that_a_grammar_needs(engine: Engine) -> None:
     bench = GrammarBench(engine)
     bench.admit(GRAMMARS["regex"])
     _, plan = bench.scheduler.plan(0.0)

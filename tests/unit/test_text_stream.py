@@ -71,7 +71,7 @@ def test_special_tokens_are_in_the_text_by_their_names_where_they_are_not_skippe
     assert stream.push(token_ids).text + stream.flush() == tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
-def test_a_text_ends_behind_its_stop_string_where_that_is_included() -> None:
+def test_a_text_ends_after_its_stop_string_where_that_is_included() -> None:
     tokenizer, vocabulary = family("demo_model")
     token_ids = tokenizer.encode("self.name = name", add_special_tokens=False).ids
     stream = TextStream(Detokenizer(vocabulary), ("nam", "x"), 0, includes_stop=True)

@@ -54,7 +54,7 @@ def test_prompts_of_other_routers_count_until_the_next_report() -> None:
     assert backlog.queue(1.0).work.num_new == 0
 
 
-def test_a_new_prompt_waits_for_its_own_tenants_and_for_as_much_of_others_as_their_weights_allow() -> None:
+def test_a_new_prompt_waits_for_its_tenants_prompts_and_for_others_in_proportion_to_weights() -> None:
     flood, other, heavy = TenantShare("flood"), TenantShare("other"), TenantShare("other", 4)
     backlog = PromptBacklog()
     for _ in range(10):

@@ -86,7 +86,7 @@ def _add_text(sampling: "argparse._ArgumentGroup") -> None:
         "--include-stop-str-in-output",
         action="store_true",
         default=None,
-        help="end the text behind the stop string or stop token, not before it",
+        help="end the text after the stop string or stop token, not before it",
     )
     sampling.add_argument(
         "--show-special-tokens",
@@ -99,7 +99,7 @@ def _add_text(sampling: "argparse._ArgumentGroup") -> None:
         "--truncate-prompt-tokens",
         type=int,
         metavar="N",
-        help="keep the prompt's last N tokens; -1: as many as the context leaves",
+        help="keep the prompt's last N tokens; -1: all that fit the context",
     )
     sampling.add_argument(
         "--ignore-eos", action="store_true", default=None, help="continue after the end-of-sequence token"

@@ -70,7 +70,7 @@ class Communicator(Protocol):
         ...
 
     def abort(self) -> None:
-        """Stop running work and free the communicator. `is_done` then tells when the work has stopped."""
+        """Stop running work and free the communicator. `is_done` then returns whether the work has stopped."""
         ...
 
 
@@ -86,7 +86,7 @@ class NcclLibrary(Protocol):
     def unique_id(self) -> bytes: ...
 
     def connect(self, unique_id: bytes, rank: int) -> Communicator:
-        """Connect. Blocks until the other rank does the same, for ever if it does not."""
+        """Connect. Blocks until the other rank does the same, forever if it does not."""
         ...
 
 

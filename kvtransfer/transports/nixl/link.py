@@ -92,7 +92,7 @@ class NixlLink:
             self._changed.notify()
 
     async def destroyed(self) -> None:
-        """Wait until the agent is destroyed, for ever if the library does not release it."""
+        """Wait until the agent is destroyed, forever if the library does not release it."""
         await joined(self._destroyed)
 
     def _post(self, there: tuple[Region, Sequence[int]], here: tuple[Region, Sequence[int]]) -> "Future[None]":

@@ -164,7 +164,7 @@ class PoolFileExporter:
                 socket.send_fds(connection, [proof, self._geometry], [self._descriptor])
                 await loop.sock_recv(connection, 1)
             except (OSError, MemoryError):
-                return  # the importer is gone or a stranger, or memory is short; the end of the connection tells it
+                return  # the importer has left or is no member, or memory is short: the connection ends
             finally:
                 self._unproven.pop(connection, None)
 

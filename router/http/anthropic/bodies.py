@@ -232,8 +232,8 @@ class CountTokensRequest(StrictBody):
 
     @property
     def chat(self) -> ChatPrompt:
-        told = [block for block in self.system if not block.text.startswith(_ACCOUNTING)]
-        system = [ChatMessage("system", _text(told))] if told else []
+        shown = [block for block in self.system if not block.text.startswith(_ACCOUNTING)]
+        system = [ChatMessage("system", _text(shown))] if shown else []
         messages = [*system, *(value for message in self.messages for value in message.values())]
         continues = messages[-1].role == "assistant" and not messages[-1].tool_calls
         options = ChatOptions(

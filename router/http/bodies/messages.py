@@ -14,7 +14,7 @@ from router.tools.constraint import ToolUse
 MAX_MESSAGES = 2048
 MAX_TOOLS = 128
 _MAX_NAME_CHARACTERS = 128
-# What a chat template is given by other fields, or by the model's files.
+# Variables of a chat template whose values come from other fields of the body or from the model's files.
 _TEMPLATE_FIELDS: tuple[str, ...] = ("messages", "tools", "documents", "chat_template", "add_generation_prompt")
 _TEMPLATE_FIELDS += ("continue_final_message", "strftime_now", "tokenize", *NAMED_TOKENS)
 
@@ -33,7 +33,7 @@ TemplateArguments = Annotated[
 
 
 class CacheControl(StrictBody):
-    """A client's wish that the prompt is cached up to here. It is accepted and changes nothing: equal beginnings of
+    """A client's wish that the prompt is cached up to here. It is accepted and changes nothing: common prefixes of
     prompts are cached without it.
     """
 

@@ -150,7 +150,7 @@ def test_required_calls_are_always_read_and_always_valid(name: str, tokens: Toke
 
 
 @pytest.mark.parametrize("name", sorted(set(TOOL_FORMATS) - {"llama3_json"}))
-def test_calls_of_strict_tools_behind_a_text_are_valid(name: str, tokens: Tokens) -> None:
+def test_calls_of_strict_tools_after_a_text_are_valid(name: str, tokens: Tokens) -> None:
     model = Model(tokens, AnswerFormat.named(name, ""))
     use = ToolUse(_TOOLS)
     grammar = model.grammar(use)
@@ -197,7 +197,7 @@ _ANSWERS = [
 
 
 @pytest.mark.parametrize(("grammar", "matching", "others"), _ANSWERS, ids=[each[0].kind for each in _ANSWERS])
-def test_an_answer_behind_reasoning_or_beside_calls_matches_the_grammar(
+def test_an_answer_after_reasoning_or_beside_calls_matches_the_grammar(
     grammar: Grammar, matching: list[str], others: list[str], tokens: Tokens
 ) -> None:
     thinking, harmony = (
