@@ -59,7 +59,8 @@ class BytePool:
 
 
 def limit_reads(channel: Channel, timeout_s: float) -> None:
-    """Set the deadline of later reads by this channel's link, which has opened within another one."""
+    """Set how long reads by this channel's link may take, that in flight too. Set it once a read was caught: one that
+    ends before its bytes have come takes an emulated exporter with it, and on a busy machine they may take long."""
     assert isinstance(channel, NixlChannel)
     channel._link._timeout_s = timeout_s
 
@@ -75,8 +76,8 @@ def exporting_gpu_memory(connection: "Connection[object, object]", byte: float) 
 
 def importing(connection: "Connection[object, object]", _: float) -> None:
     """Perform commands: `open` an endpoint; `read` until the first bytes have arrived; `stop` the exporting process
-    then, with a read that may take `CAUGHT_S`; wait for the `end` of the read; `destroy` the channel; `fill` the pool;
-    answer whether the pool `holds` only this byte.
+    then; `limit` a read in flight to `CAUGHT_S`; wait for the `end` of the read; `destroy` the channel; `fill` the
+    pool; answer whether the pool `holds` only this byte.
     """
     asyncio.run(_import(connection))
 
@@ -112,7 +113,10 @@ class _Importer:
             case ("read",):
                 await self._pool.first_bytes(self._begin())
             case ("stop", int() as exporter_id):
-                return await self._stop_in_mid_read(exporter_id)
+                return await self._pool.stop_in_mid_read(self._begin(), exporter_id)
+            case ("limit",):
+                assert self._channel is not None
+                limit_reads(self._channel, CAUGHT_S)
             case ("end",):
                 assert self._read is not None
                 await self._read
@@ -124,14 +128,6 @@ class _Importer:
             case ("holds", int() as byte):
                 return self._pool.holds(byte)
         return "ok"
-
-    async def _stop_in_mid_read(self, exporter_id: int) -> bool:
-        assert self._channel is not None
-        limit_reads(self._channel, CAUGHT_S)
-        if await self._pool.stop_in_mid_read(self._begin(), exporter_id):
-            return True
-        limit_reads(self._channel, DEADLINE_S)
-        return False
 
     def _begin(self) -> "asyncio.Task[None]":
         assert self._channel is not None

@@ -30,11 +30,11 @@ _ON_THE_SPOT_S = 100e-6
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """One read: source, target, deadline and the future of its result."""
+    """One read: source, target, its beginning and the future of its result."""
 
     there: tuple[Region, Descriptors]
     here: tuple[Region, Descriptors]
-    deadline_s: float
+    began_s: float
     ended: "Future[None]"
     number: int = 0  # once it has started
     error: str = ""  # why it cannot continue
@@ -97,7 +97,7 @@ class NixlLink:
 
     def _post(self, there: tuple[Region, Sequence[int]], here: tuple[Region, Sequence[int]]) -> "Future[None]":
         source, target = _merged(there, here)
-        read = _Read(source, target, time.monotonic() + self._timeout_s, Future())
+        read = _Read(source, target, time.monotonic(), Future())
         read.ended.set_running_or_notify_cancel()
         if _is_short(there, here) and self._is_idle() and self._done_on_the_spot(read):
             read.ended.set_result(None)
@@ -192,7 +192,7 @@ class NixlLink:
                     self._num_in_flight -= 1  # with the last one the agent is not the thread's any more
                 read.ended.set_result(None)
                 pace.hurry(now_s)
-            elif now_s > read.deadline_s:
+            elif now_s > read.began_s + self._timeout_s:
                 raise NixlError(f"the exporter did not answer within {self._timeout_s:g} s")
         if reads and (rest_s := pace.rest_s(now_s)):
             with self._changed:
