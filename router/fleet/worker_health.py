@@ -141,6 +141,8 @@ class WorkerHealth(ABC):
             silence, self._silence = self._silence, Silence()
             if silence.num_counted:
                 self._telemetry.count("tandem_false_suspicions_total", role=self.member.role)
+            if self._suspected.is_set():
+                continue  # a call failed since the check began, and the answer may be older: ask again
             self.trusted = self._registered
             self.num_cleared += 1
             self._on_change()

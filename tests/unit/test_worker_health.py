@@ -1,0 +1,72 @@
+"""When a health check clears a worker of a suspicion."""
+
+import asyncio
+import itertools
+from contextlib import suppress
+
+import grpc
+import pytest
+
+from cluster.clock import ManualClock
+from cluster.member import Member
+from cluster.messages import MemberId, Role
+from cluster.observe.telemetry import Telemetry
+from router.fleet import worker_health
+from router.fleet.supervision import HealthCheck, WorkerTimeouts
+from router.fleet.worker_health import WorkerHealth
+from router.fleet.worker_stream import RouterSide
+
+
+class _Worker(WorkerHealth):
+    """A worker whose health checks wait for `answer`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._asked: asyncio.Queue[asyncio.Future[None]] = asyncio.Queue()
+        self._changed = asyncio.Event()
+        monkeypatch.setattr(worker_health, "check_health", self._check)
+        timeouts = WorkerTimeouts(heartbeat_timeout_s=100.0, recovery_timeout_s=100.0)
+        super().__init__(
+            Member(id=MemberId("p0", "1"), role=Role.PREFILL, address="127.0.0.1:1", model="m"),
+            grpc.aio.insecure_channel("127.0.0.1:1"),
+            RouterSide(
+                MemberId("r0", "1"), timeouts, itertools.count(1), self._changed.set, Telemetry(), ManualClock()
+            ),
+            others=list,
+        )
+
+    @property
+    def assigned(self) -> int:
+        return 1
+
+    async def asked(self) -> "asyncio.Future[None]":
+        """Return the answer of the next health check, once it has begun."""
+        return await self._asked.get()
+
+    async def cleared(self) -> None:
+        await self._changed.wait()
+
+    async def _check(self, channel: grpc.aio.Channel, timeout_s: float) -> HealthCheck:
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._asked.put_nowait(answer)
+        await answer
+        return HealthCheck("")
+
+
+async def test_the_answer_to_a_check_that_began_before_a_failure_does_not_clear_the_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker = _Worker(monkeypatch)
+    running = asyncio.create_task(worker.run())
+    worker.suspect()
+    early = await worker.asked()
+    worker.suspect()  # another call has failed
+    early.set_result(None)
+
+    late = await worker.asked()
+    assert not worker.trusted and worker.num_cleared == 0
+    late.set_result(None)
+    await worker.cleared()
+    assert worker.trusted and worker.num_cleared == 1
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
