@@ -49,7 +49,7 @@ class ExportWaits:
         if first is None or not depth:
             wait = NO_WAIT
         elif depth > MAX_WAIT_DEPTH or (depth > _CYCLE_DEPTH and self._leases.wait_mark == first.mark):
-            return (self._refuse(first),)
+            return (self._break_cycle(first),)
         else:
             wait = ExportWait(depth, max(first.mark, self._leases.wait_mark))
         changed = [handoff_id for handoff_id in waiting if self._reported.get(handoff_id, NO_WAIT) != wait]
@@ -64,7 +64,7 @@ class ExportWaits:
         depths = sorted(self._leases.wait_depths)
         return next((1 + depth for depth in depths if num_needed <= room - self._leases.num_leased_beyond(depth)), 0)
 
-    def _refuse(self, first: BlockRequest) -> Unreservable:
+    def _break_cycle(self, first: BlockRequest) -> Unreservable:
         """Refuse a hand-off. The others wait for new reports: they may not be in the cycle."""
         self._reservations.refuse(first.handoff_id)
         self._leases.forget_waits()

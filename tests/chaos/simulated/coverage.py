@@ -21,6 +21,7 @@ from engine.scheduling.batching.preemption import Preemption
 from engine.scheduling.batching.queues import SequenceQueues
 from engine.scheduling.batching.reservations import Reservations
 from engine.scheduling.batching.sequences import Sequence
+from engine.scheduling.export_waits import ExportWaits
 from engine.scheduling.exports import PromptExports, TicketLeases
 from engine.scheduling.step import PromptTime, StepPlan
 from engine.scheduling.steps_in_flight import StepsInFlight
@@ -48,6 +49,7 @@ _SCHEDULER_MOVES = {
     SwapSpace: ("swap_in", "abandon"),
     TicketLeases: ("lease", "extend", "lease_prefix", "lease_for_copy", "release"),
     Reservations: ("grant", "discard", "reserve_pull"),
+    ExportWaits: ("_break_cycle",),
     PromptExports: ("admit", "start", "_finish", "_abort", "drain", "_lease_tail"),
 }
 _PHRASES = {  # parts of the details of WorkerLost, which no counter counts
