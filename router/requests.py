@@ -205,8 +205,7 @@ class Usage:
     cached_tokens: int = 0  # of the prompt, that were not computed
 
 
-@dataclass(frozen=True, slots=True)
-class Phase:
+class Phase(NamedTuple):
     name: str
     duration_s: float
 

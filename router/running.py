@@ -97,8 +97,9 @@ async def first_done(
 ) -> None:
     """Wait until one of these is done, for `timeout_s` at most, or until one of the changes. No future is cancelled or
     read. It does what asyncio.wait does at a third of the cost, because it returns nothing."""
-    if any(wait.done() for wait in waits):
-        return
+    for wait in waits:
+        if wait.done():
+            return
     loop = asyncio.get_running_loop()
     woken = loop.create_future()
 

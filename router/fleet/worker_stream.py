@@ -147,7 +147,7 @@ class WorkerStream:
         """Return the sequences at the worker, those of other routers too. This router's are summed at most every
         `_WORK_AGE_S`, because a sum for each placement would look at every sequence of the cluster."""
         if self._work is None or now_s > self._work_s + _WORK_AGE_S:
-            self._work = work_of(owner.all_progress[handle] for handle, owner in self._owners.items())
+            self._work = work_of([owner.all_progress[handle] for handle, owner in self._owners.items()])
             self._work_s = now_s
         return SequenceBatch.of(self._work + others)
 

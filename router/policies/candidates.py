@@ -100,11 +100,12 @@ class RequestFacts:
     targets: SloTargets = NO_TARGETS  # of this request
     grammar_engine: str = ""  # that a worker must have; empty: the request has no grammar
     tenant: TenantShare = NO_TENANT
+    size: RequestSize = field(init=False, compare=False)  # of the fields above: each worker is asked whether it fits
 
-    @property
-    def size(self) -> RequestSize:
+    def __post_init__(self) -> None:
         num_prompt, num_output = self.num_prompt_tokens - self.num_committed, self.num_committed + self.max_tokens
-        return RequestSize(num_prompt, num_output, self.num_committed, self.num_choices)
+        size = RequestSize(num_prompt, num_output, self.num_committed, self.num_choices)
+        object.__setattr__(self, "size", size)
 
     def has_grammar_engine(self, load: WorkerLoad) -> bool:
         """Return whether the worker applies the request's grammar as the router that checked it, if it has one."""

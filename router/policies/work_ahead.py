@@ -191,22 +191,19 @@ class SequenceProgress:
         self._pause_s = _FIRST_PAUSE_S
         self._stays_until_s = 0.0
 
-    @property
-    def is_decoding(self) -> bool:
-        """Return whether its worker has generated a token of it."""
-        return self._latest_s is not None
-
-    @property
-    def length(self) -> int:
-        """Return the number of its tokens, prompt and output; 0 if its size is not known."""
-        return self.size.num_prompt + self.size.max_tokens - self.num_left if self.size is not None else 0
-
-    @property
-    def expected_left(self) -> float:
-        """Return the number of tokens that it is still expected to generate."""
-        if self.size is None or self._num_expected >= self.size.max_tokens:
-            return float(self.num_left)
-        return expected_left(self.size.max_tokens - self.num_left, self._num_expected, self.size.max_tokens)
+    def work(self) -> tuple[bool, int, float]:
+        """Return whether its worker has generated a token of it, the number of its tokens, prompt and output (0 if its
+        size is not known), and the number of tokens that it is still expected to generate. A placement asks all
+        sequences of the cluster, so this is one call.
+        """
+        size, is_decoding = self.size, self._latest_s is not None
+        if size is None:
+            return is_decoding, 0, float(self.num_left)
+        num_output = size.max_tokens - self.num_left
+        if self._num_expected >= size.max_tokens:
+            return is_decoding, size.num_prompt + num_output, float(self.num_left)
+        left = expected_left(num_output, self._num_expected, size.max_tokens)
+        return is_decoding, size.num_prompt + num_output, left
 
     def record_token(self, now_s: float) -> None:
         """Record that a token arrived."""
@@ -254,10 +251,11 @@ def work_of(all_progress: Iterable[SequenceProgress]) -> SequenceWork:
     """Return the sum over these sequences of one worker."""
     num_running, num_sequences, context, left = 0, 0, 0, 0.0
     for progress in all_progress:
+        is_decoding, length, expected = progress.work()
         num_sequences += 1
-        num_running += progress.is_decoding
-        context += progress.length
-        left += progress.expected_left
+        num_running += is_decoding
+        context += length
+        left += expected
     return SequenceWork(num_running, num_sequences - num_running, context, left)
 
 

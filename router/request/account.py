@@ -47,6 +47,7 @@ class PhaseName(StrEnum):
     RETRY = "retry"  # from a failure until the next token
 
 
+_PHASES = tuple(PhaseName)
 COUNTED_TOGETHER = 32  # tokens: counting each of them alone would take longer than the rest of this account
 _LEAST_TOKENS_COMPARED = 8  # of a choice: fewer say little about the time between tokens
 
@@ -235,7 +236,7 @@ class RequestAccount:
             durations_s[phase] = durations_s.get(phase, 0.0) + (until_s - at_s)
         end_s = intervals[-1][2]
         return Ledger(
-            phases=tuple(Phase(str(phase), durations_s[phase]) for phase in PhaseName if phase in durations_s),
+            phases=tuple([Phase(str(phase), durations_s[phase]) for phase in _PHASES if phase in durations_s]),
             wall_s=end_s - self.began_s,
             ttft_s=(self._first_token_s if self._first_token_s is not None else end_s) - self.began_s,
             members=tuple(self._members),
@@ -343,4 +344,4 @@ def _spans(intervals: Sequence[tuple[PhaseName, float, float]]) -> tuple[Span, .
     began_s = intervals[0][1]
     if len(intervals) > MAX_SPANS:
         intervals = [*intervals[: MAX_SPANS // 4], *intervals[-(MAX_SPANS - MAX_SPANS // 4) :]]
-    return tuple(Span(str(phase), at_s - began_s, until_s - at_s) for phase, at_s, until_s in intervals)
+    return tuple([Span(str(phase), at_s - began_s, until_s - at_s) for phase, at_s, until_s in intervals])

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import dropwhile, islice, takewhile
+from typing import NamedTuple
 
 from router.policies.effect import Comparison, DisaggregationEffect
 from router.policies.placement import Placement
@@ -74,8 +75,7 @@ class PlacementLog:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """One phase of a request, with its beginning and its duration."""
 
     phase: str

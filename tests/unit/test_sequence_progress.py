@@ -85,13 +85,13 @@ def test_outputs_are_expected_to_be_as_long_as_those_of_requests_that_allowed_as
 
 def test_a_sequence_that_outlives_its_expected_length_is_still_expected_to_run_for_a_while() -> None:
     progress = SequenceProgress(100, RequestSize(50, 100), num_expected=40.0)
-    assert (progress.expected_left, progress.length, progress.is_decoding) == (40.0, 50, False)
+    assert progress.work() == (False, 50, 40.0)
     for _ in range(60):
         progress.record_token(0.0)
-    assert (progress.expected_left, progress.length, progress.is_decoding) == (10.0, 110, True)
+    assert progress.work() == (True, 110, 10.0)
     for _ in range(35):
         progress.record_token(0.0)
-    assert progress.expected_left == 5.0  # it may get no more
+    assert progress.work() == (True, 145, 5.0)  # it may get no more
 
 
 def test_a_batch_counts_joining_sequences_and_those_of_other_routers() -> None:
