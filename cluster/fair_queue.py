@@ -78,13 +78,13 @@ class FairQueue:
         return len(self._times)
 
     def enter(self, tenant: TenantShare) -> None:
-        """Count one more piece of work."""
+        """Add one piece of work."""
         self._pieces[tenant.label] += 1
         if self._pieces[tenant.label] == 1:
             self._newcomers.add(tenant.label)
 
     def leave(self, tenant: TenantShare) -> None:
-        """Count one piece less."""
+        """Remove one piece of work, which has ended or left."""
         label = tenant.label
         self._pieces[label] -= 1
         if self._pieces[label]:

@@ -59,7 +59,7 @@ class PrefillTimes:
         return self.step_s + self.per_token_s * num_new + self.per_token_context_s * attended
 
     def added_s(self, num_new: int, context: float) -> float:
-        """Predict the seconds that a chunk behind `context` tokens adds to a step that computes prompts anyway."""
+        """Predict the seconds that a chunk after `context` tokens adds to a step that computes prompts anyway."""
         attended = num_new * (context + (num_new + 1) / 2)  # attended_tokens without a call: forecasts ask often
         return self.per_token_s * num_new + self.per_token_context_s * attended
 

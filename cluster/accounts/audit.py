@@ -15,7 +15,7 @@ from cluster.errors import ConfigError, MemberRefused
 _LOG = logging.getLogger("tandem.audit")
 _REFUSAL_EVERY_S = 1.0
 _MAX_SOURCES = 256  # of refusals that are distinguished
-_OTHERS = "", "", ""  # the key of all further ones
+_OTHERS = "", "", ""  # the source under which refusals of all other sources are counted
 
 
 class Audit:

@@ -188,7 +188,7 @@ def refused(reason: Refusal, detail: str) -> MemberRefused:
 
 @lru_cache(256)
 def _called(method: str) -> bytes:
-    """Return the method behind its length, so that no end of it can be the beginning of a request."""
+    """Return the method with its length in front, so that no part of it can be read as the beginning of a request."""
     called = method.encode()
     return len(called).to_bytes(2) + called
 

@@ -53,7 +53,7 @@ class ExportWaits:
         else:
             wait = ExportWait(depth, max(first.mark, self._leases.wait_mark))
         changed = [handoff_id for handoff_id in waiting if self._reported.get(handoff_id, NO_WAIT) != wait]
-        self._reported = dict.fromkeys(waiting, wait)  # those behind the first one wait for it
+        self._reported = dict.fromkeys(waiting, wait)  # all later exports wait for the first one
         return tuple(WaitsForExports(handoff_id, wait) for handoff_id in changed)
 
     def _depth(self, first: BlockRequest) -> int:

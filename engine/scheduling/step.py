@@ -130,7 +130,7 @@ class DrawnToken:
 class StepResult:
     """`tokens[i]` has one DrawnToken per `plan.chunks[i].samples`; with draft tokens, only the accepted ones and one
     more, and the KV of the rejected ones has been zeroed. When it is returned, everything the step wrote to the pool is
-    visible to any reader of it (on a GPU: an event behind the last write has completed).
+    visible to any reader of it (on a GPU: an event after the last write has completed).
 
     `redrawn` are the samples, counted over the step, whose final token differs from the one that the next step was
     launched with. The KV that the next step computed from the wrong token is zeroed, and its sample is dropped.
@@ -167,8 +167,8 @@ class PromptTime:
         return not self._is_first and self._times.added_s(self._block_size, 0) > self._left_s
 
     def take(self, num_tokens: int, num_left: int, context: int) -> int:
-        """Use the time for up to `num_tokens` of the `num_left` tokens that a prompt has left behind `context` computed
-        ones, and return how many may be computed."""
+        """Use the time for up to `num_tokens` of a prompt's `num_left` remaining tokens, after `context` computed ones.
+        Return how many may be computed."""
         floor = self._block_size if self._is_first else 1
         taken = max(min(num_tokens, floor), self._times.tokens_within(self._left_s, context, num_tokens))
         if num_left - taken < self._block_size:
@@ -233,7 +233,7 @@ class Launched(Protocol):
 
 @runtime_checkable
 class Feeding(Protocol):
-    """A launched step behind which another step may be launched before its result is read."""
+    """A launched step after which another step may be launched before its result is read."""
 
     @property
     def can_feed(self) -> bool:

@@ -124,7 +124,7 @@ class ModelRunner:
         self.forward = forward  # may be replaced between steps
         self._pool = pool
         self.compiled_draw: RowDraw | None = None  # draws instead of torch, if set
-        self.feeds = True  # its steps may feed steps that are launched behind them
+        self.feeds = True  # its steps may feed steps that are launched after them
         self.drafts: Drafts | None = None  # answers DraftRequests, if a draft model is loaded
         # Called on a CPU in each step that `announces`, when its KV is in the pool; by the thread of the step.
         self.on_written: Callable[[], None] | None = None

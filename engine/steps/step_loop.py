@@ -96,7 +96,7 @@ class _Later:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """The seconds of a step by part; the parts sum to `seconds`. The plan of a step that was launched behind another
+    """The seconds of a step by part; the parts sum to `seconds`. The plan of a step that was launched after another
     one took no time of its own."""
 
     seconds: float
@@ -125,7 +125,7 @@ class StepLoop(Generic[CommandT, EventT]):
     `on_error` is called after a step raised: its sequences have ended, and the loop continues. `on_fatal` is called
     after the scheduler raised, which means that an invariant is broken, or after `emit` raised: the loop has ended.
     `on_timed` is called after a step has succeeded, with the time from its planning to its end, or from the end of the
-    step before it if it was launched behind that one.
+    step before it if it was launched after that one.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class StepLoop(Generic[CommandT, EventT]):
         return None if deadline_s is None else max(0.0, deadline_s - now_s)
 
     def _step(self, plan: StepPlan, now_s: float) -> None:
-        """Compute this step and those planned behind it without a gap."""
+        """Compute this step and those planned ahead after it, without a gap."""
         self._begin(plan, now_s)
         in_flight: StepInFlight | None = self._launch(plan, self._clock.now_s() - now_s)
         while in_flight is not None:
@@ -303,8 +303,8 @@ class StepLoop(Generic[CommandT, EventT]):
         return StepInFlight(plan, _tried(lambda: self._launcher.launch(plan)), plan_s)
 
     def _land(self, in_flight: StepInFlight, following: StepInFlight | None) -> StepInFlight | None:
-        """Wait for a step to end and return the step then running. If it failed, the step launched behind it is waited
-        for too, since no step is planned behind that one."""
+        """Wait for a step to end and return the step then running. If it failed, the step launched after it is waited
+        for too, since no step is planned after that one."""
         is_well = self._end(in_flight, following)
         if following is None or is_well:
             return following

@@ -348,6 +348,6 @@ class Attempt:
 
 
 async def _first_tokens(call: PrefillCall, begin: Callable[[bytes], None]) -> FirstTokens:
-    """Wait for the first tokens of a prefill. `begin` is called with its ticket before."""
+    """Wait for the first tokens of a prefill. Calls `begin` with its ticket first."""
     begin(await call.ticket())
     return await call.first_tokens()

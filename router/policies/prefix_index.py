@@ -149,7 +149,7 @@ class RoutedBlocks:
         """Record cached blocks of workers, the last of which counts as the latest one. A restarted worker replaces its
         previous incarnation."""
         latest, names = workers[::-1], {worker.id for worker in workers}
-        known: tuple[MemberId, ...] = ()  # of the block before: mostly the next one has the same workers
+        known: tuple[MemberId, ...] = ()  # of the previous block: usually the next one has the same workers
         added = latest
         for block_hash in reversed(block_hashes):  # the beginning is dropped last: without it nothing is found
             present = self._workers.get(block_hash, ())

@@ -1,5 +1,6 @@
 """Forecasts of a worker's next steps agree with the steps that the real scheduler plans, in simulated time."""
 
+from functools import cache
 from random import Random
 from statistics import median
 
@@ -25,6 +26,7 @@ SETTING = Setting(TIMES, kv_bytes_per_token=23040.0, link_bytes_per_s=1e9)
 PAIR, COLOCATED = ((0,), (1,)), ((), (0, 1))
 
 
+@cache  # two tests examine the same run: one its first tokens, one the tokens after them
 def served(arm: tuple[tuple[int, ...], tuple[int, ...]], workload: Workload, rate_rps: float) -> list[Served]:
     arrivals = poisson_arrivals(workload, rate_rps, 150, Random(f"{workload} {rate_rps}"))
     return Simulation(PrefixAware(), [SETTING, SETTING], *arm).run(arrivals)

@@ -74,7 +74,7 @@ class ExportRoom:
         return next(self.waiting(), None)
 
     def waiting(self) -> Iterator[Sequence]:
-        """Return the waiting sequences that are not held back. An export is held back with all exports behind it."""
+        """Return the waiting sequences that are not held back. An export is held back with all later exports."""
         is_full = False
         for sequence in self._queues.waiting:
             if self.expects_imports and sequence.group.export is not None:
@@ -216,7 +216,7 @@ class Preemption:
         return is_last and sequence.num_left == 1 and self._tables.num_lacking(sequence) > self._pool.num_available
 
     def grow(self, sequence: Sequence, now_s: float) -> bool:
-        """Make room for its known tokens. Returns False if there is none and no sequence behind it has blocks."""
+        """Make room for its known tokens. Returns False if there is none and no lower-ranking sequence has blocks."""
         num_lacking = self._tables.num_lacking(sequence)
         while num_lacking and not self._tables.grow(sequence, num_lacking):
             last = self._queues.last_preemptible
@@ -246,7 +246,7 @@ class Preemption:
         return True
 
     def _free_blocks(self, num_blocks: int, wanting: Sequence | BlockRequest, now_s: float) -> bool:
-        """Make `num_blocks` available by preempting sequences that rank behind `wanting`. Preempts no sequence if that
+        """Make `num_blocks` available by preempting sequences that rank after `wanting`. Preempts no sequence if that
         would not be enough; then returns False."""
         if self._pool.num_available >= num_blocks:
             return True

@@ -88,7 +88,7 @@ class WaitingSequences:
         line = self._lines[sequence.group.job.tenant.label]
         place = bisect_left(line.sequences, self._key(sequence), key=self._key)
         assert line.sequences[place] is sequence, "a rank changed while its sequence waited"
-        while line.num_ranked <= place:  # the ranks of those behind it count its cost until the next sort
+        while line.num_ranked <= place:  # the ranks of the sequences after it include its cost until the next sort
             line.rank_next(self._cost)
         del line.sequences[place]
         line.num_ranked -= 1
