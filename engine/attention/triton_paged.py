@@ -7,6 +7,7 @@ Imported only when this back end is chosen: Triton comes with torch's CUDA wheel
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -66,7 +67,7 @@ class TritonBackend:
 
     def attend(self, query: torch.Tensor, kv: LayerKv, batch: PackedBatch, options: AttentionOptions) -> torch.Tensor:
         group = query.shape[1] // kv.keys.shape[2]
-        geometry = _geometry(query, kv, self._least_part)
+        geometry = _geometry(kv.keys.shape[3], kv.values.shape[3], query.element_size(), self._least_part)
         if self._tiled != batch.query_lens:
             self._tiled, self._launches = batch.query_lens, {}
         kind = (group, geometry.chunk_rows)
@@ -114,20 +115,27 @@ def _placed(places: list[tuple[int, int]], device: torch.device) -> torch.Tensor
 def _programs_per_context(num_contexts: int, parts: int, device: torch.device) -> int:
     """Return the number of programs per context that keeps the device busy; with many contexts one program computes
     several parts."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return max(1, min(parts, -(-_PROGRAMS_PER_PROCESSOR * processors // num_contexts)))
+    if parts == 1:
+        return 1
+    return max(1, min(parts, -(-_PROGRAMS_PER_PROCESSOR * _num_processors(device) // num_contexts)))
 
 
-def _geometry(query: torch.Tensor, kv: LayerKv, least_part: int) -> _Geometry:
-    key_pad, value_pad = (max(16, triton.next_power_of_2(view.shape[3])) for view in (kv.keys, kv.values))
-    row_bytes = max(key_pad, value_pad) * query.element_size()
+@lru_cache(maxsize=16)
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@lru_cache(maxsize=64)
+def _geometry(key_dim: int, value_dim: int, element_bytes: int, least_part: int) -> _Geometry:
+    key_pad, value_pad = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
+    row_bytes = max(key_pad, value_pad) * element_bytes
     columns = max(16, min(64, (16 << 10) // row_bytes))  # a tile of K must fit small shared memories
     return _Geometry(
         key_pad=key_pad,
         value_pad=value_pad,
         columns=columns,
         least_part=-(-least_part // columns) * columns,
-        chunk_rows=_WIDE_CHUNK_ROWS if query.element_size() == 2 and row_bytes <= _WIDE_ROW_BYTES else _CHUNK_ROWS,
+        chunk_rows=_WIDE_CHUNK_ROWS if element_bytes == 2 and row_bytes <= _WIDE_ROW_BYTES else _CHUNK_ROWS,
         num_stages=2 if row_bytes <= 512 else 1,
     )
 
