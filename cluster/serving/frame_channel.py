@@ -9,7 +9,6 @@ import itertools
 import logging
 import struct
 from collections.abc import AsyncIterator, Callable, Generator
-from functools import partial
 from typing import Any
 
 import grpc
@@ -104,9 +103,9 @@ class FrameChannel:
 
     async def _connect(self, port: int, callee: str) -> "CallerConnection":
         opening = OpeningConnection(self._keys, transport=CALLS, importer=self._caller, exporter=callee)
-        loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(partial(CallerConnection, opening), self._host, port)
+        connection = CallerConnection(opening)
         try:
+            await asyncio.get_running_loop().create_connection(lambda: connection, self._host, port)
             await connection.proven
         except BaseException:
             connection.abort()

@@ -215,6 +215,8 @@ class FrameConnection(asyncio.Protocol):
             self.transport.close()
 
     def abort(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()  # uvloop reports no loss of a connection whose opening was cancelled
         if self.transport is not None:
             self.transport.abort()
 

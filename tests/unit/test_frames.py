@@ -8,11 +8,12 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
+import uvloop
 
 from cluster.auth.keys import ClusterKeys
 from cluster.errors import QueueFull
 from cluster.serving import frames
-from cluster.serving.frame_channel import MAX_REQUEST_BYTES, FrameChannel
+from cluster.serving.frame_channel import MAX_REQUEST_BYTES, CallerConnection, FrameChannel
 from cluster.serving.frames import Begin, FrameConnection, Kind, Status, packed, packed_status, unpacked_status
 from cluster.serving.rpc_errors import error_from_rpc
 from tandem.internal.v1 import kv_pb2, kv_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -189,6 +190,31 @@ async def test_a_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch) ->
         assert received[4] == Kind.PING
         writer.close()
         assert channel.frames.connection is connection, "an end that answers stays connected"
+
+
+def test_a_connection_whose_opening_is_cancelled_sends_no_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvloop closes its socket, but never reports its loss."""
+    made: list[CallerConnection] = []
+
+    async def cancel_an_opening() -> None:
+        server = await asyncio.get_running_loop().create_server(asyncio.Protocol, "127.0.0.1", 0)
+        channel, connection_made = FrameChannel("127.0.0.1", KEYS, "router@1", 0.0), CallerConnection.connection_made
+
+        def cancelled(connection: CallerConnection, transport: asyncio.BaseTransport) -> None:
+            connection_made(connection, transport)
+            made.append(connection)
+            channel.close()
+
+        monkeypatch.setattr(CallerConnection, "connection_made", cancelled)
+        await channel.offer(server.sockets[0].getsockname()[1], "decode-0@1")
+        while calls := [task for task in asyncio.all_tasks() if task.get_name() == "calls to decode-0@1"]:
+            await asyncio.wait(calls)
+        server.close()
+        [connection] = made
+        assert connection._timer is not None and connection._timer.cancelled()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(cancel_an_opening())
 
 
 class _Recording(FrameConnection):
