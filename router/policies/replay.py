@@ -13,6 +13,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from operator import attrgetter
+from random import Random
 from statistics import fmean
 from typing import NamedTuple
 
@@ -56,6 +57,16 @@ def traffic(past: Sequence[PastRequest], scale: float, share: float, number: int
             request = past[int(first + i * scale)]
             found.append((turn_s + share * (request.placed_s - past[0].placed_s), request))
         turn_s += span_s
+    return found
+
+
+def random_traffic(past: Sequence[PastRequest], every_s: float, number: int) -> Traffic:
+    """Return `number` requests, the past ones in turn, at random times: one every `every_s` on average. The times are
+    the same in each call."""
+    draws, now_s, found = Random(0), 0.0, list[tuple[float, PastRequest]]()
+    for i in range(number):
+        found.append((now_s, past[i % len(past)]))
+        now_s += draws.expovariate(1 / every_s)
     return found
 
 

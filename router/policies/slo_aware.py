@@ -76,6 +76,8 @@ class SloAware:
     def choose(
         self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts
     ) -> Placement | None:
+        if (past := self._past_request(prefills, decodes, request, 0.0)) is not None:
+            self._arrangements.begin(past, _workers(prefills, decodes))
         ways = self.ways(prefills, decodes, request)
         found = self._predicted(ways, request)
         if found is None:
@@ -105,22 +107,29 @@ class SloAware:
     def placed(
         self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts, now_s: float
     ) -> Arrangement | None:
-        workers = list({load.member: load for load in (*prefills, *decodes)}.values())
+        past = self._past_request(prefills, decodes, request, now_s)
+        if past is None:
+            return None
+        return self._arrangements.current if self._arrangements.placed(past, _workers(prefills, decodes)) else None
+
+    def _past_request(
+        self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts, now_s: float
+    ) -> PastRequest | None:
         targets = self._targets.preferring(request.targets)
-        if targets == NO_TARGETS or any(load.work is None for load in workers):
+        if targets == NO_TARGETS or any(load.work is None for load in (*prefills, *decodes)):
             return None
         work = PromptWork.of(request.num_prompt_tokens, max(request.cached_tokens.values(), default=0))
-        past = PastRequest(
+        return PastRequest(
             now_s, work, request.num_prompt_tokens, request.expected_output, targets, request.num_choices
         )
-        return self._arrangements.current if self._arrangements.placed(past, workers) else None
 
     def _predicted(self, pairs: Sequence[Pair], request: RequestFacts) -> list[Candidate] | None:
         """Return all candidates; None if the speed of a worker is not known."""
         predictions = self.predict(pairs, request)
         if predictions is None:
             return None
-        against = self._misses_against_role(pairs)
+        have_roles = any(self._arrangements.role_of(decode) is not Role.BOTH for _, decode in pairs)
+        against = self._misses_against_role(pairs) if have_roles else None
         targets = self._targets.preferring(request.targets)
         found = []
         for (prefill, decode), prediction in zip(pairs, predictions, strict=True):
@@ -134,16 +143,18 @@ class SloAware:
         return own + (prediction.running_itl_s > self._targets.itl_s)
 
     def _expected_misses(
-        self, pair: Pair, prediction: Prediction, targets: SloTargets, against: Mapping[Role, float]
+        self, pair: Pair, prediction: Prediction, targets: SloTargets, against: Mapping[Role, float] | None
     ) -> float:
         """Return how many requests are expected to miss a target because this candidate is chosen: this one, those that
         run at its workers, and later ones. `against`: of `_misses_against_role`."""
         if targets == NO_TARGETS:
             return 0.0
-        arrangement = self._arrangements.current
-        if arrangement is Arrangement.ALONE:
-            return float(pair[0] is not None)  # and among the workers alone the first token decides
+        role_of, (prefill, decode) = self._arrangements.role_of, pair
+        if self._arrangements.current is Arrangement.ALONE:
+            return float(prefill is not None)  # and among the workers alone the first token decides
         kept = (1 - _miss(prediction.ttft_s, targets.ttft_s)) * (1 - _miss(prediction.itl_s, targets.itl_s))
+        if against is None:
+            return 1 - kept
         others = 0.0
         for beside in prediction.beside:
             # Sequences that run have about half of their tokens.
@@ -152,7 +163,6 @@ class SloAware:
                 _miss(whole_s, self._targets.itl_s) - _miss(beside.before_s, self._targets.itl_s)
             )
         waiting = _MISSES_PER_WAIT * min(1.0, prediction.ttft_s / targets.ttft_s) if targets.ttft_s > 0 else 0.0
-        role_of, (prefill, decode) = self._arrangements.role_of, pair
         legs = ((prefill or decode, Role.DECODE), (decode, Role.PREFILL))
         return 1 - kept + others + waiting + sum(against[role] for load, role in legs if role_of(load) is role)
 
@@ -193,6 +203,11 @@ class SloAware:
         allowed = [candidate for candidate in ordered[1:] if not candidate.num_violations]
         others = [candidate for candidate in allowed if candidate.is_pair is not ordered[0].is_pair]
         return next(iter(others or allowed), None)
+
+
+def _workers(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad]) -> list[WorkerLoad]:
+    """Return each worker once."""
+    return list({load.member: load for load in (*prefills, *decodes)}.values())
 
 
 _Criterion = tuple[PlacementReason, Callable[[Candidate], float], float, float]

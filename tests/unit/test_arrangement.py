@@ -1,5 +1,6 @@
 """Whether workers keep their roles or serve whole requests is learned from a replay of the recent requests."""
 
+import itertools
 import math
 from dataclasses import replace
 from random import Random
@@ -11,13 +12,14 @@ from benchmarks.placement_simulated import SETTING, TIMES
 from cli.load import Arrival
 from cluster.messages import MemberId, Role
 from cluster.outstanding_work import PromptWork
+from cluster.service_times import StepLimit
 from router.policies.arrangement import Arrangement, Arrangements, _better, _every, _scale
 from router.policies.candidates import RequestFacts, WorkerLoad
 from router.policies.placement import PrefixAware
-from router.policies.replay import PastRequest, _EqualSteps, _Live, kept_alone, kept_by_role, traffic
+from router.policies.replay import PastRequest, _EqualSteps, _Live, kept_alone, kept_by_role, random_traffic, traffic
 from router.policies.replay import _Replayed as Replayed
 from router.policies.slo_aware import SloAware
-from router.policies.work_ahead import WorkAhead
+from router.policies.work_ahead import SequenceBatch, WorkAhead
 from tests.unit.test_simulated_placement import COLOCATED, SEPARATE, Arm, attainment, run, targets_of
 
 BUSY_PROMPTS, BUSY_BOTH = (Workload(2048, 16), 0.68), (Workload(512, 128), 3.2)
@@ -119,6 +121,59 @@ def test_few_requests_are_repeated_at_the_rate_at_which_they_came() -> None:
     assert halved_s[:3] == (0.0, 1.0, 2.0), "a router with half of the requests sees every second one"
 
 
+def test_requests_of_an_assumed_load_come_at_random_times_and_have_the_lengths_of_those_that_are_known() -> None:
+    known = past(Workload(8, 4), 1.0, 2)
+    placed_s, requests = zip(*random_traffic(known, 0.5, 400), strict=True)
+    assert requests == (*known,) * 200
+    gaps = [after - before for before, after in itertools.pairwise(placed_s)]
+    assert sum(gaps) / len(gaps) == pytest.approx(0.5, rel=0.1)
+    assert sum(gap < 0.25 for gap in gaps) / len(gaps) == pytest.approx(1 - math.exp(-0.5), abs=0.05)
+
+
+@pytest.mark.parametrize("num_workers", [2, 8])
+def test_the_first_request_is_placed_as_workers_keep_most_targets_of_its_lengths(num_workers: int) -> None:
+    def placed(prompt: int, output: int) -> tuple[bool, SloAware]:
+        policy, both = (
+            SloAware(targets_of(Workload(prompt, output)), Random(1).random),
+            fleet(*[Role.BOTH] * num_workers),
+        )
+        placement = policy.choose(both, both, RequestFacts(prompt, output, 1, expected_output=output))
+        assert placement is not None
+        return placement.prefill is not None, policy
+
+    assert placed(512, 128)[0], "prompts would disturb the sequences"
+    is_pair, policy = placed(64, 128)
+    assert not is_pair, "a worker would compute prompts for a part of the time only"
+    both, request = fleet(*[Role.BOTH] * num_workers), RequestFacts(64, 128, 1, expected_output=128)
+    changed = policy.placed(both, both, request, 0.0)
+    assert changed is (Arrangement.ALONE if num_workers == 2 else None), "the first choice is reported too"
+    assert policy.placed(both, both, request, 0.1) is None
+
+
+def test_two_workers_of_both_roles_help_each_other_with_roles_where_neither_arrangement_is_clearly_better() -> None:
+    workers = fleet(Role.BOTH, Role.BOTH)
+    arrangements, _ = learned(Workload(512, 64), 0.5, workers)
+    assert arrangements.current is Arrangement.MIXED
+    assert [arrangements.role_of(load) for load in workers] == [Role.PREFILL, Role.DECODE]
+
+
+def test_among_workers_without_roles_the_least_loaded_one_serves_even_if_one_misses_its_targets_anyway() -> None:
+    targets, sizes = targets_of(Workload(64, 128)), (24, 10, 9, 10)
+    policy, loads = SloAware(targets, Random(1).random), fleet(*[Role.BOTH] * len(sizes))
+    policy._arrangements._has_begun = True
+    batches = [SequenceBatch(num_running=size, context=size * 128, left=64.0) for size in sizes]
+    works = [WorkAhead(TIMES, batch=batch, max_running=64, step_limit=StepLimit(targets.itl_s)) for batch in batches]
+    loads = [replace(load, work=work) for load, work in zip(loads, works, strict=True)]
+    placement = policy.choose(loads, loads, RequestFacts(64, 128, 1, expected_output=128.0))
+    assert placement is not None and (placement.prefill, placement.decode) == (None, loads[2].member)
+
+
+def test_sixteen_workers_of_both_roles_share_the_roles_only_where_eight_would() -> None:
+    workers = fleet(*[Role.BOTH] * 16)  # replayed are three times fewer, so that one of them computes prompts
+    arrangements, _ = learned(Workload(64, 128), 52.5, workers, count=64)
+    assert {arrangements.role_of(load) for load in workers} == {Role.BOTH}
+
+
 def test_what_would_fail_first_is_learned_from_the_first_requests_that_miss_no_target() -> None:
     eight = fleet(*[Role.BOTH] * 8)
     by_role, _ = learned(Workload(512, 128), 8.7, eight, count=48)
@@ -171,11 +226,8 @@ def test_of_workers_of_both_roles_as_many_compute_prompts_as_the_requests_need()
     assert of_mixed.count(Role.DECODE) in (6, 7)
 
 
-def test_workers_of_both_roles_have_no_other_before_requests_have_shown_what_is_needed() -> None:
-    arrangements, both = Arrangements(), fleet(Role.BOTH, Role.BOTH)
-    for request in past(*BUSY_PROMPTS, 15):
-        arrangements.placed(request, both)
-    assert arrangements.role_of(both[0]) is Role.BOTH
+def test_a_single_worker_of_both_roles_has_no_other() -> None:
+    both = fleet(Role.BOTH, Role.BOTH)
     single, _ = learned(*BUSY_PROMPTS, both[:1])
     assert single.role_of(both[0]) is Role.BOTH and single.current is Arrangement.MIXED
 

@@ -119,6 +119,17 @@ def test_workers_of_both_roles_keep_about_as_many_targets_as_the_better_fixed_ar
     assert attainment(found[_NUM_TO_LEARN:], targets) >= attainment(best[_NUM_TO_LEARN:], targets) - 0.1
 
 
+def test_two_workers_of_both_roles_are_never_worse_than_fixed_roles_that_are_nearly_busy() -> None:
+    """One request that is placed wrongly at first would delay all later ones."""
+    workload, rate_rps, everyone = Workload(512, 128), 3.1, ((0, 1), (0, 1))
+    targets, num_requests, both = targets_of(workload), 100, (Role.BOTH, Role.BOTH)
+    auto = SloAware(targets, Random(1).random)
+    found = run(auto, everyone, workload, rate_rps, 1, targets.itl_s, num_requests, both)
+    best = run(PrefixAware(), SEPARATE, workload, rate_rps, 1, num_requests=num_requests)
+    assert attainment(best, targets) >= 0.3, "the point no longer shows what it is here for"
+    assert attainment(found, targets) >= attainment(best, targets) - 0.02
+
+
 @pytest.mark.parametrize(
     ("workload", "rate_rps", "arm"),
     [
@@ -134,4 +145,4 @@ def test_eight_workers_of_both_roles_learn_before_many_requests_are_late(
     found = run(auto, (everyone, everyone), workload, rate_rps, 1, targets.itl_s, num_requests, roles)
     best = run(PrefixAware(), arm, workload, rate_rps, 1, num_requests=num_requests, roles=[Role.DECODE] * 8)
     assert attainment(best, targets) >= 0.9, "the point no longer shows what it is here for"
-    assert attainment(found, targets) >= attainment(best, targets) - 0.1
+    assert attainment(found, targets) >= attainment(best, targets) - 0.05

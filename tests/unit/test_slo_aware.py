@@ -41,7 +41,9 @@ def choose(
     request: RequestFacts = REQUEST,
     targets: SloTargets = NO_TARGETS,
 ) -> Placement:
-    placement = SloAware(targets, random.Random(1).random).choose(prefills, decodes, request)
+    policy = SloAware(targets, random.Random(1).random)
+    policy._arrangements._has_begun = True  # workers help each other; no other arrangement is learned
+    placement = policy.choose(prefills, decodes, request)
     assert placement is not None
     return placement
 
