@@ -9,6 +9,7 @@ delays that service times leave out are learned from earlier requests and added 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from cluster.messages import MemberId
 from cluster.outstanding_work import PromptWork
@@ -17,8 +18,7 @@ from router.policies.forecast import Forecast
 from router.policies.work_ahead import WorkAhead
 
 
-@dataclass(frozen=True, slots=True)
-class RunningBeside:
+class RunningBeside(NamedTuple):
     """Sequences that run at one of the workers, and the mean time between their tokens from now to their ends."""
 
     number: int
@@ -85,8 +85,7 @@ class LatestPredictions:
         return self._found
 
 
-@dataclass(frozen=True, slots=True)
-class _Computed:
+class _Computed(NamedTuple):
     """The prefill of a request at one worker, in seconds from now."""
 
     forecast: Forecast  # at the end of the prompt
@@ -103,6 +102,7 @@ class _Predictor:
 
     def __init__(self, request: RequestFacts, after_s: float) -> None:
         self._request = request
+        self._num_later = max(0.0, request.expected_output - 1) if request.max_tokens > 1 else 0.0  # after the first
         self._after_s = after_s
         self._computed: dict[MemberId, _Computed] = {}
         self._present: dict[MemberId, Forecast] = {}
@@ -123,13 +123,9 @@ class _Predictor:
         exposed_s = _exposed_s(_work(decode), transfer_s(prefill, decode, kv_bytes) or 0.0, computed)
         return self._prediction(prefill, decode, computed, self._decode_there(decode, computed, exposed_s), kv_bytes)
 
-    @property
-    def _num_later(self) -> float:
-        """Return the number of tokens after the first one."""
-        return max(0.0, self._request.expected_output - 1) if self._request.max_tokens > 1 else 0.0
-
     def _num_cached(self, load: WorkerLoad) -> int:
-        return self._request.cached_tokens.get(load.member, 0)
+        cached = self._request.cached_tokens
+        return cached.get(load.member, 0) if cached else 0  # members are hashed field by field
 
     def _compute(self, load: WorkerLoad) -> _Computed:
         work = _work(load)
@@ -212,8 +208,7 @@ def _work(load: WorkerLoad) -> WorkAhead:
     return load.work
 
 
-@dataclass(frozen=True, slots=True)
-class _Decoded:
+class _Decoded(NamedTuple):
     """The tokens after the first one."""
 
     itl_s: float
