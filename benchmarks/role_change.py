@@ -5,8 +5,9 @@ prompts with short outputs or the reverse. Each round turns the load twice, and 
 workers: from prefill to decode, where long outputs begin, and back. Meanwhile the requests that run go on.
 
 Measured is the time from the call that changes both roles to the first token that each of the two workers has computed
-in its new role, as a client receives it. A request that ends with an error, or with fewer tokens than it asked for, is
-lost.
+in its new role, as a client receives it. Two parts of it are shown apart: until that token's request was sent, because
+a client first waits for its answer of the load before, and until the worker began to compute it, its first useful step.
+A request that ends with an error, or with fewer tokens than it asked for, is lost.
 
     python -m benchmarks.role_change [--write]
 """
@@ -22,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import grpc
 
@@ -54,18 +56,30 @@ _LOADS = {PREFILL: Load(480, 4), DECODE: Load(24, 32)}  # by the role that it ne
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A request that was sent at `sent_s`. `workers` are those that computed its prompt and decoded it; empty: lost."""
+    """A request that was sent at `sent_s`. `workers` are those that computed its prompt and decoded it; empty: lost.
+    `began_s` is when each of them began its first step for the request."""
 
     sent_s: float
     token_times_s: Sequence[float]
     workers: Sequence[str]
+    began_s: Sequence[float] = ()
 
-    def first_use_s(self, role: str, worker: str) -> float | None:
-        """Return when this worker's first token in this role came; None: it computed none."""
+    def first_use(self, role: str, worker: str) -> "Use | None":
+        """Return the use that this worker was of in this role; None: none."""
         if len(self.workers) < 2 or len(self.token_times_s) < 2:
             return None
         number = 0 if role == PREFILL else 1
-        return self.token_times_s[number] if self.workers[number] == worker else None
+        if self.workers[number] != worker:
+            return None
+        return Use(self.token_times_s[number], self.began_s[number], self.sent_s)
+
+
+class Use(NamedTuple):
+    """A request that a worker served. Times in seconds; the earliest use is the one with the earliest token."""
+
+    token_s: float  # when its first token in the role came
+    began_s: float
+    sent_s: float
 
 
 @dataclass(slots=True)
@@ -100,15 +114,19 @@ class Clients:
         is_whole = result.usage.completion_tokens == load.output
         computing_first = sorted(result.ledger.worker_times, key=lambda each: each.compute_s, reverse=True)
         workers = [each.member.partition("@")[0] for each in computing_first]
-        return Answer(sent_s, times_s, workers if is_whole else ())
+        began_s = [sent_s + each.ended_s - each.compute_s for each in computing_first]
+        return Answer(sent_s, times_s, workers if is_whole else (), began_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Two workers got this role. `used_s`: from the call to the first token of each, in seconds."""
+    """Two workers got this role. In seconds from the call, of each: `used_s` to its first token, `began_s` to the first
+    step for it, `sent_s` until its request was sent."""
 
     role: str
     used_s: list[float]
+    began_s: list[float]
+    sent_s: list[float]
     num_requests: int
     num_lost: int
 
@@ -116,9 +134,17 @@ class Change:
 def change_of(role: str, workers: Sequence[str], called_s: float, answers: Sequence[Answer]) -> Change:
     """Return what became of a change: its times, and the requests that were answered since the one before it."""
     later = [answer for answer in answers if answer.sent_s >= called_s]
-    uses = [[answer.first_use_s(role, worker) for answer in later] for worker in workers]
-    used_s = [min((use_s for use_s in each if use_s is not None), default=math.inf) - called_s for each in uses]
-    return Change(role, used_s, len(answers), sum(not answer.workers for answer in answers))
+    all_uses = [[answer.first_use(role, worker) for answer in later] for worker in workers]
+    never = Use(math.inf, math.inf, math.inf)
+    firsts = [min((use for use in uses if use is not None), default=never) for uses in all_uses]
+    return Change(
+        role,
+        used_s=[first.token_s - called_s for first in firsts],
+        began_s=[first.began_s - called_s for first in firsts],
+        sent_s=[first.sent_s - called_s for first in firsts],
+        num_requests=len(answers),
+        num_lost=sum(not answer.workers for answer in answers),
+    )
 
 
 async def _measure(address: str, num_rounds: int) -> list[Change]:
@@ -150,6 +176,9 @@ def summary(changes: Sequence[Change]) -> dict[str, float]:
     for role in (DECODE, PREFILL):
         used_s = [each for change in changes if change.role == role for each in change.used_s]
         figures |= {f"{role}_first_use_median_s": median(used_s), f"{role}_first_use_worst_s": max(used_s)}
+        for name in ("began", "sent"):
+            parts_s = [each for change in changes if change.role == role for each in getattr(change, f"{name}_s")]
+            figures[f"{role}_{name}_median_s"] = median(parts_s)
     figures["requests"] = sum(change.num_requests for change in changes)
     figures["lost"] = sum(change.num_lost for change in changes)
     return figures
