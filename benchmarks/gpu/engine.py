@@ -14,6 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -81,7 +82,7 @@ def run(
     """Measure every row. `keep` receives the results so far after each row."""
     device = torch.device(arguments.device)
     before = _rates(device, arguments.tiny)
-    shape, config, loads, left_out = _fitting(loads, device, is_tiny=arguments.tiny)
+    shape, config, loads, left_out = fitting(loads, device, is_tiny=arguments.tiny)
     settings = EngineSettings(
         model="random",
         attention_backend=arguments.attention_backend,
@@ -90,7 +91,7 @@ def run(
         max_num_seqs=max(loads.batch_sizes),
         max_model_len=max(loads.prompt_tokens),
     )
-    loaded = _loaded(config, settings, device)
+    loaded = loaded_engine(config, settings, device)
     bench = Bench(loaded, settings, loads)
     work = Work.of(config)
     result: dict[str, Any] = {
@@ -122,20 +123,20 @@ def run(
     return result
 
 
-def _fitting(loads: Loads, device: torch.device, *, is_tiny: bool) -> tuple[str, LlamaConfig, Loads, list[str]]:
+def fitting(loads: Loads, device: torch.device, *, is_tiny: bool) -> tuple[str, LlamaConfig, Loads, list[str]]:
     """Return the shape's name, the shape, the loads whose KV fits, and the omitted loads with reasons."""
     if device.type != "cuda" or is_tiny:
         return "tiny", tiny(), loads, []
     found = room(torch.cuda.mem_get_info(device)[0], num_processes=1, least_kv_tokens=_LEAST_KV_TOKENS)
-    fitting = dataclasses.replace(
+    fitting_loads = dataclasses.replace(
         loads,
         prompt_tokens=that_fit(loads.prompt_tokens, 1, found.kv_tokens),
         batch_sizes=that_fit(loads.batch_sizes, loads.context + loads.steps + MORE_TOKENS, found.kv_tokens),
     )
     why = f"there is memory for KV of {found.kv_tokens:,} tokens"
-    left_out = [f"prefill of {size}: {why}" for size in loads.prompt_tokens if size not in fitting.prompt_tokens]
-    left_out += [f"decode of {size}: {why}" for size in loads.batch_sizes if size not in fitting.batch_sizes]
-    return found.shape, found.config, fitting, [*([found.why_smaller] if found.why_smaller else []), *left_out]
+    left_out = [f"prefill of {size}: {why}" for size in loads.prompt_tokens if size not in fitting_loads.prompt_tokens]
+    left_out += [f"decode of {size}: {why}" for size in loads.batch_sizes if size not in fitting_loads.batch_sizes]
+    return found.shape, found.config, fitting_loads, [*([found.why_smaller] if found.why_smaller else []), *left_out]
 
 
 class Bench:
@@ -154,16 +155,12 @@ class Bench:
             self._runner.forward, self.report = gpu_forward(settings, loaded, self._pool, forwards(settings, loaded))
 
     def prefill(self, tokens: int, work: Work, rates: Rates) -> Row:
-        block_ids = tuple(range(-(-tokens // self._pool.layout.block_size)))
+        most = self._loads.chunk_tokens
 
         def prompt() -> float:
-            launching_s = 0.0
-            for start in range(0, tokens, self._loads.chunk_tokens):
-                end = min(tokens, start + self._loads.chunk_tokens)
-                samples = (Sample(0, tokens, _GREEDY),) if end == tokens else ()
-                plan = StepPlan((Chunk(0, (7,) * (end - start), start, block_ids, samples),))
-                launching_s += self._launch(plan)
-            return launching_s
+            return sum(
+                self.launch(self.chunk(min(most, tokens - start), start, tokens)) for start in range(0, tokens, most)
+            )
 
         samples_s, launch_s = _samples_s(prompt, repeats=5)
         taken_s = statistics.median(samples_s)
@@ -176,9 +173,7 @@ class Bench:
         positions = iter(range(first - _NUM_WARM, first + self._loads.steps))
 
         def step() -> float:
-            position = next(positions)
-            plan = StepPlan(tuple(self._decode(number, position) for number in range(sequences)))
-            return self._launch(plan)
+            return self.launch(self.decodes(sequences, next(positions)))
 
         samples_s, launch_s = _samples_s(step, repeats=self._loads.steps)
         taken_s = statistics.median(samples_s)
@@ -197,13 +192,25 @@ class Bench:
     def close(self) -> None:
         self._pool.close()
 
-    def _launch(self, plan: StepPlan) -> float:
-        """Return the seconds until a step was launched, after its tokens have arrived."""
+    def launch(self, plan: StepPlan, profiler: AbstractContextManager[object] | None = None) -> float:
+        """Return the seconds until a step was launched, after its tokens have arrived. `profiler` sees the launch."""
         began_s = time.perf_counter()
-        started = self._runner.start(plan)
+        with profiler or nullcontext():
+            started = self._runner.start(plan)
         launched_s = time.perf_counter()
         started.result()
         return launched_s - began_s
+
+    def chunk(self, tokens: int, start: int, prompt_tokens: int = 0) -> StepPlan:
+        """Return a step with a chunk of a prompt; the last chunk draws a token. By default it is the last one."""
+        end = start + tokens
+        block_ids = tuple(range(-(-max(end, prompt_tokens) // self._pool.layout.block_size)))
+        samples = (Sample(0, end, _GREEDY),) if end >= prompt_tokens else ()
+        return StepPlan((Chunk(0, (7,) * tokens, start, block_ids, samples),))
+
+    def decodes(self, sequences: int, position: int) -> StepPlan:
+        """Return a step that decodes the token at `position` of each sequence."""
+        return StepPlan(tuple(self._decode(number, position) for number in range(sequences)))
 
     def _decode(self, number: int, position: int) -> Chunk:
         begin = number * self._per_sequence
@@ -226,7 +233,7 @@ def _samples_s(work: Callable[[], float], repeats: int) -> tuple[tuple[float, ..
     return tuple(samples[_NUM_WARM:]), statistics.median(answers[_NUM_WARM:])
 
 
-def _loaded(config: PreTrainedConfig, settings: EngineSettings, device: torch.device) -> LoadedModel:
+def loaded_engine(config: PreTrainedConfig, settings: EngineSettings, device: torch.device) -> LoadedModel:
     """Build the engine without the load check; the golden tests verify the model."""
     register()
     model = dummy_model(config, torch.bfloat16, ATTENTION_NAME, device).eval()  # type: ignore[no-untyped-call]
