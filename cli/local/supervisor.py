@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from cli.local.child import Child, ChildEnd, ChildSpec, Launch, executed
 from cluster.errors import ConfigError, TandemError, Unavailable
@@ -43,13 +43,78 @@ class _Kept:
     problem: str = ""  # why it is not up
 
 
+class Kept(Protocol):
+    """One member over all its restarts. `ready`: the fields of its first ready line. `problem`: why it is not up."""
+
+    ready: asyncio.Future[dict[str, str]]
+    is_leaving: bool
+    problem: str
+
+    @property
+    def is_up(self) -> bool: ...
+
+
+AnyKept = TypeVar("AnyKept", bound=Kept)
+
+
+class KeptMembers(Generic[AnyKept]):
+    """The members that are kept running, by name, and the error that ends all of them. Owns no process."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, AnyKept] = {}
+        self._changed = asyncio.Event()
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def staying(self) -> dict[str, bool]:
+        """Return for each member that is not leaving whether it is ready now."""
+        return {name: kept.is_up for name, kept in self._kept.items() if not kept.is_leaving}
+
+    def leaving(self) -> list[str]:
+        return [name for name, kept in self._kept.items() if kept.is_leaving]
+
+    def problems(self) -> list[str]:
+        """Return why members are not ready, where that is known."""
+        return [kept.problem for kept in self._kept.values() if kept.problem and not kept.is_leaving]
+
+    async def changed(self) -> None:
+        """Wait until a member becomes ready, stops being ready or has left."""
+        await self._changed.wait()
+
+    async def ready(self, name: str) -> dict[str, str]:
+        """Return the fields of the member's first ready line. Raises the error that ended all."""
+        ready = self._kept[name].ready
+        events: list[asyncio.Future[Any]] = [ready, self._failed]
+        await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
+        if self._failed.done():
+            self._failed.result()
+        return ready.result()
+
+    async def failed(self) -> None:
+        """Wait for the error that ends all, and raise it."""
+        await asyncio.shield(self._failed)
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._failed.done():
+            self._failed.set_exception(error)
+
+    def _end_failures(self) -> None:
+        """End the wait of `failed`; an error that it and `ready` have raised to their callers counts as retrieved."""
+        self._failed.cancel()
+        if not self._failed.cancelled():
+            self._failed.exception()
+
+
 _LEFT = {
     ExitStatus.OK: "was drained",
     ExitStatus.DRAIN_INCOMPLETE: "was drained with work left, which continues elsewhere",
 }
 
 
-class Supervisor:
+class Supervisor(KeptMembers[_Kept]):
     """Keeps child processes running. `say` receives messages for the user, `echo(name, line)` the log lines of the
     children. `launch` starts the process of a child.
     """
@@ -62,14 +127,12 @@ class Supervisor:
         limits: RestartLimits | None = None,
         launch: Launch = executed,
     ) -> None:
+        super().__init__()
         self._say = say
         self._echo = echo
         self._limits = limits or RestartLimits()
         self._launch = launch
-        self._kept: dict[str, _Kept] = {}
         self._stopping = False
-        self._changed = asyncio.Event()
-        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self, specs: Sequence[ChildSpec]) -> None:
         """Start these children and keep them running. Returns at once."""
@@ -87,34 +150,6 @@ class Supervisor:
         kept.is_leaving = True
         kept.retiring = asyncio.create_task(self._retire(kept, grace_s), name=f"retire {name}")
         kept.retiring.add_done_callback(self._on_end)
-
-    def staying(self) -> dict[str, bool]:
-        """Return for each child that is not retiring whether it is ready now."""
-        return {name: kept.is_up for name, kept in self._kept.items() if not kept.is_leaving}
-
-    def leaving(self) -> list[str]:
-        return [name for name, kept in self._kept.items() if kept.is_leaving]
-
-    def problems(self) -> list[str]:
-        """Return why children are not ready, where that is known."""
-        return [kept.problem for kept in self._kept.values() if kept.problem and not kept.is_leaving]
-
-    async def changed(self) -> None:
-        """Wait until a child becomes ready, stops being ready or has left."""
-        await self._changed.wait()
-
-    async def ready(self, name: str) -> dict[str, str]:
-        """Return the fields of the child's first ready line. Raises the error that ended all."""
-        ready = self._kept[name].ready
-        events: list[asyncio.Future[Any]] = [ready, self._failed]
-        await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
-        if self._failed.done():
-            self._failed.result()
-        return ready.result()
-
-    async def failed(self) -> None:
-        """Wait for the error that ends all, and raise it."""
-        await asyncio.shield(self._failed)
 
     def pids(self) -> dict[str, int]:
         """Return the process ids of the children that run now."""
@@ -157,9 +192,7 @@ class Supervisor:
             if kept.task is not None and kept.child is None:  # between two starts; the other tasks end with their child
                 kept.task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._failed.cancel()
-        if not self._failed.cancelled():
-            self._failed.exception()  # marks the exception as retrieved; `failed` raised it to its callers
+        self._end_failures()
 
     def _begin(self, spec: ChildSpec, *, is_vital: bool) -> None:
         kept = self._kept[spec.name] = _Kept(spec, asyncio.get_running_loop().create_future(), is_vital)
@@ -244,14 +277,6 @@ class Supervisor:
         """Report an exception of a task. No caller awaits these tasks while the cluster runs."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    def _fail(self, error: BaseException) -> None:
-        if not self._failed.done():
-            self._failed.set_exception(error)
 
 
 def _end_report(name: str, end: ChildEnd, then: str) -> str:

@@ -1,4 +1,4 @@
-"""The workers of a cluster as Ray actors, with the methods of `Supervisor` that a cluster and its follower use.
+"""The workers of a cluster as Ray actors, kept running as `Supervisor` keeps processes.
 
 Owns one task per actor, which follows the actor's state, and the watch for nodes that Ray drains: their workers count
 as leaving, so the follower starts others, and they are drained as soon as those are ready. While Ray's head does not
@@ -21,6 +21,7 @@ from ray.exceptions import RayActorError, RayError
 
 from cli.local.child import ChildSpec
 from cli.local.layout import Slot, thread_environment
+from cli.local.supervisor import KeptMembers
 from cluster.errors import ConfigError
 from cluster.messages import Role
 from cluster.settings.config import WorkerConfig
@@ -62,7 +63,7 @@ class _Kept:
         return Slot.parse(self.name).role
 
 
-class RayWorkers:
+class RayWorkers(KeptMembers[_Kept]):
     """`needs` of a worker's node by role. `arguments`: more for each worker. `num_threads` of each worker; 0: by its
     CPUs. `grace_s`: the time that a worker on a draining node has to leave. With `keep_at_stop` the workers go on when
     this process ends, and another one may find them again."""
@@ -78,6 +79,7 @@ class RayWorkers:
         keep_at_stop: bool,
         say: Callable[[str], None],
     ) -> None:
+        super().__init__()
         self._placement = placement
         self._needs = dict(needs)
         self._arguments = tuple(arguments)
@@ -85,10 +87,7 @@ class RayWorkers:
         self._grace_s = grace_s
         self._keeps_at_stop = keep_at_stop
         self._say = say
-        self._kept: dict[str, _Kept] = {}
-        self._changed = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "ray")
-        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[None]] = set()
         self._spawn(self._watch_nodes(), "watch Ray's nodes")
 
@@ -111,15 +110,6 @@ class RayWorkers:
         kept.is_leaving = kept.is_retiring = True
         self._spawn(self._retire(kept, grace_s), f"retire {name}")
 
-    def staying(self) -> dict[str, bool]:
-        return {name: kept.is_up for name, kept in self._kept.items() if not kept.is_leaving}
-
-    def leaving(self) -> list[str]:
-        return [name for name, kept in self._kept.items() if kept.is_leaving]
-
-    def problems(self) -> list[str]:
-        return [kept.problem for kept in self._kept.values() if kept.problem and not kept.is_leaving]
-
     def pids(self) -> dict[str, int]:
         """Return the process ids on their nodes."""
         return {name: kept.view.pid for name, kept in self._kept.items() if kept.view is not None and kept.view.pid}
@@ -127,20 +117,6 @@ class RayWorkers:
     def nodes(self) -> dict[str, str]:
         """Return the id of each worker's node, where it is known."""
         return {name: kept.view.node for name, kept in self._kept.items() if kept.view is not None}
-
-    async def changed(self) -> None:
-        await self._changed.wait()
-
-    async def ready(self, name: str) -> dict[str, str]:
-        ready = self._kept[name].ready
-        events: list[asyncio.Future[Any]] = [ready, self._failed]
-        await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
-        if self._failed.done():
-            self._failed.result()
-        return ready.result()
-
-    async def failed(self) -> None:
-        await asyncio.shield(self._failed)
 
     async def stop(self, names: Sequence[str], grace_s: float) -> None:
         if self._keeps_at_stop:
@@ -161,9 +137,7 @@ class RayWorkers:
                 with suppress(RayError):
                     await self._call(self._placement.remove, name)
         self._thread.shutdown(wait=False, cancel_futures=True)
-        self._failed.cancel()
-        if not self._failed.cancelled():
-            self._failed.exception()  # `failed` and `ready` raised it
+        self._end_failures()
 
     def _begin(self, name: str, spec: ChildSpec | None, *, is_vital: bool = False) -> None:
         kept = _Kept(name, asyncio.get_running_loop().create_future(), is_vital)
@@ -311,14 +285,6 @@ class RayWorkers:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    def _fail(self, error: BaseException) -> None:
-        if not self._failed.done():
-            self._failed.set_exception(error)
 
 
 def _answer(reference: "ray.ObjectRef[Result]") -> asyncio.Future[Result]:
