@@ -1,9 +1,10 @@
-"""Tests that answers under a schema and forced calls of tools have the same tokens as without faults if their decode
-worker is killed at any token. The cluster is simulated, and its workers compute with the demo model.
+"""Tests that answers under a schema and forced calls of tools have the same tokens as without faults if, at any token,
+their decode worker is killed or drained, they are moved, or their router is killed. The cluster is simulated, and its
+workers compute with the demo model.
 """
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from unittest import mock
 
 import pytest
@@ -16,9 +17,10 @@ from engine.scheduling.step import Chunk, Sample, StepPlan
 from tandem.enum_words import GRAMMAR_KINDS
 from tandem.v1 import inference_pb2
 from tests.chaos.simulated.clients import Client
+from tests.chaos.simulated.disturbances import DISTURBANCES, after_token, disturb_after_every_token
 from tests.chaos.simulated.grammars import END, GRAMMARS, compiled_grammars
 from tests.chaos.simulated.machine import simulated_machine
-from tests.chaos.simulated.mishaps import Kind, Mishap, Phase
+from tests.chaos.simulated.mishaps import Mishap
 from tests.chaos.simulated.real_engine import BLOCK_SIZE, tiny_engine, tiny_model, tiny_runner
 from tests.chaos.simulated.schedule import MAX_MODEL_LEN, Ask, Schedule, plain_schedule
 from tests.chaos.simulated.world import Result, run_schedule
@@ -63,7 +65,7 @@ def _client(name: str) -> type[Client]:
 
 def _schedule(*mishaps: Mishap) -> Schedule:
     ask = Ask(0.0, 0, 0, 0, NUM_PROMPT, NUM_TOKENS, n=1)
-    return replace(plain_schedule(1), num_routers=1, num_prefills=1, num_decodes=2, asks=(ask,), mishaps=mishaps)
+    return replace(plain_schedule(1), num_routers=2, num_prefills=1, num_decodes=2, asks=(ask,), mishaps=mishaps)
 
 
 def _run(name: str, *mishaps: Mishap) -> Result:
@@ -74,30 +76,20 @@ def _run(name: str, *mishaps: Mishap) -> Result:
         return run_schedule(_schedule(*mishaps))
 
 
-def _killed_at(occurrence: int) -> Mishap:
-    return Mishap(Kind.KILL, "decode", 0, 0.0, 1.0, Phase.DECODING, occurrence)
-
-
 def test_a_forced_call_goes_on_after_its_decode_worker_is_killed() -> None:
     with simulated_machine():
-        result = _run("call", _killed_at(9))
+        result = _run("call", after_token("decode worker killed", 9))
     assert not result.violations, result.violations
     assert result.hit and result.outcomes["ok"] == 1
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # one simulated run per token, on a busy machine
+@pytest.mark.parametrize("disturbance", DISTURBANCES)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_decode_worker_killed_at_any_token_changes_no_token_of_a_constrained_answer(name: str) -> None:
-    """Kill the decode worker after each token that it sends, in one run per token."""
+def test_a_disturbance_after_any_token_changes_no_token_of_a_constrained_answer(name: str, disturbance: str) -> None:
     with simulated_machine():
-        num_hit, is_hit = 0, True
-        while is_hit:
-            result = _run(name, _killed_at(num_hit))
-            assert not result.violations, f"{num_hit}: {result.violations}"
-            assert result.outcomes["ok"] == 1
-            is_hit = bool(result.hit)
-            num_hit += is_hit
+        num_hit = disturb_after_every_token(disturbance, partial(_run, name))
     assert num_hit > 12, "the answer has more tokens than that"
 
 
@@ -106,5 +98,5 @@ def test_a_worker_without_the_grammars_tokens_is_detected() -> None:
         return GrammarState(grammar, token_ids, len(token_ids))
 
     with simulated_machine(), mock.patch("engine.scheduling.batching.chunks.GrammarState", forgetful):
-        result = _run("schema", _killed_at(6))
+        result = _run("schema", after_token("decode worker killed", 6))
     assert result.violations

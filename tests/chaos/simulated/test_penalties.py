@@ -1,5 +1,6 @@
-"""Tests that the four choices of a request with penalties have the same tokens as without faults if its decode worker
-is killed at any token. The cluster is simulated, and its workers compute with the demo model.
+"""Tests that the four choices of a request with penalties have the same tokens as without faults if, at any token, its
+decode worker is killed or drained, it is moved, or its router is killed. The cluster is simulated, and its workers
+compute with the demo model.
 """
 
 from dataclasses import replace
@@ -14,6 +15,7 @@ from engine.sampling.logit_state import LogitState
 from engine.scheduling.step import Chunk, Sample, StepPlan
 from tandem.v1 import inference_pb2
 from tests.chaos.simulated.clients import Client
+from tests.chaos.simulated.disturbances import DISTURBANCES, disturb_after_every_token
 from tests.chaos.simulated.machine import simulated_machine
 from tests.chaos.simulated.mishaps import Kind, Mishap, Phase
 from tests.chaos.simulated.real_engine import BLOCK_SIZE, tiny_engine, tiny_model, tiny_runner
@@ -59,7 +61,7 @@ class PenalizedClient(Client):
 
 def _schedule(*mishaps: Mishap) -> Schedule:
     ask = Ask(0.0, 0, 0, 0, NUM_PROMPT, NUM_TOKENS, n=4)
-    return replace(plain_schedule(1), num_routers=1, num_prefills=1, num_decodes=2, asks=(ask,), mishaps=mishaps)
+    return replace(plain_schedule(1), num_routers=2, num_prefills=1, num_decodes=2, asks=(ask,), mishaps=mishaps)
 
 
 def _run(*mishaps: Mishap) -> Result:
@@ -92,6 +94,14 @@ def test_a_decode_worker_killed_at_any_token_changes_no_token_of_four_choices_wi
             assert not result.violations, f"{phase}, {occurrence}: {result.violations}"
             assert result.outcomes["ok"] == 1
             assert result.hit, f"{phase}, {occurrence}: no worker was killed"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # one simulated run per token, on a busy machine
+@pytest.mark.parametrize("disturbance", DISTURBANCES[1:])
+def test_a_disturbance_after_any_token_changes_no_token_of_four_choices_with_penalties(disturbance: str) -> None:
+    with simulated_machine():
+        assert disturb_after_every_token(disturbance, _run) >= NUM_TOKENS - 2
 
 
 def test_a_state_without_the_committed_tokens_is_detected() -> None:
