@@ -23,7 +23,7 @@ _STAGES = 5  # four loads are in flight, because the few programs of a short rea
 
 # There is one compiled kernel for a pool's blocks and one for each fold, for any number of blocks: a compilation
 # takes longer than a hand-off.
-@triton.jit(do_not_specialize=["num_pieces"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_pieces"], do_not_specialize_on_alignment=["block_ids", "target_ids"])  # type: ignore[untyped-decorator]
 def _sum_pieces(  # type: ignore[no-untyped-def]
     address,  # of the blocks, [num_blocks, block_bytes]
     block_ids,  # int64, [wanted]

@@ -235,9 +235,10 @@ def _digest_on_device(blocks: torch.Tensor, block_ids: Sequence[int], seed: byte
     if not block_ids:
         return ()
     device = blocks.device
-    with side_stream("digest", device):
+    with side_stream("digest", device) as stream:
         (ids,) = ids_to_device(device, block_ids)
-        return _awaited(piece_sums(blocks, ids, _device_coefficients(device, 0, seed)), blocks.shape[1], seed)
+        sums = piece_sums(blocks, ids, _device_coefficients(device, 0, seed))
+        return _awaited(stream, sums, blocks.shape[1], seed)
 
 
 def copy_digested(
@@ -245,18 +246,20 @@ def copy_digested(
 ) -> tuple[bytes, ...]:
     """Copy blocks of the pool at `address` of the GPU's memory to the rows `target_ids` of `target` (torch.uint8,
     [num_blocks, block_bytes], on a GPU), and return their digests. Each byte is read once. The work is enqueued on the
-    current stream and waited for."""
+    side stream "copy" and waited for."""
     from kvtransfer.digest_kernel import Source, copied_piece_sums
 
     if not source_ids:
         return ()
     device, block_bytes = target.device, target.shape[1]
-    ids = ids_to_device(device, source_ids, target_ids)
-    source = Source(address, block_bytes, ids[0])
-    return _awaited(copied_piece_sums(source, target, ids[1], _device_coefficients(device, 0, seed)), block_bytes, seed)
+    with side_stream("copy", device) as stream:
+        ids = ids_to_device(device, source_ids, target_ids)
+        source = Source(address, block_bytes, ids[0])
+        sums = copied_piece_sums(source, target, ids[1], _device_coefficients(device, 0, seed))
+        return _awaited(stream, sums, block_bytes, seed)
 
 
-def _awaited(sums: torch.Tensor, num_bytes: int, seed: bytes) -> tuple[bytes, ...]:
+def _awaited(stream: torch.cuda.Stream, sums: torch.Tensor, num_bytes: int, seed: bytes) -> tuple[bytes, ...]:
     """Fold a GPU's sums of blocks of `num_bytes`, wait once, for their copy to the host, and return the digests."""
     from kvtransfer.digest_kernel import piece_sums
 
@@ -267,7 +270,7 @@ def _awaited(sums: torch.Tensor, num_bytes: int, seed: bytes) -> tuple[bytes, ..
 
     sums = folded(sums, fold_on_device)
     on_host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
-    torch.cuda.current_stream(device).record_event().synchronize()
+    stream.record_event().synchronize()
     return _hashed(on_host, num_bytes)
 
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from kvtransfer.digests import (
     PIECE_BYTES,
     PUBLIC,
     coefficients,
+    copy_digested,
     digest_blocks,
     digest_tensor,
     folded,
@@ -62,7 +64,18 @@ def launches(gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int
         event = SimpleNamespace(synchronize=lambda: gpu.wait("event"))
         yield SimpleNamespace(record_event=lambda: event)
 
-    monkeypatch.setitem(sys.modules, "kvtransfer.digest_kernel", SimpleNamespace(piece_sums=piece_sums))
+    def copied_piece_sums(
+        source: SimpleNamespace, target: torch.Tensor, target_ids: torch.Tensor, factors: torch.Tensor
+    ) -> torch.Tensor:
+        on_device(target)[on_device(target_ids)] = source.address[on_device(source.ids)]
+        return piece_sums(target, target_ids, factors)
+
+    def source(address: torch.Tensor, stride: int, ids: torch.Tensor) -> SimpleNamespace:
+        assert stride == address.shape[1]
+        return SimpleNamespace(address=address, ids=ids)
+
+    kernel = SimpleNamespace(piece_sums=piece_sums, copied_piece_sums=copied_piece_sums, Source=source)
+    monkeypatch.setitem(sys.modules, "kvtransfer.digest_kernel", kernel)
     monkeypatch.setattr(digests, "side_stream", side_stream)
     monkeypatch.setattr(
         digests, "_device_coefficients", lambda device, fold, seed: OnGpu(coefficients(fold, seed).t().contiguous())
@@ -81,6 +94,19 @@ def test_a_pools_blocks_are_digested_as_on_the_host_with_one_wait(
     expected = digest_blocks(_Pool(blocks), block_ids, seed)
     assert digest_blocks(_Pool(OnGpu(blocks)), block_ids, seed) == expected
     assert gpu.waits == (["event"] if block_ids else [])
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1, 3])
+def test_copied_blocks_are_digested_with_one_wait(
+    gpu: PretendGpu, launches: list[tuple[int, int]], num_blocks: int
+) -> None:
+    blocks, target = blocks_of(POOL_BYTES), torch.zeros(5, POOL_BYTES, dtype=torch.uint8)
+    source_ids, target_ids = (4, 0, 2)[:num_blocks], (1, 3, 0)[:num_blocks]
+    expected = digest_blocks(_Pool(blocks), source_ids, b"secret")
+    address: Any = blocks  # of the pretended kernel
+    assert copy_digested(address, source_ids, OnGpu(target), target_ids, b"secret") == expected
+    assert gpu.waits == (["event"] if num_blocks else [])
+    assert torch.equal(target[list(target_ids)], blocks[list(source_ids)])
 
 
 @pytest.mark.parametrize(
@@ -125,3 +151,8 @@ def test_any_number_of_a_pools_blocks_is_summed_by_the_same_kernels(
     for num_blocks in (1, 2, 3, 15, 16, 17, 32, 100):
         folded(summed(raw, num_blocks, 0), lambda rows, fold: summed(rows, len(rows), fold))
     assert len(variants) == 2
+    for num_blocks in (1, 2, 3, 15, 16, 17, 32, 100):
+        ids = torch.zeros((2, num_blocks), dtype=torch.int64, device=DEVICE)
+        source = digest_kernel.Source(1 << 40, 65_536, ids[0])
+        digest_kernel.copied_piece_sums(source, raw, ids[1], OnGpu(coefficients(0).t().contiguous()))
+    assert len(variants) == 3

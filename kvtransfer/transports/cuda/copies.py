@@ -15,7 +15,8 @@ _WORDS = 4096  # that one program copies
 _ALIGNMENT = 16  # bytes: the widest access of a thread
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# One kernel for any number of blocks: the second list of ids begins where the first one ends.
+@triton.jit(do_not_specialize_on_alignment=["source_ids", "target_ids"])  # type: ignore[untyped-decorator]
 def _copy_words(  # type: ignore[no-untyped-def]
     source_address,
     target,  # [num_blocks, block_words]
