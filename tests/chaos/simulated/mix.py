@@ -145,7 +145,8 @@ def draw_wires(dice: Random) -> Wires | None:
         high_water_bytes=dice.choice((64 << 10, 64 << 10, 4096, 300)),
         cut_share=dice.choice((0.0, 0.0, 0.1, 0.5)),
         blocked_share=dice.choice((*(0.0,) * 6, 0.2, 1.0)),
-        max_unsent_bytes=dice.choice((64 << 20, 64 << 20, 16 << 10, 4096)),
+        # As in the product, more than the largest frame: an answer with log probabilities of its prompt has some 5 KB.
+        max_unsent_bytes=dice.choice((64 << 20, 64 << 20, 32 << 10, 16 << 10)),
         max_unread_bytes=dice.choice((64 << 20, 64 << 20, 16 << 10, MAX_FEW_UNREAD_BYTES)),
         max_request_bytes=dice.choice((64 << 10, 64 << 10, 400)),
     )
