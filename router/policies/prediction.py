@@ -125,7 +125,7 @@ class _Predictor:
 
     def _num_cached(self, load: WorkerLoad) -> int:
         cached = self._request.cached_tokens
-        return cached.get(load.member, 0) if cached else 0  # members are hashed field by field
+        return cached.get(load.member, 0) if cached else 0  # most requests have none
 
     def _compute(self, load: WorkerLoad) -> _Computed:
         work = _work(load)
