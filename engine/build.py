@@ -161,7 +161,7 @@ def _speed_up(
     """Use the compiled forward if this model has one, otherwise the plain forward on packed weights; check the one that
     is used. Returns lines for the report that say which, and why. Raises ModelRefused."""
     try:
-        runner.forward = compiled_forward(settings, loaded, pool)
+        runner.forward = compiled = compiled_forward(settings, loaded, pool)
     except NotCompiled as why:
         check_equal(loaded, settings.max_prefill_tokens)
         ended("load_check")
@@ -169,7 +169,8 @@ def _speed_up(
         if settings.pack_weights == "auto":
             weights = pack_weights(loaded.model, lambda: runner.logits(_ONE_TOKEN))
         return f"forward: plain ({why})", weights
-    return (f"forward: compiled ({loaded.model.config.model_type}, {len(loaded.layout.layers)} layers)",)
+    kind = loaded.model.config.model_type
+    return (f"forward: compiled for {compiled.instructions} ({kind}, {len(loaded.layout.layers)} layers)",)
 
 
 def _async_scheduling(settings: EngineSettings, loaded: LoadedModel) -> tuple[bool, str]:

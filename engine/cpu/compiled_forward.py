@@ -20,7 +20,7 @@ from torch import nn
 from cluster.errors import ModelRefused
 from cluster.settings.worker_settings import EngineSettings
 from engine.batch import PackedBatch
-from engine.cpu.library import Layer, Model, Product, Step, Written, load_kernels
+from engine.cpu.library import Kernels, Layer, Model, Product, Step, Written, load_kernels
 from engine.decoders.layer_parts import LayerParts, NotCompiled, RmsNorm
 from engine.decoders.recognise import Decoder, DecoderLayer, recognise
 from engine.kv.pool import KvPool
@@ -38,7 +38,7 @@ class PackedDecoder:
     """All weights of a decoder except its embedding, copied into the kernels' layout. The decoder itself is not
     changed. `panels`: the memory for them, from `panels_for`."""
 
-    def __init__(self, kernels: ctypes.CDLL, decoder: Decoder, panels: torch.Tensor) -> None:
+    def __init__(self, kernels: Kernels, decoder: Decoder, panels: torch.Tensor) -> None:
         self.decoder = decoder
         self._kernels = kernels
         self._floats: list[torch.Tensor] = []  # biases and norms
@@ -126,7 +126,7 @@ class PackedDecoder:
         return self._panels.data_ptr() + next(self._places) * _ITEM_BYTES
 
 
-def panels_for(kernels: ctypes.CDLL, decoder: Decoder) -> torch.Tensor:
+def panels_for(kernels: Kernels, decoder: Decoder) -> torch.Tensor:
     """Return zeroed memory for the packed weights, bfloat16. Raises NotCompiled."""
     num_bytes = sum(_panel_elems(kernels, decoder)) * _ITEM_BYTES
     try:
@@ -161,7 +161,7 @@ def _populate(panels: torch.Tensor, is_over: threading.Event) -> None:
             return  # an older Linux refuses the call; packing then allocates the pages
 
 
-def _panel_elems(kernels: ctypes.CDLL, decoder: Decoder) -> list[int]:
+def _panel_elems(kernels: Kernels, decoder: Decoder) -> list[int]:
     """Return the elements of each packed weight in packing order, with padding up to the next one's alignment."""
     step = _ALIGNMENT // _ITEM_BYTES
     sizes = (int(kernels.td_packed_elems(out_features, into)) for into, out_features in _widths(decoder))
@@ -180,8 +180,9 @@ class CompiledForward:
     The returned float32 logits are overwritten by the next call.
     """
 
-    def __init__(self, kernels: ctypes.CDLL, packed: PackedDecoder, pool: KvPool, max_model_len: int) -> None:
+    def __init__(self, kernels: Kernels, packed: PackedDecoder, pool: KvPool, max_model_len: int) -> None:
         decoder = packed.decoder
+        self.instructions = kernels.instructions
         self._run, self._scratch_bytes = kernels.td_run, kernels.td_scratch_bytes
         self._packed, self._pool = packed, pool  # the model's structs point into both
         self._model = packed.model(pool)

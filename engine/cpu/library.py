@@ -1,4 +1,4 @@
-"""Loads the C kernels of this folder, which `cluster.compiled_library` builds once per machine.
+"""Loads the C kernels of `kernels/`, which `cluster.compiled_library` builds once per machine.
 
 Owns the declaration of every function and struct of kernels.h; independent of models. `python -m engine.cpu.library
 FOLDER` builds the library into a folder instead; an image without a compiler finds it beside the sources.
@@ -7,10 +7,11 @@ FOLDER` builds the library into a folder instead; an image without a compiler fi
 import ctypes
 import sys
 from pathlib import Path
+from typing import Any
 
-from cluster.compiled_library import CompiledLibrary, NotCompiled
+from cluster.compiled_library import CompiledLibrary, NotCompiled, Signature
 
-VERSION = 2  # of the contract in kernels.h
+VERSION = 3  # of the contract in kernels.h
 _pointer, _integer, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _floats, _bf16s, _address = _pointer, _pointer, _pointer
 Written = ctypes.CFUNCTYPE(None)
@@ -82,27 +83,47 @@ class Step(ctypes.Structure):
     )
 
 
-_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
-    "td_supported": (_integer, ()),
+_INSTRUCTIONS = {512: "AVX-512 BF16", 256: "AVX2"}  # by the width of their registers in bits
+WIDTHS = tuple(_INSTRUCTIONS)
+
+_FORWARD: dict[str, Signature] = {  # functions that exist once per width: td_run_512, td_run_256
     "td_packed_elems": (_integer, (_integer, _integer)),
     "td_pack": (None, (_bf16s, _integer, _integer, _integer, _bf16s)),
     "td_pack_gate_up": (None, (_bf16s, _integer, _bf16s, _integer, _integer, _integer, _bf16s)),
     "td_scratch_bytes": (_integer, (ctypes.POINTER(Model), _integer)),
     "td_run": (None, (ctypes.POINTER(Model), ctypes.POINTER(Step))),
     "td_linear_scratch_bytes": (_integer, (_integer,)),
+    "td_linear": (None, (_bf16s, _integer, ctypes.POINTER(Product), _floats, _address)),
+    "td_rms_norm": (None, (_floats, _integer, _integer, _floats, _float, _bf16s)),
+    "td_attend": (None, (*(ctypes.POINTER(struct) for struct in (Model, Layer, Step)), _bf16s, _bf16s, _address)),
+}
+_SIGNATURES: dict[str, Signature] = {
+    "td_supported": (_integer, ()),
     "td_draw_scratch_bytes": (_integer, (_integer,)),
     "td_draw": (None, (_address, _integer)),
-    "td_linear": (None, (_bf16s, _integer, ctypes.POINTER(Product), _floats, _address)),
+    **{f"{name}_{width}": signature for width in WIDTHS for name, signature in _FORWARD.items()},
 }
-_LIBRARY = CompiledLibrary("kernels", folder=Path(__file__).parent, signatures=_SIGNATURES, version=VERSION)
+_LIBRARY = CompiledLibrary("kernels", folder=Path(__file__).parent / "kernels", signatures=_SIGNATURES, version=VERSION)
 
 
-def load_kernels() -> ctypes.CDLL:
-    """Load the library for all its kernels. Raises NotCompiled."""
+class Kernels:
+    """The kernels of a forward for one width of registers. `td_run` is td_run_512 or td_run_256, and so on."""
+
+    def __init__(self, library: ctypes.CDLL, width: int) -> None:
+        self.width, self.instructions = width, _INSTRUCTIONS[width]  # width: in bits
+        self._library = library
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._library, f"{name}_{self.width}")
+
+
+def load_kernels(widest: int = max(WIDTHS)) -> Kernels:
+    """Load the forward for the widest registers of this processor, of up to `widest` bits. Raises NotCompiled."""
     library = load_library()
-    if not library.td_supported():
-        raise NotCompiled("this processor has no AVX-512 BF16")
-    return library
+    supported = min(library.td_supported(), widest)
+    if not supported:
+        raise NotCompiled("this processor has no AVX2")
+    return Kernels(library, supported)
 
 
 def load_library() -> ctypes.CDLL:

@@ -16,7 +16,7 @@ from cluster.compiled_library import NotCompiled as NotCompiled
 from engine.attention.interface import KV_KEYWORD, AttentionOptions
 
 _TOKEN_IDS = (1, 2, 3)
-SILU, GELU_TANH = 0, 1  # activations, as engine/cpu/kernels.h numbers them
+SILU, GELU_TANH = 0, 1  # activations, as engine/cpu/kernels/kernels.h numbers them
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 

@@ -1,6 +1,5 @@
 """A random decoder in the layout of the CPU kernels, and the same computation in float32."""
 
-import ctypes
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from engine.cpu.library import Layer, Model, Product, Step
+from engine.cpu.library import Kernels, Layer, Model, Product, Step
 from engine.decoders.layer_parts import GELU_TANH, SILU
 
 VOCAB = 130
@@ -49,7 +48,7 @@ class Decoder:
     weights.
     """
 
-    def __init__(self, kernels: ctypes.CDLL, shape: Shape, num_blocks: int = 40) -> None:
+    def __init__(self, kernels: Kernels, shape: Shape, num_blocks: int = 40) -> None:
         self.kernels, self.shape = kernels, shape
         self.random = torch.Generator().manual_seed(len(repr(shape)))
         self.kept: list[torch.Tensor] = []

@@ -1,12 +1,10 @@
 """The compiled kernels against float32 torch, and the promise that a row's bits are its own."""
 
-import ctypes
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.cpu.library import Layer, Model, Step, load_kernels
+from engine.cpu.library import WIDTHS, Kernels, load_kernels
 from engine.decoders.layer_parts import NotCompiled
 from tests.unit.cpu_decoder import (
     FAMILIES,
@@ -24,24 +22,23 @@ from tests.unit.cpu_decoder import (
 )
 
 
-@pytest.fixture(scope="module")
-def kernels() -> ctypes.CDLL:
+@pytest.fixture(scope="module", params=WIDTHS, ids=lambda width: f"{width} bits")
+def kernels(request: pytest.FixtureRequest) -> Kernels:
     try:
-        library = load_kernels()
+        loaded = load_kernels(request.param)
     except NotCompiled as why:
-        if "no compiler" in str(why) or "AVX-512" in str(why):
+        if "no compiler" in str(why) or "no AVX2" in str(why):
             pytest.skip(str(why))
         raise
-    address, integer = ctypes.c_void_p, ctypes.c_int64
-    library.td_rms_norm.argtypes = (address, integer, integer, address, ctypes.c_float, address)
-    library.td_attend.argtypes = (*(ctypes.POINTER(struct) for struct in (Model, Layer, Step)), *[address] * 3)
-    return library
+    if loaded.width < request.param:
+        pytest.skip(f"the registers of this processor have {loaded.width} bits")
+    return loaded
 
 
 @pytest.mark.parametrize(("out_features", "in_features"), [(64, 64), (50, 34), (130, 1100), (200, 514), (1, 2)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_product_equals_float32_for_any_number_of_rows(
-    kernels: ctypes.CDLL, out_features: int, in_features: int, bias: bool
+    kernels: Kernels, out_features: int, in_features: int, bias: bool
 ) -> None:
     decoder = Decoder(kernels, Shape())
     weight = torch.randn(out_features, in_features).bfloat16()
@@ -55,7 +52,7 @@ def test_a_product_equals_float32_for_any_number_of_rows(
         assert close(y, F.linear(x.float(), weight.float(), added), 1e-5), rows
 
 
-def test_the_product_of_a_row_has_the_same_bits_alone_and_among_others(kernels: ctypes.CDLL) -> None:
+def test_the_product_of_a_row_has_the_same_bits_alone_and_among_others(kernels: Kernels) -> None:
     decoder = Decoder(kernels, Shape())
     product = packed(decoder, torch.randn(100, 1200).bfloat16(), None)
     x = torch.randn(70, 1200).bfloat16()
@@ -72,7 +69,7 @@ def test_the_product_of_a_row_has_the_same_bits_alone_and_among_others(kernels: 
 
 
 @pytest.mark.parametrize("width", [1, 15, 64, 100, 576])
-def test_rms_norm_equals_float32_up_to_the_final_rounding(kernels: ctypes.CDLL, width: int) -> None:
+def test_rms_norm_equals_float32_up_to_the_final_rounding(kernels: Kernels, width: int) -> None:
     x, weight = torch.randn(5, width) * 0.01, torch.randn(width)  # small enough for eps to tell
     y = torch.zeros(5, width, dtype=torch.bfloat16)
     kernels.td_rms_norm(x.data_ptr(), 5, width, weight.data_ptr(), 1e-5, y.data_ptr())
@@ -95,7 +92,7 @@ RAGGED = [(0, 150), (299, 300), (63, 64), (0, 1), (64, 65), (40, 203), (130, 197
     ],
     ids=str,
 )
-def test_attention_over_blocks_equals_float32_over_the_sequence(kernels: ctypes.CDLL, shape: Shape) -> None:
+def test_attention_over_blocks_equals_float32_over_the_sequence(kernels: Kernels, shape: Shape) -> None:
     step = chunks_of(RAGGED, shape)
     decoder = Decoder(kernels, shape, num_blocks=3 + sum(len(chunk.block_ids) for chunk in step.chunks))
     contexts = [fill(decoder, chunk) for chunk in step.chunks]
@@ -120,7 +117,7 @@ def test_attention_over_blocks_equals_float32_over_the_sequence(kernels: ctypes.
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_step_equals_the_decoder_in_float32(kernels: ctypes.CDLL, family: str) -> None:
+def test_a_step_equals_the_decoder_in_float32(kernels: Kernels, family: str) -> None:
     shape = FAMILIES[family]
     decoder = Decoder(kernels, shape)
     step = chunks_of([(0, 90), (0, 1), (0, 130)], shape)
@@ -130,7 +127,7 @@ def test_a_step_equals_the_decoder_in_float32(kernels: ctypes.CDLL, family: str)
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("size", [1, 7, 64, 100])
-def test_a_sequence_has_the_same_bits_in_chunks_of_any_size(kernels: ctypes.CDLL, family: str, size: int) -> None:
+def test_a_sequence_has_the_same_bits_in_chunks_of_any_size(kernels: Kernels, family: str, size: int) -> None:
     shape = FAMILIES[family]
     decoder = Decoder(kernels, shape)
     (whole,) = chunks_of([(0, 170)], shape).chunks
@@ -145,7 +142,7 @@ def test_a_sequence_has_the_same_bits_in_chunks_of_any_size(kernels: ctypes.CDLL
     assert torch.equal(decoder.pool.view(torch.int16), written.view(torch.int16))
 
 
-def test_a_sequence_has_the_same_bits_alone_and_among_others(kernels: ctypes.CDLL) -> None:
+def test_a_sequence_has_the_same_bits_alone_and_among_others(kernels: Kernels) -> None:
     shape = FAMILIES["llama"]
     decoder = Decoder(kernels, shape, num_blocks=120)
     prompts = chunks_of([(0, 3 + 5 * index) for index in range(24)], shape).chunks
@@ -159,7 +156,7 @@ def test_a_sequence_has_the_same_bits_alone_and_among_others(kernels: ctypes.CDL
     assert torch.equal(together, torch.cat([logits[-1:] for logits in alone]))
 
 
-def test_only_rows_with_logits_are_computed_to_the_end(kernels: ctypes.CDLL) -> None:
+def test_only_rows_with_logits_are_computed_to_the_end(kernels: Kernels) -> None:
     shape = FAMILIES["llama"]
     decoder = Decoder(kernels, shape)
     step = chunks_of([(0, 40), (0, 30)], shape)

@@ -1,5 +1,6 @@
 /* A step through all layers. Owns the order of the parts and the division of scratch among them. */
-#include <string.h>
+#ifndef TANDEM_DECODER_H
+#define TANDEM_DECODER_H
 
 #include "attention.h"
 #include "norms.h"
@@ -48,18 +49,16 @@ int64_t td_scratch_bytes(const td_model *model, int64_t num_tokens) {
     return divide(model, num_tokens, none).end - none;
 }
 
-TD_VECTOR_BEGIN
-
 /* Rotates the leading elements of one head in halves and writes the head to `out` in bf16. */
 static void rotate(const float *x, int64_t dim, int64_t rotary_dim, const float *cos, const float *sin, bf16 *out) {
     int64_t half = rotary_dim / 2;
     for (int64_t i = 0; i < half; i += LANES) {
-        __mmask16 lanes = first_lanes(half - i);
-        __m512 a = _mm512_maskz_loadu_ps(lanes, x + i), b = _mm512_maskz_loadu_ps(lanes, x + half + i);
-        __m512 low = _mm512_mul_ps(b, _mm512_maskz_loadu_ps(lanes, sin + i));
-        __m512 high = _mm512_mul_ps(a, _mm512_maskz_loadu_ps(lanes, sin + half + i));
-        store_bf16(out + i, lanes, _mm512_fmsub_ps(a, _mm512_maskz_loadu_ps(lanes, cos + i), low));
-        store_bf16(out + half + i, lanes, _mm512_fmadd_ps(b, _mm512_maskz_loadu_ps(lanes, cos + half + i), high));
+        vmask lanes = first_lanes(half - i);
+        vec a = v_load_some(lanes, x + i), b = v_load_some(lanes, x + half + i);
+        vec low = v_mul(b, v_load_some(lanes, sin + i));
+        vec high = v_mul(a, v_load_some(lanes, sin + half + i));
+        store_some_bf16(out + i, lanes, v_fms(a, v_load_some(lanes, cos + i), low));
+        store_some_bf16(out + half + i, lanes, v_fma(b, v_load_some(lanes, cos + half + i), high));
     }
     td_round(x + rotary_dim, dim - rotary_dim, out + rotary_dim);
 }
@@ -89,7 +88,6 @@ static void place_heads(const td_model *model, const td_layer *layer, const td_s
     }
 }
 
-TD_VECTOR_END
 
 /* Writes the input of a product in bf16, normed if the layer has a norm there. */
 static void enter(const td_model *model, const float *hidden, int64_t rows, const float *norm, bf16 *out) {
@@ -154,3 +152,5 @@ void td_run(const td_model *model, const td_step *step) {
     enter(model, parts.kept, step->num_logit_rows, model->final_norm, parts.normed);
     td_linear(parts.normed, step->num_logit_rows, &model->head, step->logits, parts.tiles);
 }
+
+#endif

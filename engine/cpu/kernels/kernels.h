@@ -1,7 +1,10 @@
-/* Kernels for CPUs with AVX-512 BF16, which engine/cpu/ calls through ctypes. C11, no library but libm, no state.
- * Built from all .c files of this folder into one shared object, with
+/* Kernels for CPUs with AVX2 or AVX-512 BF16, which engine/cpu/ calls through ctypes. C11, no library but libm, no
+ * state. Built from all .c files of this folder into one shared object, with
  *     -O3 -std=c11 -ffp-contract=off -fno-math-errno -shared -fPIC
  * and no option that names a processor: the files choose their instructions, and td_supported() uses none of them.
+ *
+ * The functions of the forward exist once for each width of registers, and their exported names end in it: td_run_256
+ * needs AVX2 and FMA, td_run_512 needs AVX-512 BF16. Both read the same packed weights. Their results differ in the last bits.
  *
  * bf16 values are uint16_t. Tensors are row-major; strides are counted in elements. Nothing here allocates: the
  * caller passes scratch, aligned to 64 bytes. No function fails. The caller asserts that in_features are even, head_dim
@@ -73,8 +76,24 @@ typedef struct {
     void (*written)(void);                       /* called when the K and V of all tokens are in the pool, or NULL */
 } td_step;
 
+/* A file that defines TD_BITS declares and defines the functions of this width. */
+#ifdef TD_BITS
+#define TD_JOIN(name, bits) name##_##bits
+#define TD_OF(name, bits) TD_JOIN(name, bits)
+#define td_packed_elems TD_OF(td_packed_elems, TD_BITS)
+#define td_pack TD_OF(td_pack, TD_BITS)
+#define td_pack_gate_up TD_OF(td_pack_gate_up, TD_BITS)
+#define td_scratch_bytes TD_OF(td_scratch_bytes, TD_BITS)
+#define td_run TD_OF(td_run, TD_BITS)
+#define td_linear_scratch_bytes TD_OF(td_linear_scratch_bytes, TD_BITS)
+#define td_linear TD_OF(td_linear, TD_BITS)
+#define td_rms_norm TD_OF(td_rms_norm, TD_BITS)
+#define td_attend TD_OF(td_attend, TD_BITS)
+#endif
+
 int64_t td_version(void);
-/* Returns 1 if this processor can run the other functions and the system saves its registers. Always safe to call. */
+/* Returns the widest registers that this processor can run the forward with and whose contents the system saves: 512,
+ * 256, or 0 if it cannot run it. Always safe to call. */
 int64_t td_supported(void);
 
 /* Returns the number of bf16 elements of a packed weight; packs `weight`, [out_features, in_features]. */

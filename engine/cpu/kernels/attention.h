@@ -3,11 +3,10 @@
  * head and then read by all query rows (token, head of the group) of the block. Each row keeps a running maximum, a
  * running sum and an output that is not divided yet, all in float32 (Dao et al., FlashAttention-2, 2023).
  */
-#include "attention.h"
+#ifndef TANDEM_ATTENTION_H
+#define TANDEM_ATTENTION_H
 
 #include "tile.h"
-
-TD_VECTOR_BEGIN
 
 enum { QUERY_BLOCK_BYTES = 384 * 1024 }; /* of rows' state, which stays in the second-level cache */
 
@@ -19,7 +18,7 @@ typedef struct {
     bf16 *query;    /* [rows, head_dim] */
     float *output;  /* [rows, columns], before the division by the sum */
     float *highest; /* [rows] */
-    float *sums;    /* [rows, 16]: each lane has its own sum */
+    float *sums;    /* [rows, LANES]: each lane has its own sum */
     bf16 *keys;     /* one tile: [head_dim / 2][64][2] */
     bf16 *values;   /* one tile: [columns / 64][32][64][2] */
     int64_t columns, max_tokens;
@@ -58,7 +57,7 @@ static State divide_scratch(const td_model *model, char *scratch) {
     return state;
 }
 
-int64_t td_attend_bytes(const td_model *model) {
+static int64_t td_attend_bytes(const td_model *model) {
     int64_t columns = td_ceil(model->head_dim, PANEL) * PANEL;
     int64_t rows = block_tokens(model, columns) * model->num_heads;
     return rows * row_bytes(model, columns) + (model->head_dim + columns) * PANEL * 2 + 6 * 64;
@@ -79,31 +78,13 @@ static void find_tile(const td_model *model, const Span *span, int64_t start, Ti
     }
 }
 
-/* Packs 32 elements of 64 rows. `whole`: no row and no element is missing. */
-TD_INLINE void pack_columns(const Rows *rows, int64_t column, __mmask32 there, const Rows *ahead, const int whole,
-                            bf16 *out) {
-    short order[2 * LANES];
-    for (int i = 0; i < 2 * LANES; i++) order[i] = (short)((i & 1) * 2 * LANES + i / 2);
-    __m512i low = _mm512_loadu_si512(order), high = _mm512_add_epi16(low, _mm512_set1_epi16(LANES));
-    for (int64_t row = 0; row < PANEL; row += 2, out += PANEL * 2) {
-        const bf16 *even = rows->base + rows->places[row] + column;
-        const bf16 *odd = rows->base + rows->places[row + 1] + column;
-        __m512i a = whole ? _mm512_loadu_si512(even) : _mm512_maskz_loadu_epi16(row < rows->count ? there : 0, even);
-        __m512i b = whole ? _mm512_loadu_si512(odd) : _mm512_maskz_loadu_epi16(row + 1 < rows->count ? there : 0, odd);
-        _mm_prefetch((const char *)(ahead->base + ahead->places[row] + column), _MM_HINT_T1);
-        _mm_prefetch((const char *)(ahead->base + ahead->places[row + 1] + column), _MM_HINT_T1);
-        _mm512_store_si512(out, _mm512_permutex2var_epi16(a, low, b));
-        _mm512_store_si512(out + 2 * LANES, _mm512_permutex2var_epi16(a, high, b));
-    }
-}
-
 /* Packs pairs of positions side by side, for the product with the weights. Positions behind the context are packed as
  * zero, because they may hold an infinity or NaN, which times a weight of 0 is not 0. `ahead`: as in pack_rows. */
 static void pack_values(const Rows *rows, int64_t head_dim, const Rows *ahead, bf16 *panels) {
     for (int64_t column = 0; column < head_dim; column += 2 * LANES) {
         bf16 *out = panels + column / PANEL * PANEL * PANEL + column % PANEL * 2;
-        __mmask32 there = head_dim - column >= 2 * LANES ? 0xffffffff : 0xffff;
-        if (rows->count == PANEL && there == 0xffffffff)
+        emask there = first_elements(head_dim - column);
+        if (rows->count == PANEL && head_dim - column >= 2 * LANES)
             pack_columns(rows, column, there, ahead, 1, out);
         else
             pack_columns(rows, column, there, ahead, 0, out);
@@ -119,23 +100,10 @@ static uint64_t visible(int64_t position, int64_t start, int64_t window) {
 }
 
 /* Returns cap * tanh(x * scaling / cap). */
-TD_INLINE __m512 capped(__m512 x, float scaling, float cap) {
-    __m512 e = exp2_ps(_mm512_mul_ps(x, _mm512_set1_ps(2.0f * 1.44269504f * scaling / cap)));
-    __m512 part = _mm512_div_ps(_mm512_set1_ps(2.0f), _mm512_add_ps(_mm512_set1_ps(1.0f), e));
-    return _mm512_mul_ps(_mm512_set1_ps(cap), _mm512_sub_ps(_mm512_set1_ps(1.0f), part));
-}
-
-/* Returns the largest lane of each of 8 registers; that of register i is in lane i % 4 * 4 + i / 4. */
-TD_INLINE __m512 largest_lanes(const __m512 x[8]) {
-    __m512 half[4], quarter[2];
-    TD_UNROLL for (int i = 0; i < 4; i++) half[i] = _mm512_max_ps(_mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0x44),
-                                                                  _mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0xee));
-    TD_UNROLL for (int i = 0; i < 2; i++)
-        quarter[i] = _mm512_max_ps(_mm512_shuffle_f32x4(half[2 * i], half[2 * i + 1], 0x88),
-                                   _mm512_shuffle_f32x4(half[2 * i], half[2 * i + 1], 0xdd));
-    __m512 pairs =
-        _mm512_max_ps(_mm512_unpacklo_ps(quarter[0], quarter[1]), _mm512_unpackhi_ps(quarter[0], quarter[1]));
-    return _mm512_max_ps(pairs, _mm512_permute_ps(pairs, 0x4e));
+TD_INLINE vec capped(vec x, float scaling, float cap) {
+    vec e = v_exp2(v_mul(x, v_set(2.0f * 1.44269504f * scaling / cap)));
+    vec part = v_div(v_set(2.0f), v_add(v_set(1.0f), e));
+    return v_mul(v_set(cap), v_sub(v_set(1.0f), part));
 }
 
 /* The intermediate values of a block of rows and one tile, between the products with keys and with values. */
@@ -147,19 +115,19 @@ typedef struct {
 } __attribute__((aligned(64))) Softmax;
 
 /* Caps the scores and replaces those of unseen positions. Returns each row's largest score, as largest_lanes does. */
-TD_INLINE __m512 mask_scores(const td_model *model, Softmax *softmax, const int rows) {
-    __m512 most[8];
+TD_INLINE vec mask_scores(const td_model *model, Softmax *softmax, const int rows) {
+    vec most[8];
     TD_UNROLL for (int r = 0; r < rows; r++) {
-        __m512 x[TILE_VECTORS];
+        vec x[TILE_VECTORS];
         uint64_t seen = softmax->seen[r];
-        TD_UNROLL for (int v = 0; v < TILE_VECTORS; v++) x[v] = _mm512_load_ps(softmax->scores[r] + v * LANES);
+        TD_UNROLL for (int v = 0; v < TILE_VECTORS; v++) x[v] = v_load(softmax->scores[r] + v * LANES);
         if (model->softcap > 0 || ~seen)
             TD_UNROLL for (int v = 0; v < TILE_VECTORS; v++) {
                 if (model->softcap > 0) x[v] = capped(x[v], model->scaling, model->softcap);
-                x[v] = _mm512_mask_mov_ps(_mm512_set1_ps(UNSEEN), (__mmask16)(seen >> v * LANES), x[v]);
-                _mm512_store_ps(softmax->scores[r] + v * LANES, x[v]);
+                x[v] = v_where(mask_of_bits(seen >> v * LANES), x[v], v_set(UNSEEN));
+                v_store(softmax->scores[r] + v * LANES, x[v]);
             }
-        most[r] = _mm512_max_ps(_mm512_max_ps(x[0], x[1]), _mm512_max_ps(x[2], x[3]));
+        most[r] = v_max_of(x);
     }
     TD_UNROLL for (int r = rows; r < 8; r++) most[r] = most[0];
     return largest_lanes(most);
@@ -169,49 +137,49 @@ TD_INLINE __m512 mask_scores(const td_model *model, Softmax *softmax, const int 
 TD_INLINE void weigh(const td_model *model, const State *state, int64_t row, Softmax *softmax, const int rows) {
     float scale = 1.44269504f * (model->softcap > 0 ? 1.0f : model->scaling);
     float largest[LANES] __attribute__((aligned(64))), shift[TILE_ROWS];
-    _mm512_store_ps(largest, mask_scores(model, softmax, rows));
+    v_store(largest, mask_scores(model, softmax, rows));
     TD_UNROLL for (int r = 0; r < rows; r++) {
-        float before = state->highest[row + r], now = largest[r % 4 * 4 + r / 4];
+        float before = state->highest[row + r], now = largest[LARGEST_LANE(r)];
         float after = now > before ? now : before;
         state->highest[row + r] = after;
         shift[r] = after * scale;
         softmax->rescale[r] = (before - after) * scale;
     }
     TD_UNROLL for (int r = rows; r < LANES; r++) softmax->rescale[r] = 0;
-    _mm512_store_ps(softmax->rescale, exp2_ps(_mm512_load_ps(softmax->rescale)));
+    v_store(softmax->rescale, v_exp2(v_load(softmax->rescale)));
     TD_UNROLL for (int r = 0; r < rows; r++) {
         float *sums = state->sums + (row + r) * LANES;
-        __m512 sum = _mm512_mul_ps(_mm512_load_ps(sums), _mm512_set1_ps(softmax->rescale[r]));
+        vec sum = v_mul(v_load(sums), v_set(softmax->rescale[r]));
         TD_UNROLL for (int v = 0; v < TILE_VECTORS; v++) {
-            __m512 score = _mm512_load_ps(softmax->scores[r] + v * LANES);
-            __m512 weight = exp2_ps(_mm512_fmsub_ps(score, _mm512_set1_ps(scale), _mm512_set1_ps(shift[r])));
-            sum = _mm512_add_ps(sum, weight);
-            store_bf16(softmax->weights[r] + v * LANES, 0xffff, weight);
+            vec score = v_load(softmax->scores[r] + v * LANES);
+            vec weight = v_exp2(v_fms(score, v_set(scale), v_set(shift[r])));
+            sum = v_add(sum, weight);
+            store_bf16(softmax->weights[r] + v * LANES, weight);
         }
-        _mm512_store_ps(sums, sum);
+        v_store(sums, sum);
     }
 }
 
 /* Adds the packed tile to the outputs of rows of one KV head, from `row` on: scores, softmax, weighted values. */
 TD_INLINE void attend_rows(const td_model *model, const State *state, int64_t row, const uint64_t *seen,
                            const int rows) {
-    __m512 acc[TILE_ROWS][TILE_VECTORS];
+    vec acc[TILE_ROWS][TILE_VECTORS];
     Softmax softmax;
     softmax.seen = seen;
     TD_UNROLL for (int r = 0; r < rows; r++) TD_UNROLL for (int v = 0; v < TILE_VECTORS; v++)
-        acc[r][v] = _mm512_setzero_ps();
+        acc[r][v] = v_zero();
     multiply(acc, rows, state->query + row * model->head_dim, model->head_dim, state->keys, model->head_dim / 2, NULL,
              0);
     TD_UNROLL for (int r = 0; r < rows; r++) TD_UNROLL for (int v = 0; v < TILE_VECTORS; v++)
-        _mm512_store_ps(softmax.scores[r] + v * LANES, acc[r][v]);
+        v_store(softmax.scores[r] + v * LANES, acc[r][v]);
     weigh(model, state, row, &softmax, rows);
     for (int64_t column = 0; column < state->columns; column += PANEL) {
         float *output = state->output + row * state->columns + column;
         TD_UNROLL for (int r = 0; r < rows; r++) TD_UNROLL for (int v = 0; v < TILE_VECTORS; v++) acc[r][v] =
-            _mm512_mul_ps(_mm512_load_ps(output + r * state->columns + v * LANES), _mm512_set1_ps(softmax.rescale[r]));
+            v_mul(v_load(output + r * state->columns + v * LANES), v_set(softmax.rescale[r]));
         multiply(acc, rows, softmax.weights[0], PANEL, state->values + column * PANEL, PANEL / 2, NULL, 0);
         TD_UNROLL for (int r = 0; r < rows; r++) TD_UNROLL for (int v = 0; v < TILE_VECTORS; v++)
-            _mm512_store_ps(output + r * state->columns + v * LANES, acc[r][v]);
+            v_store(output + r * state->columns + v * LANES, acc[r][v]);
     }
 }
 
@@ -219,10 +187,11 @@ TD_INLINE void attend_rows(const td_model *model, const State *state, int64_t ro
     static void attend_##rows(const td_model *model, const State *state, int64_t row, const uint64_t *seen) {         \
         attend_rows(model, state, row, seen, rows);                                                                   \
     }
-ROWS_OF(1) ROWS_OF(2) ROWS_OF(3) ROWS_OF(4) ROWS_OF(5) ROWS_OF(6)
+#define ROWS_FUNCTION(rows) attend_##rows,
+FOR_EACH_ROWS(ROWS_OF)
 
 static void (*const ATTEND[TILE_ROWS])(const td_model *, const State *, int64_t, const uint64_t *) = {
-    attend_1, attend_2, attend_3, attend_4, attend_5, attend_6};
+    FOR_EACH_ROWS(ROWS_FUNCTION)};
 
 /* Adds a tile to the outputs of all rows of one KV head whose tokens see any of its positions. */
 static void attend_tile(const td_model *model, const td_layer *layer, const State *state, const Span *span,
@@ -257,11 +226,10 @@ static void finish_rows(const td_model *model, const State *state, const Span *s
     for (int64_t head = 0; head < model->num_kv_heads; head++)
         for (int64_t token = 0; token < span->num_tokens; token++)
             for (int64_t g = 0; g < group; g++, row++) {
-                __m512 part = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(_mm512_load_ps(state->sums + row * LANES)));
+                vec part = v_set(1.0f / v_sum(v_load(state->sums + row * LANES)));
                 bf16 *out = output + ((span->first_row + token) * model->num_heads + head * group + g) * dim;
                 for (int64_t column = 0; column < dim; column += LANES)
-                    store_bf16(out + column, 0xffff,
-                               _mm512_mul_ps(_mm512_load_ps(state->output + row * state->columns + column), part));
+                    store_bf16(out + column, v_mul(v_load(state->output + row * state->columns + column), part));
             }
 }
 
@@ -322,4 +290,4 @@ void td_attend(const td_model *model, const td_layer *layer, const td_step *step
     }
 }
 
-TD_VECTOR_END
+#endif

@@ -1,8 +1,8 @@
 /* Products with packed weights: the packing, the loops, and the ends that use the results. */
-#include "products.h"
-#include "tile.h"
+#ifndef TANDEM_PRODUCTS_H
+#define TANDEM_PRODUCTS_H
 
-TD_VECTOR_BEGIN
+#include "tile.h"
 
 /* Input features that are computed at once if several blocks of rows read a panel. */
 enum { SLAB = 512 };
@@ -37,57 +37,71 @@ void td_pack_gate_up(const bf16 *gate, int64_t gate_stride, const bf16 *up, int6
     }
 }
 
-void td_store(const td_end *end, const td_product *product, int64_t panel, const float *tile, int64_t first_row,
+/* The ends of products use the results while they are in the cache. `take` uses those of one panel: `tile` is [rows, 64],
+ * for rows from `first_row` on. */
+typedef struct td_end td_end;
+struct td_end {
+    void (*take)(const td_end *end, const td_product *product, int64_t panel, const float *tile, int64_t first_row,
+                 int64_t rows);
+    void *out;             /* float or bf16, depending on `take` */
+    int64_t out_stride;
+    int64_t activation;    /* of td_activate */
+};
+
+/* y = p in float32. */
+static void td_store(const td_end *end, const td_product *product, int64_t panel, const float *tile, int64_t first_row,
               int64_t rows) {
     for (int64_t r = 0; r < rows; r++) {
         float *out = (float *)end->out + (first_row + r) * end->out_stride;
         for (int64_t v = 0; v < TILE_VECTORS; v++) {
             int64_t feature = panel * PANEL + v * LANES;
-            __mmask16 lanes = first_lanes(product->out_features - feature);
-            __m512 y = _mm512_load_ps(tile + r * PANEL + v * LANES);
-            if (product->bias) y = _mm512_add_ps(y, _mm512_maskz_loadu_ps(lanes, product->bias + feature));
-            _mm512_mask_storeu_ps(out + feature, lanes, y);
+            vmask lanes = first_lanes(product->out_features - feature);
+            vec y = v_load(tile + r * PANEL + v * LANES);
+            if (product->bias) y = v_add(y, v_load_some(lanes, product->bias + feature));
+            v_store_some(out + feature, lanes, y);
         }
     }
 }
 
-void td_add(const td_end *end, const td_product *product, int64_t panel, const float *tile, int64_t first_row,
+/* y += p in float32. */
+static void td_add(const td_end *end, const td_product *product, int64_t panel, const float *tile, int64_t first_row,
             int64_t rows) {
     for (int64_t r = 0; r < rows; r++) {
         float *out = (float *)end->out + (first_row + r) * end->out_stride;
         for (int64_t v = 0; v < TILE_VECTORS; v++) {
             int64_t feature = panel * PANEL + v * LANES;
-            __mmask16 lanes = first_lanes(product->out_features - feature);
-            __m512 y = _mm512_load_ps(tile + r * PANEL + v * LANES);
-            if (product->bias) y = _mm512_add_ps(y, _mm512_maskz_loadu_ps(lanes, product->bias + feature));
-            _mm512_mask_storeu_ps(out + feature, lanes, _mm512_add_ps(_mm512_maskz_loadu_ps(lanes, out + feature), y));
+            vmask lanes = first_lanes(product->out_features - feature);
+            vec y = v_load(tile + r * PANEL + v * LANES);
+            if (product->bias) y = v_add(y, v_load_some(lanes, product->bias + feature));
+            v_store_some(out + feature, lanes, v_add(v_load_some(lanes, out + feature), y));
         }
     }
 }
 
-TD_INLINE __m512 activated(__m512 x, int64_t activation) {
+TD_INLINE vec activated(vec x, int64_t activation) {
     if (activation == TANDEM_SILU) return times_sigmoid(x, x);
     /* x / 2 * (1 + tanh(u)) = x * sigmoid(2 u), u = sqrt(2 / pi) * (x + 0.044715 x^3) */
-    __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
-    __m512 u = _mm512_fmadd_ps(cube, _mm512_set1_ps(0.044715f), x);
-    return times_sigmoid(x, _mm512_mul_ps(u, _mm512_set1_ps(1.59576912f)));
+    vec cube = v_mul(v_mul(x, x), x);
+    vec u = v_fma(cube, v_set(0.044715f), x);
+    return times_sigmoid(x, v_mul(u, v_set(1.59576912f)));
 }
 
-void td_activate(const td_end *end, const td_product *product, int64_t panel, const float *tile, int64_t first_row,
+/* y = act(gate) * up in bf16, from a product of td_pack_gate_up. */
+static void td_activate(const td_end *end, const td_product *product, int64_t panel, const float *tile, int64_t first_row,
                  int64_t rows) {
     int64_t intermediate = product->out_features / 2;
     for (int64_t r = 0; r < rows; r++) {
         bf16 *out = (bf16 *)end->out + (first_row + r) * end->out_stride;
         for (int64_t v = 0; v < TILE_VECTORS / 2; v++) {
             int64_t feature = panel * PANEL / 2 + v * LANES;
-            __mmask16 lanes = first_lanes(intermediate - feature);
-            __m512 gate = _mm512_load_ps(tile + r * PANEL + v * LANES);
-            __m512 up = _mm512_load_ps(tile + r * PANEL + PANEL / 2 + v * LANES);
+            vmask lanes = first_lanes(intermediate - feature);
+            vec gate = v_load(tile + r * PANEL + v * LANES);
+            vec up = v_load(tile + r * PANEL + PANEL / 2 + v * LANES);
             if (product->bias) {
-                gate = _mm512_add_ps(gate, _mm512_maskz_loadu_ps(lanes, product->bias + feature));
-                up = _mm512_add_ps(up, _mm512_maskz_loadu_ps(lanes, product->bias + intermediate + feature));
+                gate = v_add(gate, v_load_some(lanes, product->bias + feature));
+                up = v_add(up, v_load_some(lanes, product->bias + intermediate + feature));
             }
-            store_bf16(out + feature, lanes, _mm512_mul_ps(activated(gate, end->activation), up));
+            store_some_bf16(out + feature, lanes, v_mul(activated(gate, end->activation), up));
         }
     }
 }
@@ -102,12 +116,12 @@ typedef struct {
 } Block;
 
 TD_INLINE void multiply_block(const Block *block, const int rows, const int fetched) {
-    __m512 acc[TILE_ROWS][TILE_VECTORS];
+    vec acc[TILE_ROWS][TILE_VECTORS];
     TD_UNROLL for (int r = 0; r < rows; r++) TD_UNROLL for (int v = 0; v < TILE_VECTORS; v++)
-        acc[r][v] = block->first ? _mm512_setzero_ps() : _mm512_load_ps(block->tile + r * PANEL + v * LANES);
+        acc[r][v] = block->first ? v_zero() : v_load(block->tile + r * PANEL + v * LANES);
     multiply(acc, rows, block->x, block->stride, block->slab, block->pairs, block->ahead, fetched);
     TD_UNROLL for (int r = 0; r < rows; r++) TD_UNROLL for (int v = 0; v < TILE_VECTORS; v++)
-        _mm512_store_ps(block->tile + r * PANEL + v * LANES, acc[r][v]);
+        v_store(block->tile + r * PANEL + v * LANES, acc[r][v]);
 }
 
 #define BLOCK_OF(rows)                                                                                                \
@@ -115,11 +129,11 @@ TD_INLINE void multiply_block(const Block *block, const int rows, const int fetc
     static void block_##rows##_1(const Block *block) { multiply_block(block, rows, 1); }                              \
     static void block_##rows##_2(const Block *block) { multiply_block(block, rows, 2); }                              \
     static void block_##rows##_4(const Block *block) { multiply_block(block, rows, 4); }
-#define BLOCKS_OF(rows) {block_##rows##_0, block_##rows##_1, block_##rows##_2, block_##rows##_2, block_##rows##_4}
-BLOCK_OF(1) BLOCK_OF(2) BLOCK_OF(3) BLOCK_OF(4) BLOCK_OF(5) BLOCK_OF(6)
+#define BLOCKS_OF(rows) {block_##rows##_0, block_##rows##_1, block_##rows##_2, block_##rows##_2, block_##rows##_4},
+FOR_EACH_ROWS(BLOCK_OF)
 
 static void (*const BLOCKS[TILE_ROWS][5])(const Block *) = { /* [rows - 1][cache lines fetched with each pair] */
-    BLOCKS_OF(1), BLOCKS_OF(2), BLOCKS_OF(3), BLOCKS_OF(4), BLOCKS_OF(5), BLOCKS_OF(6)};
+    FOR_EACH_ROWS(BLOCKS_OF)};
 
 int64_t td_linear_scratch_bytes(int64_t rows) { return td_align(rows * PANEL * (int64_t)sizeof(float)); }
 
@@ -146,7 +160,7 @@ static void multiply_many(const bf16 *x, int64_t rows, const td_product *product
             const char *next = (const char *)(weights + pairs * PANEL * 2);
             for (int64_t i = 0; i < num_blocks; i++) {
                 int64_t row = rows * i / num_blocks, count = rows * (i + 1) / num_blocks - row;
-                int64_t asked = TILE_VECTORS * i / num_blocks, asking = TILE_VECTORS * (i + 1) / num_blocks;
+                int64_t asked = PAIR_LINES * i / num_blocks, asking = PAIR_LINES * (i + 1) / num_blocks;
                 Block block = {x + row * width + pair * 2, weights, width, pairs, tiles + row * PANEL, slab == 0,
                                next + asked * pairs * 64};
                 BLOCKS[count - 1][asking - asked](&block);
@@ -156,7 +170,8 @@ static void multiply_many(const bf16 *x, int64_t rows, const td_product *product
     }
 }
 
-void td_multiply(const bf16 *x, int64_t rows, const td_product *product, const td_end *end, float *tiles) {
+/* `tiles`: td_linear_scratch_bytes(rows). */
+static void td_multiply(const bf16 *x, int64_t rows, const td_product *product, const td_end *end, float *tiles) {
     if (rows == 0) return;
     (rows <= TILE_ROWS ? multiply_few : multiply_many)(x, rows, product, end, tiles);
 }
@@ -166,4 +181,4 @@ void td_linear(const bf16 *x, int64_t rows, const td_product *product, float *y,
     td_multiply(x, rows, product, &end, scratch);
 }
 
-TD_VECTOR_END
+#endif
