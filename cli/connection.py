@@ -30,6 +30,7 @@ Metadata: TypeAlias = Sequence[tuple[str, str]]
 Answer = TypeVar("Answer")
 Call: TypeAlias = Callable[[admin_pb2_grpc.AdminStub, Metadata], Answer]
 _FOLLOW_TIMEOUT_S = 10.0
+_CONNECT_TIMEOUT_S = 0.0  # a person who mistyped the address waits for the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +220,7 @@ def open_client(arguments: argparse.Namespace) -> Client:
         tls_ca=tls_ca(arguments, address),
         tls_server_name=tls_server_name(arguments),
         discover=arguments.discover,
+        connect_timeout_s=_CONNECT_TIMEOUT_S,
     )
 
 
@@ -231,6 +233,7 @@ def open_async_client(arguments: argparse.Namespace) -> AsyncClient:
         tls_ca=tls_ca(arguments, address),
         tls_server_name=tls_server_name(arguments),
         discover=arguments.discover,
+        connect_timeout_s=_CONNECT_TIMEOUT_S,
     )
 
 

@@ -19,6 +19,9 @@ _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.enable_http_proxy", 0),  # the environment's proxy settings are ignored
+    # The library retries. Where gRPC 1.85 retries by itself, a call whose connection closes as it begins may never end:
+    # 5 of 100 blocking readers waited for ever.
+    ("grpc.enable_retries", 0),
 )
 
 REFUSED = "no process accepts connections at"  # followed by the address
@@ -38,10 +41,11 @@ _MEANINGS = (
     ),
     ("WRONG_VERSION_NUMBER", "the server does not use TLS"),
     ("Failed parsing HTTP/2", "the server does not use gRPC; a router's gRPC port is not its HTTP port"),
-    (
-        "Socket closed",
-        "the server closed the connection at once; it may require TLS or its authority's certificate",
-    ),
+)
+# With TLS missing on one side; also where the server is ending.
+_CLOSED = (
+    "Socket closed",
+    "the server closed the connection at once; it may require TLS or its authority's certificate",
 )
 
 
@@ -74,10 +78,20 @@ def explained(details: str) -> str:
         return f"{REFUSED} {unquote(refused[1])}"
     if unknown := _UNKNOWN_HOST.search(details):
         return f"the host of {unknown[1]} has no address: its name is not known here"
-    if "failed to connect" not in details and "Handshake" not in details:
+    if not _is_of_connecting(details):
         return details
-    meaning = next((meaning for word, meaning in _MEANINGS if word in details), None)
+    meaning = next((meaning for word, meaning in (*_MEANINGS, _CLOSED) if word in details), None)
     return f"{meaning} ({details})" if meaning is not None else details
+
+
+def is_failed_handshake(details: str) -> bool:
+    """Return whether the server responds and its certificate or its protocol is not the expected one, which waiting
+    does not end. A server that closes the connection may be ending."""
+    return _is_of_connecting(details) and any(word in details for word, _ in _MEANINGS)
+
+
+def _is_of_connecting(details: str) -> bool:
+    return "failed to connect" in details or "Handshake" in details
 
 
 def _tls_options(server_name: str | None) -> tuple[tuple[str, object], ...]:

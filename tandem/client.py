@@ -35,6 +35,7 @@ from tandem.v1 import inference_pb2, inference_pb2_grpc
 __all__ = ["AsyncClient", "AsyncGeneration", "Client", "Generation"]
 
 _GENERATION_TIMEOUT_S = 600.0
+_CONNECT_TIMEOUT_S = 30.0  # of a generation without a timeout of its own
 _CALL_TIMEOUT_S = 30.0  # of a call that is no generation
 
 
@@ -48,7 +49,8 @@ class _BaseClient(Generic[Channel]):
         address: str | Sequence[str],
         api_key: str | None = None,
         *,
-        timeout_s: float = _GENERATION_TIMEOUT_S,
+        timeout_s: float | None = None,
+        connect_timeout_s: float | None = None,
         tls_ca: str | None = None,
         tls_server_name: str | None = None,
         secure: bool = False,
@@ -59,7 +61,10 @@ class _BaseClient(Generic[Channel]):
 
         - `address`: host:port of a router's gRPC port, or several in a list or separated by commas. The first one that
           responds serves; if it is lost, another one continues its generations.
-        - `timeout_s`: the deadline of a generation that has no `timeout_s` of its own.
+        - `timeout_s`: the deadline of a generation that has no `timeout_s` of its own. Default: 600 s.
+        - `connect_timeout_s`: how long a generation tries to reach a router while none has ever responded to this
+          client. Default: until the generation's deadline if `timeout_s` was given, otherwise 30 s. With 0 each address
+          is tried once.
         - `tls_ca`: a PEM file with the authorities that may sign a router's certificate. `secure` without it: TLS with
           the publicly trusted authorities. Neither: plaintext.
         - `tls_server_name`: the name that every router's certificate has, where it does not name the hosts of their
@@ -73,13 +78,23 @@ class _BaseClient(Generic[Channel]):
         self._routers: Routers[Channel] = Routers(addresses(address), dial, discover=discover)
         self._metadata: Metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._timeout_s = timeout_s
+        self._connect_timeout_s = connect_timeout_s
         self._keepalive_timeout_s = keepalive_timeout_s
         self._watch = KeepAliveWatch()  # of blocking generations; its thread runs only while one of them is read
 
     def _parameters(self, request: inference_pb2.GenerateRequest, timeout_s: float | None) -> CallParameters:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        metadata = (*self._metadata, *trace_context())
-        return CallParameters(request, self._routers, metadata, timeout_s, self._keepalive_timeout_s)
+        connect_s = self._connect_timeout_s
+        if connect_s is None:
+            connect_s = timeout_s if timeout_s is not None else _CONNECT_TIMEOUT_S
+        return CallParameters(
+            request,
+            self._routers,
+            metadata=(*self._metadata, *trace_context()),
+            timeout_s=timeout_s if timeout_s is not None else _GENERATION_TIMEOUT_S,
+            connect_timeout_s=connect_s,
+            keepalive_timeout_s=self._keepalive_timeout_s,
+        )
 
 
 class Client(_BaseClient[grpc.Channel]):
@@ -195,8 +210,9 @@ class _Turn:
     """A call without side effects, which is tried at each router in turn.
 
     Such a call has no keep-alive messages, so a frozen router cannot be told from a slow one: the next router is called
-    after `keepalive_timeout_s`, and the last one has the remaining time. Iterate over (stub, timeout in seconds) and
-    call within `next_on_failure`; `failure` is the error to raise when no router is left.
+    after `keepalive_timeout_s`, and the last one has the remaining time and is called again if its connection broke.
+    Iterate over (stub, timeout in seconds) and call within `next_on_failure`; `failure` is the error to raise when no
+    router is left.
     """
 
     def __init__(self, routers: Routers[Any], keepalive_timeout_s: float) -> None:
@@ -213,6 +229,8 @@ class _Turn:
             self._router = router
             self._is_last = router == routers[-1]
             yield self._routers.stub(router), rest_s if self._is_last else self._keepalive_timeout_s
+        if self.failure.is_lost:  # perhaps the connection's age ended it as the call began
+            yield self._routers.stub(self._router), rest_s
 
     @contextmanager
     def next_on_failure(self) -> Iterator[None]:
@@ -227,4 +245,4 @@ class _Turn:
                 raise
             self.failure = error
         else:
-            self._routers.first = self._router
+            self._routers.on_response(self._router)

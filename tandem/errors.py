@@ -19,10 +19,11 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from tandem.channel import explained
+from tandem.channel import explained, is_failed_handshake
 
 DETAILS_KEY = "grpc-status-details-bin"  # metadata: the google.rpc.Status of a failed call
 DOMAIN = "tandem"  # of ErrorInfo
+HANDSHAKE_FAILED = "handshake_failed"  # reason of Unavailable: TLS or the protocol differs, which waiting does not end
 LIMIT_KEY = "limit"  # metadata of ErrorInfo: the limit of the API key that was reached
 
 _REASON = "tandem-reason"
@@ -105,13 +106,16 @@ def error_from_rpc(error: grpc.RpcError) -> TandemError:
     trailing = {key: value for key, value in error.trailing_metadata() or () if isinstance(value, str)}
     retry_after = trailing.get(_RETRY_AFTER_S)
     details = explained(error.details() or error.code().name)
+    reason = trailing.get(_REASON) or error.code().name.lower()
+    if _REASON not in trailing and is_failed_handshake(error.details() or ""):
+        reason = HANDSHAKE_FAILED
     if (
         error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and _REASON not in trailing
     ):  # the deadline passed in this process
         details = "no response came within timeout_s"
     return _KINDS.get(error.code(), InternalError)(
         details,
-        reason=trailing.get(_REASON) or error.code().name.lower(),
+        reason=reason,
         retry_after_s=float(retry_after) if retry_after is not None else None,
         param=_param(error),
         is_lost=error.code() is grpc.StatusCode.UNAVAILABLE and _REASON not in trailing,

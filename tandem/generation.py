@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -49,7 +49,7 @@ class _Call(Protocol):
 
     def cancel(self) -> bool: ...
 
-    def initial_metadata(self) -> Iterable[tuple[str, str | bytes]] | None: ...
+    def initial_metadata(self) -> Collection[tuple[str, str | bytes]] | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +60,21 @@ class CallParameters:
     routers: Routers[Any]  # of blocking channels, or of asyncio's
     metadata: Metadata
     timeout_s: float
+    connect_timeout_s: float  # for the first response of any router
     keepalive_timeout_s: float  # for routers that send keep-alive messages
 
     def metadata_with_keepalive(self) -> Metadata:
         return (*self.metadata, (KEEPALIVE_KEY, f"{keepalive_interval_s(self.keepalive_timeout_s):g}"))
 
     def progress(self) -> Progress:
+        now_s, routers = time.monotonic(), self.routers
         return Progress(
             self.request,
-            known=self.routers.known,
-            router=self.routers.first,
-            deadline_s=time.monotonic() + self.timeout_s,
+            known=routers.known,
+            router=routers.first,
+            deadline_s=now_s + self.timeout_s,
+            connect_by_s=now_s + self.connect_timeout_s,
+            is_reached=lambda: routers.is_reached,
         )
 
 
@@ -99,10 +103,10 @@ class _BaseGeneration:
         call = stub.Generate(progress.request, timeout=left_s, metadata=parameters.metadata_with_keepalive())
         known_s = parameters.routers.keepalive_timeout_s(progress.router)
         if known_s is None:
-            return call, KeepAliveTimer.of_first_call(parameters.keepalive_timeout_s)
-        return call, KeepAliveTimer(known_s, can_ping=True)
+            return call, KeepAliveTimer.of_first_call(parameters.keepalive_timeout_s * progress.patience)
+        return call, KeepAliveTimer(known_s * progress.patience, can_ping=True)
 
-    def _learn(self, metadata: Iterable[tuple[str, str | bytes]] | None, timer: KeepAliveTimer) -> list[Any]:
+    def _learn(self, metadata: Collection[tuple[str, str | bytes]] | None, timer: KeepAliveTimer) -> list[Any]:
         """Use the initial metadata of the call. Returns channels to close."""
         router, routers = self._progress.router, self._parameters.routers
         routers.on_metadata(router, metadata, self._parameters.keepalive_timeout_s)
@@ -110,7 +114,7 @@ class _BaseGeneration:
         return routers.learn(router, metadata)
 
     def _add(self, response: inference_pb2.GenerateResponse) -> None:
-        self._parameters.routers.first = self._progress.router
+        self._parameters.routers.on_response(self._progress.router)
         self._pending.extend(self._progress.add(response))
 
 

@@ -1,19 +1,21 @@
 """The progress of a generation, and how it continues at another router after its own is lost.
 
 This module decides and makes no call: time is an argument. An accepted request is resumed: the client sends its
-acceptance and the tokens that it received. A request that was lost before its acceptance begins again, because the
-client received nothing of it. The client tries another router if the connection broke, if the router is draining or
-cannot reach its cluster, or if the router that shall resume the request is full. Errors about the request itself are
-raised. Each resumption has a higher number than those before, so that a delayed call cannot end the stream of a newer
-one.
+acceptance and the tokens that it received. A request that was lost before its acceptance is sent again as it was: the
+client cancelled the lost call and reads no more of it, so one stream at most reaches the caller. If a router still
+serves the lost call, it refuses the request's id, and the client sends the request with a new one. The client tries
+another router if the connection broke, if the router is draining or cannot reach its cluster, or if the router that
+shall resume the request is full. Errors about the request itself are raised. Each resumption has a higher number than
+those before, so that a delayed call cannot end the stream of a newer one.
 """
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from tandem.enum_words import FINISH_REASONS
-from tandem.errors import DeadlineExceeded, InternalError, Overloaded, TandemError, Unavailable
+from tandem.errors import HANDSHAKE_FAILED, DeadlineExceeded, InternalError, Overloaded, TandemError, Unavailable
 from tandem.results import (
     Choice,
     Delta,
@@ -33,7 +35,7 @@ _NOT_FOR_NOW = frozenset({"slow_client", "resource_exhausted"})
 _NOT_AS_ACCEPTED = frozenset({"prompt_changed", "request_changed"})
 _DUPLICATE = "duplicate_request"
 _SUPERSEDED = "resume_superseded"  # the network repeated the call: its number is in use, the next one is free
-_MAX_IDS = 4
+_MAX_NEW_IDS = 3  # for one lost call
 _MAX_REQUEST_ID_CHARACTERS = 128
 # Reasons that every router would give: all read the same registry.
 _SAME_EVERYWHERE = frozenset({"no_worker_large_enough"})
@@ -42,6 +44,7 @@ _FIRST_WAIT_S, _MAX_WAIT_S = (
     2.0,
 )  # a random share of it, so that the clients of a lost router do not all call at once
 _MAX_DOUBLINGS = 10
+_MAX_PATIENCE = 4.0  # the longest keep-alive timeout before an acceptance, as a multiple of the usual one
 
 
 class Progress:
@@ -54,19 +57,27 @@ class Progress:
         known: Callable[[], Sequence[str]],
         router: str,
         deadline_s: float,
+        connect_by_s: float = math.inf,
+        is_reached: Callable[[], bool] = lambda: True,
         draw: Callable[[], float] = random.random,
     ) -> None:
+        """`connect_by_s`: the time until which the client tries to reach a first router; `is_reached` returns whether
+        one has ever responded."""
         self.request = request
         self.router = router
         self._asked_id = request.request_id
         self._known = known
         self._deadline_s = deadline_s
+        self._connect_by_s = connect_by_s
+        self._is_reached = is_reached
         self._draw = draw
         self._assembly = Assembly(request.request_id)
         self._has_begun = False  # a router has accepted it
         self._num_lost = 0  # consecutive lost calls without a token
+        self._last_loss: TandemError | None = None
         self._num_resumes = 0
         self._num_ids = 1
+        self._num_duplicates = 0  # consecutive refusals of the id since the last lost call
 
     def add(self, response: inference_pb2.GenerateResponse) -> list[Delta]:
         """Add a response and return its new deltas. Raises InternalError if a token is missing or differs.
@@ -84,13 +95,21 @@ class Progress:
     def time_left_s(self, now_s: float) -> float:
         return self._deadline_s - now_s
 
+    @property
+    def patience(self) -> float:
+        """Return the factor of the keep-alive timeout of the next call. Before an acceptance it doubles whenever
+        each router was lost once more: they may be slow, and each call that is cancelled makes them slower."""
+        if self._has_begun:
+            return 1.0
+        return min(2.0 ** min(self._num_lost // len(self._known()), _MAX_DOUBLINGS), _MAX_PATIENCE)
+
     def on_lost(self, error: TandemError, now_s: float) -> float:
         """Handle the end of the stream with `error`: update `request` and `router`, and return the seconds to wait
         before the next call.
 
-        Raises `error` if another call is of no use, and DeadlineExceeded if the deadline would pass first. An accepted
-        generation is tried until its deadline, unless routers answer that it cannot be served; before its acceptance
-        each router is called once.
+        Raises `error` if another call is of no use, Unavailable if no router was reached by `connect_by_s`, and
+        DeadlineExceeded if the deadline would pass first. A router that cannot be reached, is silent or drains is
+        called again until then; a router that answers that its cluster cannot serve the request is called once.
         """
         is_refusal = self._num_lost > 0 and isinstance(error, Overloaded) and error.reason not in _NOT_FOR_NOW
         if self._has_begun and self._assembly.accepted is None:
@@ -98,21 +117,25 @@ class Progress:
         if self._is_own_id(error):
             self._begin_with_new_id()
             return 0.0
+        if isinstance(error, DeadlineExceeded) and self._last_loss is not None and not self._has_begun:
+            raise _too_late("accepted", self._last_loss) from error
         is_asked_again = isinstance(error, Unavailable) or error.reason in _NOT_AS_ACCEPTED | {_SUPERSEDED}
         if error.reason in _SAME_EVERYWHERE or not (is_asked_again or (is_refusal and self._has_begun)):
             raise error
         self._num_lost += 1
+        self._num_duplicates = 0
+        self._last_loss = error
         known = self._known()
         is_gone = error.is_lost or error.reason in (_DRAINING, _SUPERSEDED) or is_refusal
-        if not (is_gone and self._has_begun) and self._num_lost >= len(known):
+        is_hopeless = not is_gone or (error.reason == HANDSHAKE_FAILED and not self._has_begun)
+        if is_hopeless and self._num_lost >= len(known):
             raise error
         wait_s = self._draw() * min(_FIRST_WAIT_S * 2.0 ** min(self._num_lost - 1, _MAX_DOUBLINGS), _MAX_WAIT_S)
         wait_s += error.retry_after_s or 0.0
         if wait_s >= self.time_left_s(now_s):
-            raise DeadlineExceeded(
-                f"no router continued the request before its deadline; the last error: {error.message}",
-                reason="deadline_exceeded",
-            ) from error
+            raise _too_late("continued" if self._has_begun else "accepted", error) from error
+        if not self._is_reached() and now_s + wait_s >= self._connect_by_s and self._num_lost >= len(known):
+            raise error
         self.router = _after(self.router, known)
         if self._has_begun:
             self.request = self._resumed()
@@ -121,7 +144,7 @@ class Progress:
     def _is_own_id(self, error: TandemError) -> bool:
         """Return whether the id is live only because a router has not yet noticed that this client's stream broke."""
         is_lost_unaccepted = self._num_lost > 0 and not self._has_begun
-        return is_lost_unaccepted and error.reason == _DUPLICATE and self._num_ids < _MAX_IDS
+        return is_lost_unaccepted and error.reason == _DUPLICATE and self._num_duplicates < _MAX_NEW_IDS
 
     def _resumed(self) -> inference_pb2.GenerateRequest:
         request = inference_pb2.GenerateRequest()
@@ -137,12 +160,18 @@ class Progress:
     def _begin_with_new_id(self) -> None:
         """Begin the request again with a new id: the client received nothing of it."""
         self._num_ids += 1
+        self._num_duplicates += 1
         number = f".{self._num_ids}"
         request = inference_pb2.GenerateRequest()
         request.CopyFrom(self.request)
         request.request_id = self._asked_id[: _MAX_REQUEST_ID_CHARACTERS - len(number)] + number
         self._assembly.request_id = request.request_id
         self.request = request
+
+
+def _too_late(what: str, error: TandemError) -> DeadlineExceeded:
+    message = f"no router {what} the request before its deadline; the last error: {error.message}"
+    return DeadlineExceeded(message, reason="deadline_exceeded")
 
 
 def _after(router: str, known: Sequence[str]) -> str:

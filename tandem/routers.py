@@ -6,7 +6,7 @@ load balancer, a tunnel), its own address is not dialled after a response has sh
 
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableSequence, Sequence
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -50,6 +50,7 @@ class Routers(Generic[Channel]):
     ) -> None:
         """`discover`: use the routers that the given ones name too."""
         self.first = given[0]
+        self.is_reached = False  # a router has responded
         self.is_closed = False  # the client was closed
         self._given = tuple(dict.fromkeys(given))
         self._found: tuple[str, ...] = ()
@@ -72,6 +73,10 @@ class Routers(Generic[Channel]):
         start = known.index(self.first) if self.first in known else 0
         yield from known[start:] + known[:start]
 
+    def on_response(self, address: str) -> None:
+        """Record that the router at `address` responded; the next call starts there."""
+        self.first, self.is_reached = address, True
+
     def stub(self, address: str) -> inference_pb2_grpc.InferenceStub:
         with self._lock:
             channel = self._channels.get(address)
@@ -83,11 +88,12 @@ class Routers(Generic[Channel]):
         """Return the keep-alive timeout of a router, None if it sends no keep-alive messages."""
         return self._keepalive_timeouts_s.get(address)
 
-    def on_metadata(self, address: str, metadata: Iterable[tuple[str, Any]] | None, timeout_s: float) -> None:
+    def on_metadata(self, address: str, metadata: Collection[tuple[str, Any]] | None, timeout_s: float) -> None:
         """Store whether the router at `address` sends keep-alive messages, from the initial metadata of its response.
         `timeout_s` is the least keep-alive timeout."""
         interval = next((str(value) for key, value in metadata or () if key == KEEPALIVE_KEY), None)
         with self._lock:
+            self.is_reached = self.is_reached or bool(metadata)
             if interval is None:
                 self._keepalive_timeouts_s.pop(address, None)
             else:

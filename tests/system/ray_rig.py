@@ -24,8 +24,6 @@ _NODE_LOSS_S = 1.5  # until Ray's head counts a killed node as lost
 _PREEMPTED = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")  # type: ignore[attr-defined]
 MAX_TOKENS = 48
 TIMEOUT_S = 120.0
-# No router dies here. One that gets no core for some seconds of a busy machine is not lost.
-_KEEPALIVE_TIMEOUT_S = 60.0
 
 
 class RayNodes:
@@ -145,7 +143,7 @@ async def generation(client: AsyncClient, number: int) -> Result:
 
 @asynccontextmanager
 async def load(address: str, num_clients: int) -> AsyncIterator[Load]:
-    async with AsyncClient(address, keepalive_timeout_s=_KEEPALIVE_TIMEOUT_S) as client:
+    async with AsyncClient(address) as client:
         undisturbed = [(await generation(client, number)).token_ids for number in range(num_clients)]
         asked = Load(client, undisturbed)
         tasks = [asyncio.create_task(asked.ask(number)) for number in range(num_clients)]

@@ -10,6 +10,7 @@ import pytest
 from tandem.client import AsyncClient, AsyncGeneration
 from tandem.results import Choice
 from tests.system.local_cluster import LocalCluster, Member
+from tests.system.polling import until as until_seen
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 TIMEOUT_S = 90.0
@@ -74,6 +75,25 @@ async def test_clients_of_a_killed_or_stopped_router_lose_no_token(cluster: Loca
         assert result.usage.completion_tokens == expected.usage.completion_tokens
     assert [result.ledger.reasons[:1] for result in results] == [("resumed",)] * 8
     await cluster.until_free()
+
+
+@pytest.mark.slow
+async def test_a_request_to_the_only_router_outlives_seconds_in_which_it_is_stopped(cluster: LocalCluster) -> None:
+    """A stopped router accepts no request. The client sends the request again, and gets each token once."""
+    router = cluster.members["router0"]
+    async with AsyncClient(router.grpc_address, timeout_s=TIMEOUT_S, keepalive_timeout_s=KEEPALIVE_TIMEOUT_S) as client:
+        undisturbed = await started(client, 2).result()
+        with router.stopped():
+            generation = started(client, 2)
+            reading = asyncio.create_task(generation.result())
+            await until_seen(lambda: losses(generation), lambda number: number == 2, what="two lost calls")
+        result = await reading
+    assert list(map(content, result.choices)) == list(map(content, undisturbed.choices))
+    await cluster.until_free()
+
+
+async def losses(generation: AsyncGeneration) -> int:
+    return generation._progress._num_lost
 
 
 async def until(generation: AsyncGeneration, num_tokens: int) -> None:

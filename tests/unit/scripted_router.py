@@ -87,11 +87,13 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServicer):
 
 
 @contextmanager
-def router(kind: type[ScriptedRouter] = ScriptedRouter, **script: object) -> Iterator[tuple[ScriptedRouter, str]]:
+def router(
+    kind: type[ScriptedRouter] = ScriptedRouter, port: int = 0, **script: object
+) -> Iterator[tuple[ScriptedRouter, str]]:
     servicer = kind(**script)  # type: ignore[arg-type]
     server = grpc.server(futures.ThreadPoolExecutor(4))
     inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()
     try:
         yield servicer, f"127.0.0.1:{port}"

@@ -5,12 +5,14 @@ dies.
 import asyncio
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import grpc
 import pytest
 
 from tandem.client import AsyncClient, Client
-from tandem.errors import Cancelled, InvalidRequest, Unavailable
+from tandem.errors import Cancelled, DeadlineExceeded, InvalidRequest, Unavailable
 from tandem.v1 import inference_pb2
 from tests.unit.scripted_router import TWO_CHOICES, Response, ScriptedRouter, aborting, generation_request, router
 
@@ -102,6 +104,19 @@ async def test_the_async_client_skips_a_router_that_does_not_answer() -> None:
             assert (await client.models())[0].id == "m"
 
 
+def test_a_call_without_side_effects_is_made_again_where_the_connection_broke() -> None:
+    class Closing(ScriptedRouter):
+        def ListModels(self, request: inference_pb2.ListModelsRequest, context: grpc.ServicerContext) -> object:
+            if not self.seen:
+                self._note(request, context)
+                gone(context)
+            return super().ListModels(request, context)
+
+    with router(kind=Closing) as (closing, address), Client(address) as client:
+        assert client.models()[0].id == "m"
+        assert len(closing.seen) == 2
+
+
 def test_the_last_router_gets_all_the_remaining_time() -> None:
     """A slow router can still respond when no other router is left."""
     with router() as (servicer, address), Client([NO_ROUTER, address], keepalive_timeout_s=1.0) as client:
@@ -125,11 +140,53 @@ async def test_the_async_client_skips_a_missing_router_for_every_call() -> None:
         async with AsyncClient([NO_ROUTER, address]) as client:
             assert (await client.models())[0].id == "m"
             assert await client.tokenize("x")
-        async with AsyncClient([NO_ROUTER, "127.0.0.1:2"]) as client:
+        async with AsyncClient([NO_ROUTER, "127.0.0.1:2"], connect_timeout_s=0) as client:
             with pytest.raises(Unavailable):
                 await client.models()
-            with pytest.raises(Unavailable):
+            with pytest.raises(Unavailable, match=r"no process accepts connections at 127\.0\.0\.1:2"):
                 await client.generate("x").result()
+
+
+def test_without_any_router_a_request_ends_at_its_deadline_with_the_last_cause() -> None:
+    with (
+        Client(NO_ROUTER) as client,
+        pytest.raises(DeadlineExceeded, match=f"the last error: no process accepts connections at {NO_ROUTER}"),
+    ):
+        client.generate("x", timeout_s=1.0).result()
+
+
+@pytest.mark.parametrize(("given_s", "expected_s"), [(None, 30.0), (45.0, 45.0)])
+def test_the_time_to_connect_is_the_timeout_that_was_given_and_otherwise_thirty_seconds(
+    given_s: float | None, expected_s: float
+) -> None:
+    with Client(NO_ROUTER) as client, Client(NO_ROUTER, timeout_s=given_s) as other:
+        for generation in (client.generate("x", timeout_s=given_s), other.generate("x")):
+            assert generation._parameters.connect_timeout_s == expected_s
+            assert generation._parameters.timeout_s == (given_s or 600.0)
+            generation.close()
+
+
+def test_a_request_waits_for_a_router_that_comes_back_after_all_have_gone() -> None:
+    """The client was served before, so the time for reaching a first router does not limit it."""
+    with ExitStack() as first, ThreadPoolExecutor(1) as reader:
+        _, address = first.enter_context(router())
+        with Client([address, NO_ROUTER], connect_timeout_s=0) as client:
+            assert client.generate("x").result().text == "ade"
+            first.close()
+            lost = threading.Event()
+            generation = client.generate("y")
+
+            def draw() -> float:
+                if generation._progress._num_lost > 2:
+                    lost.set()
+                return 0.5
+
+            generation._progress._draw = draw
+            reading = reader.submit(generation.result)
+            assert lost.wait(20), "no call was lost"
+            with router(port=int(address.rpartition(":")[2])) as (back, _):
+                assert reading.result(20).text == "ade"
+                assert generation_request(back).text == "y"
 
 
 def test_a_refusal_is_raised_and_no_other_router_is_tried() -> None:

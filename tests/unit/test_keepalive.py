@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from tandem.client import AsyncClient, Client
-from tandem.errors import Unavailable
+from tandem.errors import DeadlineExceeded
 from tandem.keepalive import KEEPALIVE_KEY, KeepAliveTimer, keepalive_interval_s, keepalive_timeout_s
 from tandem.v1 import inference_pb2
 from tests.unit.scripted_router import TWO_CHOICES, Response, ScriptedRouter, generation_request, router
@@ -53,6 +53,22 @@ class StoppedRouter(FrozenRouter):
         context.add_callback(gone.set)
         self.was_asked = gone.wait(20)
         return super().ListModels(request, context)
+
+
+class SilentRouter(StoppedRouter):
+    """A router that sends nothing on its first calls and serves the next one."""
+
+    num_silent = 2
+
+    def Generate(self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext) -> Iterator[Response]:
+        self._note(request, context)
+        left = threading.Event()
+        context.add_callback(left.set)
+        context.send_initial_metadata(((KEEPALIVE_KEY, str(self.metadata[KEEPALIVE_KEY])),))
+        if sum(isinstance(seen, inference_pb2.GenerateRequest) for seen in self.seen) <= self.num_silent:
+            assert left.wait(20), "no call ended"
+        else:
+            yield from self.responses
 
 
 class BusyRouter(FrozenRouter):
@@ -202,7 +218,20 @@ def test_time_in_which_the_reader_does_not_wait_does_not_count() -> None:
         assert [choice.text for choice in generation.result().choices] == TEXTS
 
 
-def test_a_keepalive_timeout_of_the_last_known_router_is_a_named_error() -> None:
+def test_a_request_to_the_only_router_is_sent_again_after_seconds_of_silence() -> None:
+    def check(ask: Ask) -> None:
+        with router(SilentRouter, responses=TWO_CHOICES) as (silent, first):
+            assert isinstance(silent, SilentRouter)
+            assert ask([first], TIMEOUT_S) == (TEXTS, first)
+            requests = [request for request in silent.seen if isinstance(request, inference_pb2.GenerateRequest)]
+            assert len(requests) == 1 + silent.num_silent
+            assert {request.request_id for request in requests} == {requests[0].request_id}
+            assert not any(request.HasField("resume_from") for request in requests)
+
+    with_each_client(check)
+
+
+def test_the_deadline_of_a_request_to_a_silent_router_names_the_silence() -> None:
     with (
         router(FrozenRouter, responses=TWO_CHOICES) as (frozen, first),
         Client(first, keepalive_timeout_s=0.1) as client,
@@ -211,9 +240,9 @@ def test_a_keepalive_timeout_of_the_last_known_router_is_a_named_error() -> None
         frozen.last = (Response(),)
         client.generate("x", n=2).result()
         frozen.responses, frozen.last = [], ()
-        with pytest.raises(Unavailable, match=r"sent no message for (0\.[1-9]|[1-9]\d*\.\d) s") as lost:
-            client.generate("x").result()
-    assert (lost.value.reason, lost.value.is_lost) == ("keepalive_timeout", True)
+        with pytest.raises(DeadlineExceeded, match=r"sent no message for (0\.[1-9]|[1-9]\d*\.\d) s") as lost:
+            client.generate("x", timeout_s=1.0).result()
+    assert lost.value.reason == "deadline_exceeded"
 
 
 def test_the_timer_restarts_with_each_wait() -> None:
