@@ -227,9 +227,10 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
                     await self._sequence_ended.wait()
                 await self._streams.until_all_sent()
         except TimeoutError:
+            left = f"{len(self._handles)} sequence(s)" if len(self._handles) else "the last tokens of ended sequences"
             raise DrainIncomplete(
-                f"{len(self._handles)} sequence(s) were left after {grace_s:g} s, which their routers start again"
-                " elsewhere; raise --drain-grace-s, or add a worker to the pool"
+                f"{left} were left after {grace_s:g} s, which their routers start again elsewhere; raise"
+                " --drain-grace-s, or add a worker to the pool"
             ) from None
 
     def owners(self) -> Iterator[str]:

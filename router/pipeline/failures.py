@@ -5,6 +5,7 @@ Only a failure that another attempt may avoid becomes AttemptFailed. An invalid 
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -175,6 +176,7 @@ def _kinds(base: type[TandemError]) -> dict[str, type[TandemError]]:
 
 _LOG = logging.getLogger("tandem.router.retry_budget")
 _ROOM_S = 1.0  # retry delay for a full worker whose answer has no retry delay
+_PAUSE_S = 0.5  # before the attempts that were refunded, as a connection may be refused that health checks pass
 
 
 class RetryBudget:
@@ -192,6 +194,9 @@ class RetryBudget:
         self._telemetry = telemetry
         self._tries = 0
         self._last_cost = 0  # of the failure recorded last
+        self._last_loss: MemberId | None = None  # its worker, if it is one of `_losses`
+        self._losses = Counter[MemberId]()  # failures that were counted because this router lost the worker
+        self._refunded = Counter[MemberId]()
 
     @property
     def is_exhausted(self) -> bool:
@@ -212,6 +217,9 @@ class RetryBudget:
         self._tries += self._last_cost
         self._admitted.failed(failure.name, failure.member)
         self._telemetry.count("tandem_retries_total", leg=failure.leg, reason=failure.reason)
+        self._last_loss = failure.member if self._last_cost and isinstance(failure.error, WorkerLost) else None
+        if self._last_loss is not None:
+            self._losses[self._last_loss] += 1
         if failure.is_leaving:
             self._fleet.mark_draining(failure.member, 0.0)
         if failure.is_too_small:
@@ -234,25 +242,59 @@ class RetryBudget:
         """Count the failure that was recorded last and the one that it caused as one attempt."""
         self._tries -= self._last_cost
         self._last_cost = 0
+        if self._last_loss is not None:
+            self._losses[self._last_loss] -= 1
+            self._last_loss = None
 
     def reset(self) -> None:
         """Count failures from zero again, because decode has worked."""
         self._tries = self._last_cost = 0
+        self._last_loss = None
+        self._losses.clear()
+        self._refunded.clear()
 
     async def renew(self, failure: AttemptFailed, choices: Sequence[Choice]) -> None:
-        """Count failures from zero again after the wait that a full worker has asked for, or once the workers change: a
-        client that has tokens of these choices does not lose them to full queues. Raises the error of any other
-        failure, and of these choices where a suspected worker may still continue them.
+        """Return once another attempt may be made although none is left. Raises the error of the failure otherwise.
+
+        A loss does not count if the worker has not died: then only the connection to it failed, and those of a router
+        may fail one after the other. Failures count from zero again after the wait that a full worker has asked for, or
+        once the workers change: a client that has tokens of these choices does not lose them to full queues, except
+        where a suspected worker may still continue them.
         """
+        if await self._refund_losses():
+            return
         has_tokens = any(choice.num_committed for choice in choices)
         is_current = all(choice.execution is self._admitted.execution for choice in choices)
         if not (failure.is_full_queue and has_tokens and is_current):
             raise failure.error from failure
         retry_after_s = failure.error.retry_after_s
-        with suppress(TimeoutError):
-            async with asyncio.timeout(bounded_retry_s(retry_after_s if retry_after_s is not None else _ROOM_S)):
-                await self._fleet.changed()
+        await self._until_changed(bounded_retry_s(retry_after_s if retry_after_s is not None else _ROOM_S))
         self.reset()
+
+    async def _refund_losses(self) -> bool:
+        """Wait until a lost worker turns out to be alive or all are gone, and stop counting the losses of those alive,
+        at most `max_attempts` of each: a request may be what stops a worker for a while. Returns whether there are any.
+        """
+        while True:
+            peers = {member: self._fleet.peer(member) for member in self._losses}
+            alive = [member for member, peer in peers.items() if peer is not None and peer.is_reachable]
+            if alive or not any(peers.values()):
+                break
+            await self._fleet.changed()
+        num_refunded = 0
+        for member in alive:
+            number = min(self._losses.pop(member), self._max_attempts - self._refunded[member])
+            self._refunded[member] += number
+            num_refunded += number
+        self._tries -= num_refunded
+        if num_refunded:
+            await self._until_changed(_PAUSE_S)
+        return num_refunded > 0
+
+    async def _until_changed(self, timeout_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._fleet.changed()
 
     def _cost(self, failure: AttemptFailed) -> int:
         """Return how many attempts a failure costs: 0 for a worker that drains or is too small, which is not chosen

@@ -1,5 +1,8 @@
 """Tests which failures leave a ticket for another decode worker, and how many attempts a request has."""
 
+import asyncio
+from dataclasses import dataclass
+
 import pytest
 
 from cluster.clock import ManualClock
@@ -26,6 +29,7 @@ from router.pipeline.failures import (
     failed_sequences,
 )
 from router.request.account import RequestAccount
+from router.running import ChangeSignal
 
 _EXPORTER, _IMPORTER = MemberId("prefill0", "a"), MemberId("decode0", "b")
 _LOST = WorkerLost("it is lost")
@@ -43,10 +47,23 @@ class _Live:
         self.account.add_reason(reason)
 
 
+@dataclass
+class _Peer:
+    is_reachable: bool = True
+
+
 class _Fleet:
     def __init__(self) -> None:
         self.draining: list[MemberId] = []
         self.suspected: list[MemberId] = []
+        self.peers: dict[MemberId, _Peer] = {}
+        self.changes = ChangeSignal()
+
+    def peer(self, member: MemberId) -> "_Peer | None":
+        return self.peers.get(member)
+
+    async def changed(self) -> None:
+        await self.changes.wait()
 
     def mark_draining(self, member: MemberId, grace_s: float) -> None:
         self.draining.append(member)
@@ -162,3 +179,75 @@ def test_a_loss_while_no_worker_sends_anything_costs_no_attempt() -> None:
         retry_budget.record_failure(silent)
     retry_budget.refund()
     assert retry_budget.has_one_attempt_left, "the failure that counts is not refunded"
+
+
+def _exhausted(fleet: _Fleet, max_attempts: int = 2) -> RetryBudget:
+    retry_budget = _retry_budget(max_attempts, fleet=fleet)
+    for _ in range(max_attempts):
+        retry_budget.record_failure(_failure())
+    assert retry_budget.is_exhausted
+    return retry_budget
+
+
+async def _renewed(retry_budget: RetryBudget, fleet: _Fleet) -> None:
+    """Renew while the workers change again and again, so that no wait lasts."""
+    renewal = asyncio.create_task(retry_budget.renew(_failure(), []))
+    while not renewal.done():
+        fleet.changes.set()
+        await asyncio.sleep(0)
+    await renewal
+
+
+async def test_losses_of_a_worker_that_lives_do_not_end_a_request() -> None:
+    fleet = _Fleet()
+    fleet.peers[_IMPORTER] = _Peer()
+    retry_budget = _exhausted(fleet)
+    await _renewed(retry_budget, fleet)
+    assert not retry_budget.is_exhausted and not retry_budget.has_one_attempt_left
+
+
+async def test_the_last_attempt_waits_until_a_lost_worker_is_alive_or_gone() -> None:
+    fleet = _Fleet()
+    peer = fleet.peers[_IMPORTER] = _Peer(is_reachable=False)
+    for is_alive in (True, False):
+        peer.is_reachable, fleet.peers[_IMPORTER] = False, peer
+        retry_budget = _exhausted(fleet)
+        renewal = asyncio.create_task(_renewed(retry_budget, fleet))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not renewal.done()
+        if is_alive:
+            peer.is_reachable = True
+            await renewal
+            assert not retry_budget.is_exhausted
+        else:
+            del fleet.peers[_IMPORTER]
+            with pytest.raises(WorkerLost):
+                await renewal
+
+
+async def test_losses_of_one_worker_that_lives_are_not_counted_for_a_limited_time() -> None:
+    fleet = _Fleet()
+    fleet.peers[_IMPORTER] = _Peer()
+    retry_budget = _exhausted(fleet)
+    await _renewed(retry_budget, fleet)
+    for _ in range(2):
+        retry_budget.record_failure(_failure())
+    with pytest.raises(WorkerLost):
+        await _renewed(retry_budget, fleet)
+    retry_budget.reset()  # decode has worked
+    for _ in range(2):
+        retry_budget.record_failure(_failure())
+    await _renewed(retry_budget, fleet)
+
+
+async def test_a_loss_that_was_refunded_with_its_consequence_is_not_refunded_again() -> None:
+    fleet = _Fleet()
+    fleet.peers[_IMPORTER] = _Peer()
+    retry_budget = _retry_budget(max_attempts=2, fleet=fleet)
+    retry_budget.record_failure(_failure())
+    retry_budget.refund()
+    for _ in range(2):
+        retry_budget.record_failure(_failure(error=WrongTokens("another token")))
+    with pytest.raises(WorkerLost):
+        await _renewed(retry_budget, fleet)

@@ -204,11 +204,13 @@ class End(asyncio.Transport):
             self._protocol.pause_writing()
 
     def close(self) -> None:
-        """Close the connection once everything is sent."""
+        """Close the connection once everything is sent. The kernel of a process that has ended refuses what it gets."""
         if not self._is_closing:
             self._is_closing = True
             if not self.outgoing.num_unsent:
                 self._end(None)
+            elif self.peer.is_over:
+                self.connection.reset(self)
 
     def abort(self) -> None:
         self._abort(None)

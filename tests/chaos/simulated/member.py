@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tests.chaos.simulated.world import World
 
 READ_TIMEOUT_S = 3.0
+STREAM_GRACE_S = 1.0
 _REQUEST_TIMEOUT_S = 90.0
 _READY_S, _LOOK_S = 30.0, 5.0
 UVLOOP_TICK_S = 0.001  # the loop of routers reads its clock in milliseconds
@@ -102,7 +103,7 @@ class Member:
             "registration_ttl_s": 3.0,
             "model": "demo_model",
             "max_model_len": MAX_MODEL_LEN,
-            "stream_grace_s": 1.0,
+            "stream_grace_s": STREAM_GRACE_S,
             "drain_grace_s": schedule.drain_grace_s,
         }
         if self.role == "router":
