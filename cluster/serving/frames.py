@@ -26,7 +26,7 @@ import grpc
 CALLS = "calls"  # the name of these connections in their proofs
 MAX_FRAME_BYTES = 16 << 20
 MAX_UNREAD_BYTES = 64 << 20  # of messages of one call that were received and not read
-MAX_UNSENT_BYTES = 64 << 20  # that wait for the other end to read
+MAX_UNSENT_BYTES = 64 << 20  # that wait for the other end to read, besides the largest frame
 _MAX_UNPROVEN_BYTES = 1024  # that an end receives before the proof of the other one
 _UNREAD_MESSAGE_BYTES = 64  # memory of an unread message besides its content
 PING_AFTER_S, PONG_WITHIN_S = 10.0, 5.0
@@ -173,6 +173,7 @@ class FrameConnection(asyncio.Protocol):
         self._look_s = 0.0  # when the next look is due
         self._timer: asyncio.TimerHandle | None = None
         self._resumed: asyncio.Future[None] | None = None  # while the other end reads too slowly
+        self._largest_unsent_bytes = 0  # of the frames that may wait for the other end
         self.transport: asyncio.Transport | None = None
         self.is_proven = False
         self.lost: asyncio.Future[None] = self._loop.create_future()
@@ -186,19 +187,25 @@ class FrameConnection(asyncio.Protocol):
         raise NotImplementedError
 
     def on_unsent(self) -> None:
-        """Handle more than `MAX_UNSENT_BYTES` that the other end does not read, as of many calls with one answer each,
-        which do not wait for it. The connection is closed then."""
+        """Handle more than `MAX_UNSENT_BYTES`, besides the largest frame, that the other end does not read, as of many
+        calls with one answer each, which do not wait for it. The connection is closed then."""
 
     def on_too_large(self) -> None:
         """Handle more bytes than may come, in one frame or before the proof. The connection is closed then."""
 
     def send(self, kind: Kind, number: int, body: bytes = b"") -> None:
-        """Send a frame; without effect once the connection is closed."""
-        if self.transport is not None and not self.transport.is_closing():
-            self.transport.write(packed(kind, number, body))
-            if self.is_paused and self.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
-                self.on_unsent()
-                self.abort()
+        """Send a frame; without effect once the connection is closed. A frame of any size may wait: what waits besides
+        the largest frame is bounded, so a connection whose other end reads never ends because of one frame."""
+        if self.transport is None or self.transport.is_closing():
+            return
+        largest_bytes = self._largest_unsent_bytes if self.is_paused else 0
+        if self.is_paused and self.transport.get_write_buffer_size() > MAX_UNSENT_BYTES + largest_bytes:
+            self.on_unsent()
+            self.abort()
+            return
+        frame = packed(kind, number, body)
+        self._largest_unsent_bytes = max(largest_bytes, len(frame))
+        self.transport.write(frame)
 
     @property
     def is_paused(self) -> bool:

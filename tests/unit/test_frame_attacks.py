@@ -310,7 +310,7 @@ async def test_a_member_that_reads_no_answers_loses_its_connection_at_a_bound(
         callees, callers = await _frames_of(server, channel, callee)
         assert callers.transport is not None and callees.transport is not None
         callee.is_open.set()
-        callee.answer.member = "m" * 100_000
+        callee.answer.member = "m" * 50_000
         session, calls = await _session(channel), list[FrameCall]()
         callers.transport.pause_reading()
         while not callees.lost.done():

@@ -136,6 +136,20 @@ async def test_a_caller_that_does_not_read_stops_the_callee() -> None:
         assert [event.next_number async for event in call] == list(range(2_000))
 
 
+async def test_an_answer_above_the_bound_on_unsent_bytes_reaches_a_caller_that_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(frames, "MAX_UNSENT_BYTES", 4_096)
+    async with served() as (callee, _, channel):
+        callee.is_open.set()
+        callee.answer.member = "m" * (8 << 20)  # more than the sockets' buffers hold
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        for _ in range(2):
+            assert len((await stub.Inspect(worker_pb2.InspectRequest())).member) == 8 << 20
+        assert _came_as_frames(callee) == [True, True]
+        assert callee.telemetry.value("tandem_closed_member_connections_total", reason="unread") == 0
+
+
 async def test_no_frame_is_handled_after_one_that_must_not_come(caplog: pytest.LogCaptureFixture) -> None:
     async with served() as (callee, _, channel):
         callee.is_open.set()

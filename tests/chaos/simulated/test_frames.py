@@ -67,3 +67,13 @@ def test_a_worker_that_reads_nothing_for_a_while_stops_its_callers_and_loses_no_
     deaf = Mishap(Kind.DEAF, "router", 0, at_s=0.0, for_s=8.0, phase=Phase.DECODING)
     result = _run(_schedule(_CRAMPED, deaf))
     assert result.reached["connections: deaf"] and result.reached["frames: writing paused"]
+
+
+def test_a_frame_larger_than_the_bound_on_unsent_bytes_ends_no_connection_and_no_attempt() -> None:
+    """The answer of the only worker has the log probabilities of 80 tokens in one frame."""
+    wires = Wires(window_bytes=600, high_water_bytes=300, max_unsent_bytes=1024)
+    ask = Ask(0.0, 0, 0, 0, num_tokens=80, max_tokens=8, prompt_logprobs=5)
+    one = replace(plain_schedule(1), num_routers=1, num_prefills=0, prefill_blocks=(), num_decodes=1, asks=(ask,))
+    result = _run(replace(one, mix=replace(SEPARATE, wires=wires)))
+    assert result.reached["frames: writing paused"]
+    assert not result.reached["frames: too much unsent"] and not result.reached["frames: call lost"]
