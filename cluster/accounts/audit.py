@@ -4,6 +4,7 @@ registration and KV connection."""
 import json
 import logging
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -37,7 +38,7 @@ class Audit:
         self._log = _LOG
         if path:
             try:
-                handler = logging.FileHandler(path, encoding="utf-8")
+                handler = _AuditFile(path, encoding="utf-8")
             except OSError as error:
                 raise ConfigError(f"cannot write to --audit-file {path}: {error.strerror}") from error
             handler.setFormatter(logging.Formatter("%(message)s"))
@@ -86,6 +87,15 @@ class Audit:
             self._refusals[_OTHERS] = others
             key = key if len(self._refusals) < _MAX_SOURCES else _OTHERS
         return self._refusals.setdefault(key, _Refusals())
+
+
+class _AuditFile(logging.FileHandler):
+    """The file of the log. A line that cannot be written, as on a full disk, goes to the process's log."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        problem = error.strerror if isinstance(error, OSError) else repr(error)
+        _LOG.error("cannot write to --audit-file %s: %s; the line is: %s", self.baseFilename, problem, record.msg)
 
 
 @dataclass(slots=True)

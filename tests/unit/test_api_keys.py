@@ -208,6 +208,17 @@ def test_the_audit_file_has_one_line_of_json_per_event(tmp_path: Path) -> None:
     assert second["who"] is None and second["outcome"] == "unauthenticated"
 
 
+def test_a_line_that_a_full_disk_refuses_goes_to_the_process_log(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    audit = Audit("/dev/full")
+    audit.record(who=None, what="Drain", origin="ipv4:127.0.0.1:6", outcome="unauthenticated")
+    (line,) = caplog.messages
+    assert line.startswith("cannot write to --audit-file /dev/full: No space left on device; the line is: {")
+    assert json.loads(line.partition("the line is: ")[2])["what"] == "Drain"
+    assert not capsys.readouterr().err, "no traceback is printed"
+
+
 def test_refused_peers_are_audited_at_most_once_per_second_with_the_number_left_out(tmp_path: Path) -> None:
     now = [0.0]
     audit = Audit(str(tmp_path / "audit.jsonl"), monotonic=lambda: now[0])
