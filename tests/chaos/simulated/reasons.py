@@ -57,10 +57,10 @@ def _words_of(path: Path) -> Iterator[str]:
             named = [keyword.value for keyword in each.keywords if keyword.arg in LABELS]
             for value in (*each.args, *named):
                 yield from _words(value, constants)
-        elif isinstance(each, ast.Assign) and any(_VARIABLES.search(_name_of(target)) for target in each.targets):
-            yield from _words(each.value, constants)
-        elif isinstance(each, ast.AnnAssign) and each.value is not None and _VARIABLES.search(_name_of(each.target)):
-            yield from _words(each.value, constants)
+        elif isinstance(each, ast.Assign | ast.AnnAssign) and each.value is not None:
+            targets = each.targets if isinstance(each, ast.Assign) else [each.target]
+            if any(_VARIABLES.search(_name_of(target)) for target in targets):
+                yield from _words(each.value, constants)
         elif isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) and _VARIABLES.search(each.name):
             for returned in (inner.value for inner in ast.walk(each) if isinstance(inner, ast.Return)):
                 yield from _words(returned, constants) if returned else ()
