@@ -262,7 +262,7 @@ def test_a_failure_in_mid_stream_comes_after_the_deltas() -> None:
 
 
 def test_an_address_without_a_router_is_unavailable() -> None:
-    with Client("127.0.0.1:1") as client:
+    with Client("127.0.0.1:1", connect_timeout_s=0.3) as client:
         with pytest.raises(Unavailable) as raised:
             client.generate("x").result()
         assert raised.value.reason == "unavailable"

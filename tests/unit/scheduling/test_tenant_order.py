@@ -1,7 +1,9 @@
 """The order in which a worker serves tenants, under a simulated clock."""
 
 import random
+from collections.abc import Sequence as SequenceOf
 from copy import deepcopy
+from itertools import takewhile
 from statistics import quantiles
 from unittest import mock
 
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from cluster.fair_queue import CREDIT, Demand
 from cluster.messages import TenantShare
 from cluster.settings.worker_settings import SCHEDULING_POLICIES
-from engine.scheduling.batching.queues import Ranking, _demand, _request_demand
+from engine.scheduling.batching.queues import RankedSequences, Ranking, _demand, _request_demand
 from engine.scheduling.batching.reservations import Reservations
 from engine.scheduling.batching.sequences import Sequence
 from engine.scheduling.batching.waiting import WaitingSequences, own_rank, with_start
@@ -146,7 +148,19 @@ class CheckedRanking:
     def __init__(self) -> None:
         self.num_compared = 0
         self._expected: dict[Sequence, float] = {}
-        self._order = Ranking._order_tenants
+        self._sort, self._order = Ranking.sort, Ranking._order_tenants
+
+    def sort(
+        self,
+        ranking: Ranking,
+        places: SequenceOf[RankedSequences],
+        waiting: WaitingSequences,
+        reservations: Reservations,
+        now_s: float,
+    ) -> None:
+        self.compare(waiting)  # before the policy changes the order that the last step used
+        self._expected = {}
+        self._sort(ranking, places, waiting, reservations, now_s)
 
     def order(
         self,
@@ -156,7 +170,6 @@ class CheckedRanking:
         reservations: Reservations,
         now_s: float,
     ) -> None:
-        self.compare(waiting)
         starts = simple_starts(ranking, [*holders, *waiting.in_any_order], reservations, now_s)
         self._order(ranking, holders, waiting, reservations, now_s)
         for request_id, start in ranking._request_starts.items():
@@ -166,13 +179,15 @@ class CheckedRanking:
         self._expected = {sequence: starts[sequence.number, ""] for sequence in waiting.in_any_order}
 
     def compare(self, waiting: WaitingSequences) -> None:
-        ranked = [each for line in waiting._lines.values() for each in line.sequences[: line.num_ranked]]
-        for sequence in ranked:
-            if sequence in self._expected:  # others have come since
+        known = set[Sequence]()  # those before the first one that has come since
+        for line in waiting._lines.values():
+            lasting = [*takewhile(self._expected.__contains__, line.sequences)]
+            known.update(lasting)
+            for sequence in lasting[: line.num_ranked]:
                 self.num_compared += 1
                 assert sequence.virtual_start == self._expected[sequence]
-        known = [sequence for sequence in waiting if sequence in self._expected]
-        assert known == sorted(known, key=lambda each: with_start(own_rank(each.rank), self._expected[each]))
+        order = [sequence for sequence in waiting if sequence in known]
+        assert order == sorted(order, key=lambda each: with_start(own_rank(each.rank), self._expected[each]))
 
 
 def simple_starts(
@@ -211,7 +226,10 @@ def test_waiting_sequences_are_looked_at_in_the_order_of_the_simple_definition(
         for prompt, output, at, is_batch, tenant in sorted(work, key=lambda one: one[2])
     ]
     checked = CheckedRanking()
-    with mock.patch.object(Ranking, "_order_tenants", lambda *arguments: checked.order(*arguments)):
+    with (
+        mock.patch.object(Ranking, "sort", lambda *arguments: checked.sort(*arguments)),
+        mock.patch.object(Ranking, "_order_tenants", lambda *arguments: checked.order(*arguments)),
+    ):
         decode(
             asked, scheduler(limits(max_num_seqs=SLOTS, num_blocks=12), make_policy(policy)), PER_STEP, num_blocks=12
         )
