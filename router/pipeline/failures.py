@@ -176,7 +176,7 @@ def _kinds(base: type[TandemError]) -> dict[str, type[TandemError]]:
 
 _LOG = logging.getLogger("tandem.router.retry_budget")
 _ROOM_S = 1.0  # retry delay for a full worker whose answer has no retry delay
-_PAUSE_S = 0.5  # before the attempts that were refunded, as a connection may be refused that health checks pass
+_PAUSE_S = 0.5  # before the attempts that were refunded: calls may fail at once although health checks pass
 
 
 class RetryBudget:
@@ -275,21 +275,20 @@ class RetryBudget:
         """Wait until a lost worker turns out to be alive or all are gone, and stop counting the losses of those alive,
         at most `max_attempts` of each: a request may be what stops a worker for a while. Returns whether there are any.
         """
-        while True:
-            peers = {member: self._fleet.peer(member) for member in self._losses}
-            alive = [member for member, peer in peers.items() if peer is not None and peer.is_reachable]
-            if alive or not any(peers.values()):
-                break
+        refundable = {
+            member: min(number, self._max_attempts - self._refunded[member]) for member, number in self._losses.items()
+        }
+        lost = [member for member, number in refundable.items() if number]
+        while peers := {member: peer for member in lost if (peer := self._fleet.peer(member)) is not None}:
+            if alive := [member for member, peer in peers.items() if peer.is_reachable]:
+                for member in alive:
+                    del self._losses[member]
+                    self._refunded[member] += refundable[member]
+                    self._tries -= refundable[member]
+                await self._until_changed(_PAUSE_S)
+                return True
             await self._fleet.changed()
-        num_refunded = 0
-        for member in alive:
-            number = min(self._losses.pop(member), self._max_attempts - self._refunded[member])
-            self._refunded[member] += number
-            num_refunded += number
-        self._tries -= num_refunded
-        if num_refunded:
-            await self._until_changed(_PAUSE_S)
-        return num_refunded > 0
+        return False
 
     async def _until_changed(self, timeout_s: float) -> None:
         with suppress(TimeoutError):

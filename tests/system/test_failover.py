@@ -335,7 +335,7 @@ async def test_a_draining_worker_that_ends_before_its_work_costs_no_attempt(role
 
 
 async def test_attempts_are_bounded() -> None:
-    """Losses of a worker that is alive are not counted once, at most as many as there are attempts."""
+    """The only worker lives and refuses every call: its first two losses are refunded, the next two end the request."""
     async with router_under_test(max_attempts=2) as router:
         decode = await router.add_decode("d0")
         await router.connected()

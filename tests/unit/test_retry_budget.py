@@ -251,3 +251,22 @@ async def test_a_loss_that_was_refunded_with_its_consequence_is_not_refunded_aga
         retry_budget.record_failure(_failure(error=WrongTokens("another token")))
     with pytest.raises(WorkerLost):
         await _renewed(retry_budget, fleet)
+
+
+async def test_a_worker_that_is_checked_is_waited_for_where_another_one_lives_whose_losses_count() -> None:
+    """Two losses of the importer were refunded already, and its third one counts."""
+    fleet = _Fleet()
+    fleet.peers[_IMPORTER], exporter = _Peer(), _Peer(is_reachable=False)
+    fleet.peers[_EXPORTER] = exporter
+    retry_budget = _exhausted(fleet)
+    await _renewed(retry_budget, fleet)
+    retry_budget.record_failure(_failure())
+    retry_budget.record_failure(AttemptFailed(PREFILL, _EXPORTER, _LOST.reason, _LOST))
+    assert retry_budget.is_exhausted
+    renewal = asyncio.create_task(_renewed(retry_budget, fleet))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not renewal.done()
+    exporter.is_reachable = True
+    await renewal
+    assert not retry_budget.is_exhausted
