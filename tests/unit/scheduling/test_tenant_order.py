@@ -220,6 +220,22 @@ def simple_starts(
 def test_waiting_sequences_are_looked_at_in_the_order_of_the_simple_definition(
     work: list[tuple[int, int, int, bool, int]], policy: str
 ) -> None:
+    checked_schedules(work, policy)
+
+
+@pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
+def test_of_a_crowd_the_order_of_hundreds_of_sequences_is_compared(policy: str) -> None:
+    dice = random.Random(policy)
+    work = [
+        (dice.randint(1, 90), dice.randint(1, 30), dice.randint(0, 40), dice.random() < 0.5, dice.randrange(3))
+        for _ in range(40)
+    ]
+    assert checked_schedules(work, policy) > 100
+
+
+def checked_schedules(work: list[tuple[int, int, int, bool, int]], policy: str) -> int:
+    """Run the work as decodes and as prompts of three tenants, and compare every order. Return the number of sequences
+    compared. `work`: tokens of prompt and output, the step of the arrival, whether it is of the batch class, tenant."""
     shares = [FLOOD, OTHER, TenantShare("third", 3)]
     asked = [
         Asked(arrives_s=STEP_S * at, num_prompt=prompt, num_output=output, is_batch=is_batch, share=shares[tenant])
@@ -235,6 +251,7 @@ def test_waiting_sequences_are_looked_at_in_the_order_of_the_simple_definition(
         )
         prompts = [Prompt(arrives_s=one.arrives_s, num_tokens=one.num_prompt, tenant=one.share) for one in asked]
         prefill(prompts, make_policy(policy), PER_STEP, max_prefill_tokens=CHUNK)
+    return checked.num_compared
 
 
 def test_the_batch_class_of_one_tenant_waits_for_the_other_work_of_another_one() -> None:
