@@ -227,10 +227,14 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
                     await self._sequence_ended.wait()
                 await self._streams.until_all_sent()
         except TimeoutError:
-            left = f"{len(self._handles)} sequence(s)" if len(self._handles) else "the last tokens of ended sequences"
+            if not len(self._handles):
+                raise DrainIncomplete(
+                    f"every sequence has ended, but a router did not receive the last messages within {grace_s:g} s,"
+                    " and may start its sequences again elsewhere; raise --drain-grace-s"
+                ) from None
             raise DrainIncomplete(
-                f"{left} were left after {grace_s:g} s, which their routers start again elsewhere; raise"
-                " --drain-grace-s, or add a worker to the pool"
+                f"{len(self._handles)} sequence(s) were left after {grace_s:g} s, which their routers start again"
+                " elsewhere; raise --drain-grace-s, or add a worker to the pool"
             ) from None
 
     def owners(self) -> Iterator[str]:

@@ -4,7 +4,8 @@
  * and no option that names a processor: the files choose their instructions, and td_supported() uses none of them.
  *
  * The functions of the forward exist once for each width of registers, and their exported names end in it: td_run_256
- * needs AVX2 and FMA, td_run_512 needs AVX-512 BF16. Both read the same packed weights. Their results differ in the last bits.
+ * needs AVX2 and FMA, td_run_512 needs AVX-512 BF16. Both read the same packed weights. Their results differ in the
+ * last bits.
  *
  * bf16 values are uint16_t. Tensors are row-major; strides are counted in elements. Nothing here allocates: the
  * caller passes scratch, aligned to 64 bytes. No function fails. The caller asserts that in_features are even, head_dim

@@ -6,7 +6,7 @@
 
 enum {
     LANES = 8,     /* floats of a register */
-    TILE_ROWS = 5, /* 5 x 2 accumulators, 2 registers of weights and one of x fit the 16 registers; 6 rows are spilled */
+    TILE_ROWS = 5, /* 5 x 2 accumulators, 2 registers of weights and one of x fit the 16 registers; of 6, some spill */
     TILE_VECTORS = PANEL / LANES,
 };
 #define FOR_EACH_ROWS(use) use(1) use(2) use(3) use(4) use(5) /* up to TILE_ROWS */
