@@ -156,7 +156,8 @@ class Simulation:
         assert placement is not None
         self.policy.placed(prefills, [loads[worker.member] for worker in self._decodes], facts, self.now_s)
         exporter = loads[placement.prefill] if placement.prefill is not None else None
-        served.prediction = predict(exporter, loads[placement.decode], facts)
+        known = placement.chosen.prediction if placement.chosen is not None else None
+        served.prediction = known or predict(exporter, loads[placement.decode], facts)
         served.prefill, served.decode = placement.prefill, placement.decode
         by_member = {worker.member: worker for worker in self.workers}
         decode = by_member[placement.decode]
@@ -259,6 +260,7 @@ class _Worker:
             max_chunk=_MAX_CHUNK,
             max_running=_MAX_RUNNING,
             step_limit=setting.step_limit,
+            recent=self.backlog.recent(setting.times, self._simulation.now_s),
         )
         return WorkerLoad(
             member=self.member,

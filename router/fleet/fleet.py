@@ -373,4 +373,5 @@ def _work_ahead(peer: Peer, now_s: float) -> WorkAhead | None:
         max_chunk=max_chunk or DEFAULT_MAX_CHUNK,
         max_running=max_running,
         step_limit=StepLimit(capacity.slo_tpot_us / 1e6 if capacity is not None else 0.0),
+        recent=peer.backlog.recent(peer.service_times, now_s),
     )

@@ -7,9 +7,9 @@ costs a few dozen of them however long the work is.
 
 `UnmodelledTimes` learns from this router's own requests the delays that a forecast leaves out. Every first token also
 waits for messages, threads and the router itself, and every token for other processes of the worker's machine and for
-prompts that arrive later. The median difference of a worker's recent requests is added to the next prediction, and
-their median factor multiplies it: single outliers change nothing, and a change of the worker is followed within a few
-requests.
+more or fewer sequences and prompts than were expected. The median difference of a worker's recent requests is added to
+the next prediction, and their median factor multiplies it: single outliers change nothing, and a change of the worker
+is followed within a few requests.
 """
 
 import bisect

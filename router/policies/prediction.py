@@ -3,18 +3,22 @@ causes to sequences that run there. Pure.
 
 A candidate is a prefill worker and a decode worker, or one worker that does both. Each worker's next steps are forecast
 (router/policies/forecast.py): the prompts ahead of the request at the worker that computes its prompt, then its own
-prompt; and the decode batch from the time when the prompt and its KV will be there, until the request's last token. The
-delays that service times leave out are learned from earlier requests and added (router/policies/forecast.py).
+prompt; and the decode batch from the time when the prompt and its KV will be there, until the request's last token.
+Prompts that come meanwhile take the same share of the worker's time as recent ones (`RecentPrompts`): an idle moment of
+a worker that computes many prompts promises nothing for the seconds in which a sequence would decode there. The delays
+that service times leave out are learned from earlier requests and added (router/policies/forecast.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from cluster.messages import MemberId
 from cluster.outstanding_work import PromptWork
 from router.policies.candidates import Pair, RequestFacts, WorkerLoad, transfer_s
 from router.policies.forecast import Forecast
+from router.policies.recent_prompts import RecentPrompts
 from router.policies.work_ahead import WorkAhead
 
 
@@ -41,6 +45,10 @@ class Prediction:
     beside: tuple[RunningBeside, ...] = ()
 
 
+AllRecent = Mapping[MemberId, RecentPrompts]  # by worker
+NO_RECENT: AllRecent = MappingProxyType({})
+
+
 def predict(
     prefill: WorkerLoad | None, decode: WorkerLoad, request: RequestFacts, *, after_s: float = 0.0
 ) -> Prediction | None:
@@ -53,9 +61,12 @@ def predict(
     return predictions[0] if predictions is not None else None
 
 
-def predict_all(ways: Sequence[Pair], request: RequestFacts, *, after_s: float = 0.0) -> list[Prediction] | None:
-    """Predict a request at all candidates. Returns None if the speed of a worker is not known."""
-    predictor, computed = _Predictor(request, after_s), list[_Computed]()
+def predict_all(
+    ways: Sequence[Pair], request: RequestFacts, *, after_s: float = 0.0, recent: AllRecent = NO_RECENT
+) -> list[Prediction] | None:
+    """Predict a request at all candidates. Returns None if the speed of a worker is not known. `recent`:
+    instead of the workers' own recent prompts."""
+    predictor, computed = _Predictor(request, after_s, recent), list[_Computed]()
     for prefill, decode in ways:
         computing = prefill if prefill is not None else decode
         if computing.work is None or decode.work is None:
@@ -74,14 +85,17 @@ class LatestPredictions:
     """Predicts a request at all candidates as `predict_all` does. It keeps its latest answer: the early refusal of a
     request and its placement ask the same, with the same objects."""
 
-    def __init__(self) -> None:
+    def __init__(self, recent: Callable[[Sequence[Pair]], AllRecent] = lambda ways: NO_RECENT) -> None:
+        """`recent` returns the recent prompts of the workers of these ways, for `predict_all`."""
+        self._recent = recent
         self._request: RequestFacts | None = None
         self._ways: Sequence[Pair] = ()
         self._found: list[Prediction] | None = None
 
     def __call__(self, ways: Sequence[Pair], request: RequestFacts) -> list[Prediction] | None:
         if request is not self._request or ways != self._ways:
-            self._request, self._ways, self._found = request, ways, predict_all(ways, request)
+            found = predict_all(ways, request, recent=self._recent(ways))
+            self._request, self._ways, self._found = request, ways, found
         return self._found
 
 
@@ -100,8 +114,9 @@ class _Predictor:
     """The predictions of one request, made in the order in which its prompt would be computed. Each worker is forecast
     once as the one that computes the prompt, and once as the one that imports it."""
 
-    def __init__(self, request: RequestFacts, after_s: float) -> None:
+    def __init__(self, request: RequestFacts, after_s: float, recent: AllRecent) -> None:
         self._request = request
+        self._recent = recent
         self._num_later = max(0.0, request.expected_output - 1) if request.max_tokens > 1 else 0.0  # after the first
         self._after_s = after_s
         self._computed: dict[MemberId, _Computed] = {}
@@ -116,7 +131,7 @@ class _Predictor:
 
     def predict(self, prefill: WorkerLoad | None, decode: WorkerLoad, computed: "_Computed") -> Prediction:
         if prefill is None:
-            return self._prediction(decode, decode, computed, self._decode_here(computed))
+            return self._prediction(decode, decode, computed, self._decode_here(decode, computed))
         if not self._num_later:
             return self._prediction(prefill, decode, computed, _NOTHING_DECODED)
         kv_bytes = max(0, self._request.num_prompt_tokens - self._num_cached(decode)) * decode.kv_bytes_per_token
@@ -148,11 +163,11 @@ class _Predictor:
             self._present[load.member] = Forecast(_work(load))
         return self._present[load.member].copy()
 
-    def _decode_here(self, computed: _Computed) -> "_Decoded":
+    def _decode_here(self, load: WorkerLoad, computed: _Computed) -> "_Decoded":
         """Predict the decode batch of the worker that has computed the prompt."""
         if not self._num_later:
             return _NOTHING_DECODED
-        return self._decode(computed.forecast.copy(), computed.at_s, computed.delay_s)
+        return self._decode(load, computed.forecast.copy(), computed.at_s, computed.delay_s)
 
     def _decode_there(self, decode: WorkerLoad, computed: _Computed, exposed_s: float) -> "_Decoded":
         """Predict the decode batch of another worker, from the time when the KV has arrived."""
@@ -163,19 +178,27 @@ class _Predictor:
         importing.wait(computed.at_s)
         forecast = importing.copy()
         forecast.wait(computed.at_s + exposed_s)
-        return self._decode(forecast, computed.at_s, 0.0)
+        return self._decode(decode, forecast, computed.at_s, 0.0)
 
-    def _decode(self, forecast: Forecast, first_s: float, begun_s: float) -> "_Decoded":
+    def _decode(self, load: WorkerLoad, forecast: Forecast, first_s: float, begun_s: float) -> "_Decoded":
         """Predict the decode batch from the forecast's present time. `begun_s`: the delay of other sequences that the
         forecast has counted already.
         """
         request = self._request
+        joined_s, quiet_s = forecast.now_s, forecast.quiet_s(request.num_choices)
         beside = RunningBeside(0, 0.0, 0.0)
         if forecast.num_running:
-            beside = RunningBeside(forecast.num_running, forecast.quiet_s(), forecast.quiet_s(request.num_choices))
+            beside = RunningBeside(forecast.num_running, forecast.quiet_s(), quiet_s)
         length = request.num_prompt_tokens + request.expected_output / 2
         forecast.decode(request.num_choices, length, self._num_later)
-        return _Decoded((forecast.now_s - first_s) / self._num_later, beside, forecast.delay_s - begun_s)
+        ended_s = joined_s + self._stretch(load, self._num_later, quiet_s) * (forecast.now_s - joined_s)
+        return _Decoded((ended_s - first_s) / self._num_later, beside, forecast.delay_s - begun_s)
+
+    def _stretch(self, load: WorkerLoad, num_tokens: float, quiet_s: float) -> float:
+        """Return by which factor prompts that will come stretch the time between tokens. `quiet_s`: without prompts."""
+        work = _work(load)
+        recent = self._recent.get(load.member, work.recent)
+        return recent.stretch(work.longest_delay_s(num_tokens, quiet_s)) if recent.number else 1.0
 
     def _prediction(
         self, computing: WorkerLoad, decode: WorkerLoad, computed: _Computed, decoded: "_Decoded", kv_bytes: float = 0.0
@@ -193,14 +216,17 @@ class _Predictor:
             modelled_ttft_s=modelled_s,
             modelled_itl_s=decoded.itl_s,
             beside=tuple(
-                RunningBeside(one.number, factor * one.before_s, factor * one.after_s)
-                for one, factor in (
-                    (computed.beside, computing.unmodelled.itl_factor),
-                    (decoded.beside, decode.unmodelled.itl_factor),
-                )
+                self._running(one, load)
+                for one, load in ((computed.beside, computing), (decoded.beside, decode))
                 if one.number
             ),
         )
+
+    def _running(self, beside: RunningBeside, load: WorkerLoad) -> RunningBeside:
+        """Return the same with all that is known about this worker."""
+        stretch = self._stretch(load, _work(load).batch.left, beside.before_s)
+        factor = load.unmodelled.itl_factor * stretch
+        return RunningBeside(beside.number, factor * beside.before_s, factor * beside.after_s)
 
 
 def _work(load: WorkerLoad) -> WorkAhead:

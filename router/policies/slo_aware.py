@@ -32,7 +32,8 @@ from router.policies.placement import (
     is_fallback,
     shortlist,
 )
-from router.policies.prediction import LatestPredictions, Prediction
+from router.policies.prediction import AllRecent, LatestPredictions, Prediction
+from router.policies.recent_prompts import NO_RECENT_PROMPTS, RecentPrompts
 from router.policies.replay import PastRequest
 
 # Predictions that differ by less than `PRECISION` and this time are equal: the models are not more precise.
@@ -55,7 +56,7 @@ class SloAware:
         self._draw = draw
         self._explore = explore
         self._without_speeds = PrefixAware()
-        self.predict = LatestPredictions()
+        self.predict = LatestPredictions(self._recent)
         self._arrangements = Arrangements()
 
     def ways(
@@ -137,6 +138,16 @@ class SloAware:
             expected_misses = self._expected_misses((prefill, decode), prediction, targets, against)
             found.append(candidate_of(prefill, decode, request, prediction, num_violations, expected_misses))
         return found
+
+    def _recent(self, ways: Sequence[Pair]) -> AllRecent:
+        """Return the recent prompts of the workers of these ways. Workers of one role share its prompts, so together
+        they show sooner than each of them how many come."""
+        role_of, pools = self._arrangements.role_of, dict[Role | None, RecentPrompts]()
+        loads = {load.member: load for way in ways for load in way if load is not None}
+        for load in loads.values():
+            if load.work is not None:
+                pools[role_of(load)] = pools.get(role_of(load), NO_RECENT_PROMPTS) + load.work.recent
+        return {member: pools[role_of(load)] for member, load in loads.items() if load.work is not None}
 
     def _num_violations(self, prediction: Prediction, targets: SloTargets) -> int:
         own = targets.missed(prediction.ttft_s, prediction.itl_s)

@@ -17,6 +17,7 @@ from cluster.messages import NO_TENANT, TenantShare
 from cluster.outstanding_work import NO_PROMPT, NO_SEQUENCE_WORK, OthersWork, PromptWork, SequenceWork, expected_left
 from cluster.request_size import RequestSize
 from cluster.service_times import ServiceTimes, StepLimit
+from router.policies.recent_prompts import NO_RECENT_PROMPTS, PromptArrivals, RecentPrompts
 
 DEFAULT_MAX_CHUNK = 512  # of workers that do not register theirs
 
@@ -94,6 +95,15 @@ class WorkAhead:
     max_chunk: int = DEFAULT_MAX_CHUNK  # prompt tokens of one step
     max_running: int = 1 << 30  # sequences in one step
     step_limit: StepLimit | None = None  # of steps with prompts and running sequences; None: only `max_chunk`
+    recent: RecentPrompts = NO_RECENT_PROMPTS
+
+    def longest_delay_s(self, num_tokens: float, quiet_s: float) -> float:
+        """Return by how much a prompt that comes while a sequence decodes these tokens may delay it, on average.
+        `quiet_s`: of a step without prompts. The prompt finds half of the tokens left, and the steps beside it take as
+        long as `StepLimit` allows after half of its patience."""
+        if self.step_limit is None:
+            return math.inf
+        return num_tokens / 2 * (self.step_limit.seconds(quiet_s, 0.5, 1.0) - quiet_s)
 
 
 class PromptBacklog:
@@ -109,11 +119,13 @@ class PromptBacklog:
         self.others = OthersWork()
         self._reported_s = 0.0  # when this router received `others`
         self._full_until_s: dict[str, float] = {}  # by label of the tenant that was refused
+        self._arrivals = PromptArrivals()
 
     def add_prompt(self, work: PromptWork, now_s: float, tenant: TenantShare = NO_TENANT) -> int:
         """Record that a prompt of a tenant was sent to the worker. Returns its number."""
         if not self._prompts:
             self._since_s = now_s
+        self._arrivals.record(work, now_s)
         number = next(self._numbers)
         self._prompts[number] = work, tenant
         self._work = self._work + work
@@ -163,6 +175,10 @@ class PromptBacklog:
             return PromptQueue(work)
         first, tenant = next(iter(self._prompts.values()))
         return PromptQueue(work, first, now_s - max(self._since_s, began_s), self._by_tenant(tenant))
+
+    def recent(self, times: ServiceTimes, now_s: float) -> RecentPrompts:
+        """Return the recent prompts that this router sent, at a worker of this speed."""
+        return self._arrivals.recent(times, now_s)
 
     def _by_tenant(self, first: TenantShare | None = None) -> tuple[TenantPrompts, ...]:
         """Return the prompts by tenant. `first`: the tenant whose prompt is computed now; None: another router's is."""

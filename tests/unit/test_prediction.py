@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from cluster.messages import LinkSpeed, MemberId
 from cluster.outstanding_work import PromptWork
-from cluster.service_times import DecodeTimes, HandOffTimes, PrefillTimes, ServiceTimes
+from cluster.service_times import DecodeTimes, HandOffTimes, PrefillTimes, ServiceTimes, StepLimit
 from router.policies.candidates import RequestFacts, WorkerLoad
 from router.policies.forecast import PRECISION
 from router.policies.prediction import Prediction, predict
+from router.policies.recent_prompts import RecentPrompts
 from router.policies.work_ahead import PromptQueue, SequenceBatch, WorkAhead
 
 TIMES = ServiceTimes(PrefillTimes(0.0, 0.001, 0.0, 0.0), DecodeTimes(0.01, 0.001, 0.0, 0.0))
@@ -101,6 +102,36 @@ def test_disaggregation_does_not_delay_running_sequences_by_the_prompt() -> None
     apart, together = predicted(worker("p"), busy), predicted(None, busy)
     assert apart.delay_s < together.delay_s
     assert apart.running_itl_s < together.running_itl_s
+
+
+def computing(load: WorkerLoad, number: float, computing_s: float) -> WorkerLoad:
+    """Return this worker after 95 s in which so many prompts came, and 5 s without any before them."""
+    assert load.work is not None
+    recent = RecentPrompts(number, computing_s, 95.0)
+    return replace(load, work=replace(load.work, recent=recent, step_limit=StepLimit()))
+
+
+def test_prompts_that_will_come_take_as_much_of_a_workers_time_as_recent_ones() -> None:
+    """An idle moment of a worker that computes prompts for half of the time is over soon."""
+    idle, busy = worker("w"), computing(worker("w"), 1000.0, 50.0)
+    quiet_s = predicted(None, idle).itl_s
+    assert predicted(None, busy).itl_s == pytest.approx(2 * quiet_s)
+    assert predicted(None, busy).modelled_itl_s == pytest.approx(2 * quiet_s)  # what is learned comes on top
+    assert predicted(busy, worker("d")).itl_s == pytest.approx(quiet_s)  # where nothing is decoded
+
+
+def test_a_short_output_ends_before_most_prompts_come() -> None:
+    """Ten prompts of 5 s in 100 s: each of them can delay 40 tokens by no more than 20 steps of half their time."""
+    busy = computing(worker("w"), 10.0, 50.0)
+    quiet_s = predicted(None, worker("w")).itl_s
+    assert quiet_s < predicted(None, busy).itl_s < 1.02 * quiet_s
+
+
+def test_sequences_that_run_where_prompts_come_are_expected_to_be_slower() -> None:
+    both = worker(batch=SequenceBatch(num_running=5, context=500, left=100.0))
+    (without,) = predicted(both, worker("d")).beside
+    (beside,) = predicted(computing(both, 1000.0, 50.0), worker("d")).beside
+    assert beside.before_s == pytest.approx(2 * without.before_s)
 
 
 def test_sequences_that_end_before_the_prefill_does_are_not_in_the_batch_then() -> None:

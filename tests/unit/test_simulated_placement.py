@@ -146,3 +146,11 @@ def test_eight_workers_of_both_roles_learn_before_many_requests_are_late(
     best = run(PrefixAware(), arm, workload, rate_rps, 1, num_requests=num_requests, roles=[Role.DECODE] * 8)
     assert attainment(best, targets) >= 0.9, "the point no longer shows what it is here for"
     assert attainment(found, targets) >= attainment(best, targets) - 0.05
+
+
+def test_sixteen_workers_of_both_roles_keep_their_targets_while_the_first_sequences_run() -> None:
+    """A moment without prompts at a worker that computes them is no reason to decode there: more prompts come."""
+    workload, rate_rps, everyone, roles = Workload(512, 128), 19.0, tuple(range(16)), [Role.BOTH] * 16
+    targets, auto = targets_of(workload), SloAware(targets_of(workload), Random(1).random)
+    found = run(auto, (everyone, everyone), workload, rate_rps, 14, targets.itl_s, 160, roles)
+    assert attainment(found, targets) >= 0.95

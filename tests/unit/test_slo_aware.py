@@ -21,6 +21,7 @@ from router.policies.placement import (
     PrefixAware,
     RoundRobin,
 )
+from router.policies.recent_prompts import RecentPrompts
 from router.policies.slo_aware import SloAware, policy
 from router.policies.work_ahead import PromptQueue, SequenceBatch, WorkAhead
 
@@ -134,6 +135,21 @@ def test_a_prefill_worker_decodes_its_own_prompt_if_a_target_would_be_missed_oth
         assert names(placement) == chosen
         assert placement.num_candidates == 3  # the pair, and each worker alone
     assert choose(prefills, decodes).num_candidates == 2  # without targets workers keep their roles
+
+
+def test_an_idle_moment_of_one_prefill_worker_does_not_hide_how_many_prompts_its_pool_computes() -> None:
+    """The request would decode there for seconds, while more prompts come."""
+    targets, decodes = SloTargets(ttft_s=1.0, itl_s=0.02), [in_role(load("d0", running=9), Role.DECODE)]
+
+    def chosen(computing_s: float) -> tuple[str | None, str]:
+        busy, idle = load("p0", num_ahead=900), load("p1")
+        assert busy.work is not None
+        recent = RecentPrompts(number=10 * computing_s, computing_s=computing_s, seconds=20.0)
+        busy = replace(busy, work=replace(busy.work, recent=recent, step_limit=StepLimit()))
+        return names(choose([in_role(busy, Role.PREFILL), in_role(idle, Role.PREFILL)], decodes, targets=targets))
+
+    assert chosen(0.0) == (None, "p1")
+    assert chosen(16.0) == ("p1", "d0")
 
 
 def test_a_worker_of_both_roles_alone_is_no_fallback() -> None:

@@ -1,11 +1,15 @@
 """The work ahead of a new request at one worker, as one router counts it."""
 
+import math
+
 import pytest
 
 from cluster.fair_queue import CREDIT
 from cluster.messages import TenantShare
 from cluster.outstanding_work import OthersWork, PromptWork
+from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
 from engine.scheduling.policies import FirstCome
+from router.policies.recent_prompts import NO_RECENT_PROMPTS
 from router.policies.work_ahead import PromptBacklog
 from tests.unit.scheduling.prefilling import Prompt, prefill
 from tests.unit.scheduling.simulation import StepCost
@@ -52,6 +56,24 @@ def test_prompts_of_other_routers_count_until_the_next_report() -> None:
     assert backlog.queue(1.0).work.num_new == 200
     backlog.record_report(OthersWork(2), 1.0)
     assert backlog.queue(1.0).work.num_new == 0
+
+
+def test_recent_prompts_count_by_what_they_add_to_steps_and_older_ones_count_less() -> None:
+    times, backlog = ServiceTimes(PrefillTimes(1.0, 0.001, 0.0, 0.0), DecodeTimes(0.01, 0.0, 0.0, 0.0)), PromptBacklog()
+    assert backlog.recent(times, 100.0) == NO_RECENT_PROMPTS
+    for number in range(100):  # a prompt of 0.5 s each second
+        backlog.record_computed(backlog.add_prompt(PromptWork.of(500, 0), float(number)), number + 0.5)
+    steady, later = backlog.recent(times, 100.0), backlog.recent(times, 120.0)
+    assert steady.computing_s / steady.seconds == pytest.approx(0.5, rel=0.03)
+    assert steady.computing_s / steady.number == pytest.approx(0.5)
+    assert later.computing_s / steady.computing_s == pytest.approx(math.exp(-1))
+    assert later.seconds == pytest.approx(steady.seconds, rel=0.03)  # the pause counts
+
+
+def test_one_prompt_says_little_about_those_that_follow() -> None:
+    times, backlog = ServiceTimes(PrefillTimes(0.0, 0.001, 0.0, 0.0), DecodeTimes(0.01, 0.0, 0.0, 0.0)), PromptBacklog()
+    backlog.add_prompt(PromptWork.of(500, 0), 100.0)
+    assert 1 < backlog.recent(times, 100.0).stretch(math.inf) < 1.2
 
 
 def test_a_new_prompt_waits_for_its_tenants_prompts_and_for_others_in_proportion_to_weights() -> None:
