@@ -2,17 +2,17 @@
 beside fixed roles and colocated workers; and how well `auto` predicted its requests. Two workers serve the lengths and
 loads of `make bench-placement`, larger clusters some of them.
 
-    python -m benchmarks.placement_simulated [--requests N] [--seeds N] [--largest WORKERS] [--write]
+    python -m benchmarks.placement_simulated [--requests N] [--seeds N] [--largest WORKERS] [--kept FILE] [--write]
 
 Scheduler and policies are the real ones. Steps take the time of fixed service times with 5 % of noise, so the figures
-show what the decisions and the forecasts are worth, without the noise of a machine. All of it with five seeds takes
-half an hour.
+show what the decisions and the forecasts are worth, without the noise of a machine. All of it takes about half an
+hour with 300 requests and five seeds. With `--kept` a restarted run measures only the points that it lacks.
 """
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -20,6 +20,7 @@ from statistics import fmean
 from benchmarks.placement.capacity import CapacitySearch, keeps_up, num_requests
 from benchmarks.placement.figures.samples import Slo
 from benchmarks.placement.plan import OUTPUT_TOKENS, PROMPT_TOKENS, REFERENCE, SHARES
+from benchmarks.placement.simulated_rows import KeptRows, Row, loaded_code
 from benchmarks.placement.simulation import Served, Setting, Simulation
 from benchmarks.placement.workload import Workload, even_arrivals, poisson_arrivals
 from cli.load import Arrival, percentile
@@ -49,20 +50,6 @@ _LARGE_POINTS = (
     (Workload(64, 128), 0.6),
     (Workload(2048, 16), 0.6),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One point: the shares of requests within the SLO by arm, one for each seed, and the errors of `auto`'s
-    predictions."""
-
-    name: str
-    attainment: dict[str, list[float]]
-    ttft_errors: list[float]
-    itl_errors: list[float]
-
-    def mean(self, arm: str) -> float:
-        return fmean(self.attainment[arm])
 
 
 def _serve(arm: str, num_workers: int, arrivals: Sequence[Arrival], slo: Slo | None, seed: str = "") -> list[Served]:
@@ -104,17 +91,21 @@ def _capacity_rps(arm: str, workload: Workload, quiet: Slo) -> float:
     return search.capacity_rps
 
 
-def rows(count: int, num_seeds: int) -> list[Row]:
-    """Measure all points of two workers with so many requests for each seed."""
+def rows(count: int, num_seeds: int, kept: KeptRows) -> list[Row]:
+    """Return all points of two workers with so many requests for each seed."""
     workloads = [REFERENCE, *(Workload(prompt, output) for prompt in PROMPT_TOKENS for output in OUTPUT_TOKENS)]
-    return [_row(workload, share, 2, count, num_seeds) for workload in workloads for share in SHARES]
+    return [_kept_row(kept, workload, share, 2, count, num_seeds) for workload in workloads for share in SHARES]
 
 
-def large_rows(num_workers: int, count: int, num_seeds: int) -> list[Row]:
-    """Measure the points of a larger cluster with so many requests for every two workers and each seed."""
-    return [
-        _row(workload, share, num_workers, count * num_workers // 2, num_seeds) for workload, share in _LARGE_POINTS
-    ]
+def large_rows(num_workers: int, count: int, num_seeds: int, kept: KeptRows) -> list[Row]:
+    """Return the points of a larger cluster with so many requests for every two workers and each seed."""
+    number = count * num_workers // 2
+    return [_kept_row(kept, workload, share, num_workers, number, num_seeds) for workload, share in _LARGE_POINTS]
+
+
+def _kept_row(kept: KeptRows, workload: Workload, share: float, num_workers: int, count: int, num_seeds: int) -> Row:
+    point = f"{workload.name} at {share:g}, {num_workers} workers, {count} requests, {num_seeds} seeds"
+    return kept.measured(point, partial(_row, workload, share, num_workers, count, num_seeds))
 
 
 def _row(workload: Workload, share: float, num_workers: int, count: int, num_seeds: int) -> Row:
@@ -202,14 +193,18 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=150, help="requests per arm, point and seed")
     parser.add_argument("--seeds", type=int, default=1, help="of two and eight workers; larger clusters get fewer")
     parser.add_argument("--largest", type=int, default=max(_LARGE), help="workers of the largest cluster")
+    parser.add_argument("--kept", type=Path, metavar="FILE", help="complete points, which are not measured again")
     parser.add_argument("--write", action="store_true", help="write the page in benchmarks/results")
     arguments = parser.parse_args()
     count, large_count, num_seeds = arguments.requests, max(1, arguments.requests // 6), arguments.seeds
+    kept = KeptRows(arguments.kept, loaded_code())
+    small = rows(count, num_seeds, kept)
     sizes = [each for each in _LARGE if each <= arguments.largest]
-    large = {each: large_rows(each, large_count, max(1, num_seeds * min(_LARGE) // each)) for each in sizes}
-    options = f"--requests {count} --seeds {num_seeds} --largest {arguments.largest} --write"
+    large = {each: large_rows(each, large_count, max(1, num_seeds * min(_LARGE) // each), kept) for each in sizes}
+    largest = f" --largest {arguments.largest}" if arguments.largest < max(_LARGE) else ""
+    options = f"--requests {count} --seeds {num_seeds}{largest} --write"
     command = f"python -m benchmarks.placement_simulated {options}"
-    text = page(rows(count, num_seeds), large, command, large_count)
+    text = page(small, large, command, large_count)
     print(text)
     if arguments.write:
         (Path(__file__).parent / "results" / "placement_simulated.md").write_text(text)
