@@ -2,8 +2,10 @@
 memory."""
 
 import asyncio
+import contextlib
 import os
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +18,7 @@ _PAUSE_S = 0.05
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _MORE_FILES, _MORE_THREADS = 24, 16  # above the first look: connections and pools that were not needed before
 _NOBODYS = ("free", "cached")
+_LISTENING, _CONNECTION_STATES = "0A", {"01": "open", "08": "closed by the other end"}  # in /proc/net/tcp
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,7 @@ class ProcessBook:
             self.last[pid], self.names[pid] = use, name
             self.num_looks[pid] = self.num_looks.get(pid, 0) + 1
             if use.files > first.files + _MORE_FILES:
-                remains.append(f"{name}: {use.files} files, {first.files} before")
+                remains.append(f"{name}: {use.files} files, {first.files} before; now {_files_by_kind(pid)}")
             if use.threads > first.threads + _MORE_THREADS:
                 remains.append(f"{name}: {use.threads} threads, {first.threads} before")
             if use.mapped_pools > len(pids):
@@ -107,3 +110,32 @@ def process_use(pid: int) -> ProcessUse:
         mapped_pools=len(pools),
         rss_mb=round(int((process / "statm").read_text().split()[1]) * _PAGE_BYTES / 1e6, 1),
     )
+
+
+def _files_by_kind(pid: int) -> str:
+    """Return how many open files of each kind a process has. Connections are told apart by the server's port."""
+    process, links = Path(f"/proc/{pid}"), list[str]()
+    for file in (process / "fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            links.append(os.readlink(file))
+    sockets = _sockets(process)
+    kinds = Counter(sockets.get(link, re.sub(r"[0-9]+", "#", link)) for link in links)
+    return ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
+
+
+def _sockets(process: Path) -> dict[str, str]:
+    """Return what each TCP socket is, by its link under /proc/PID/fd."""
+    found, connections, served = dict[str, str](), list[tuple[str, str, int, int]](), set[int]()
+    for table in ("tcp", "tcp6"):
+        for line in (process / "net" / table).read_text().splitlines()[1:]:
+            _, local, remote, state, *_, inode = line.split()[:10]
+            local_port, remote_port = (int(end.rsplit(":")[-1], 16) for end in (local, remote))
+            if state == _LISTENING:
+                found[f"socket:[{inode}]"] = "listening"
+                served.add(local_port)
+            else:
+                connections.append((inode, _CONNECTION_STATES.get(state, "closing"), local_port, remote_port))
+    for inode, state, local_port, remote_port in connections:
+        where = f"served at port {local_port}" if local_port in served else f"opened to port {remote_port}"
+        found[f"socket:[{inode}]"] = f"{where} and {state}"
+    return found
