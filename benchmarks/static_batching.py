@@ -1,7 +1,7 @@
 """The baseline of continuous batching: batches that no sequence joins or leaves before all of them have ended.
 
 FasterTransformer behind Triton works so. It is a scheduler around Tandem's own, for the simulated clock of
-tests/unit/scheduling; no worker offers it.
+tests/unit/engine/scheduling/policies; no worker offers it.
 """
 
 from collections.abc import Sequence

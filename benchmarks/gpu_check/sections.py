@@ -81,21 +81,25 @@ def _sections(setup: CheckSetup) -> list[Section]:
 
 
 _TESTS = {
-    "golden": ("tests/cuda/test_golden.py", "tests/cuda/test_back_ends.py", "tests/unit/test_attention.py"),
+    "golden": (
+        "tests/cuda/test_golden.py",
+        "tests/cuda/test_back_ends.py",
+        "tests/unit/engine/attention/test_attention.py",
+    ),
     "steady": (
         "tests/cuda/test_steady_steps.py",
-        "tests/unit/test_fused_forward.py",
-        "tests/unit/test_sampler.py",
-        "tests/unit/test_logit_rules.py",
+        "tests/unit/engine/cuda/test_fused_forward.py",
+        "tests/unit/engine/sampling/test_sampler.py",
+        "tests/unit/engine/sampling/test_logit_rules.py",
     ),
     "kernels": (
-        "tests/unit/test_triton_paged.py",
-        "tests/unit/test_digest_kernel.py",
-        "tests/unit/test_digests.py",
-        "tests/unit/test_cuda_copy.py",
-        "tests/unit/test_cuda_memory.py",
-        "tests/unit/test_capacity.py",
-        "tests/unit/test_wire_dtypes.py",
+        "tests/unit/engine/attention/test_triton_paged.py",
+        "tests/unit/kvtransfer/digests/test_digest_kernel.py",
+        "tests/unit/kvtransfer/digests/test_digests.py",
+        "tests/unit/kvtransfer/digests/test_cuda_copy.py",
+        "tests/unit/engine/cuda/test_cuda_memory.py",
+        "tests/unit/engine/kv/test_capacity.py",
+        "tests/unit/engine/kv/test_wire_dtypes.py",
         "tests/contract/test_cuda_ipc.py",
         "tests/contract/test_nccl_wheels.py",
         "tests/contract/test_nixl.py",
@@ -106,7 +110,7 @@ _TESTS = {
 def _tests(setup: CheckSetup, title: str, group: str, budget_s: float) -> Section:
     """Return the section of a group of tests; in small, the tests of the same files that need no GPU."""
     kept = f"{group}.jsonl"
-    files = ("tests/unit/test_digests.py",) if setup.is_tiny else _TESTS[group]
+    files = ("tests/unit/kvtransfer/digests/test_digests.py",) if setup.is_tiny else _TESTS[group]
     command = tests_run.command(
         setup.python,
         files,

@@ -9,7 +9,7 @@ of 1 / probability remove this confounding: Horvitz and Thompson (1952), normali
 and Zhao, 1994). Wrong predictions make the interval wider, never the estimate wrong. The 95 % interval is the
 delete-one jackknife (Efron and Stein, 1981) with a t quantile whose degrees of freedom count the requests that
 contribute to it. In simulations with known effects it contains the truth in about 95 % of cases, and in 90 % where few
-explored requests have very skewed times (tests/unit/test_effect.py).
+explored requests have very skewed times (tests/unit/router/policies/test_effect.py).
 
 The time between tokens and the goodput are *predicted* only: a request slows down the sequences that run beside it, so
 concurrent requests do not differ by their own candidate alone.

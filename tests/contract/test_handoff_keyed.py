@@ -21,7 +21,7 @@ from tandem.internal.v1 import kv_pb2
 from tests.contract.handoff_parts import DEADLINE_S, IMPORTER
 from tests.contract.handoff_rig import Prefill, Rig, handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE
-from tests.unit.test_digests import FORGED_CHANGE
+from tests.unit.kvtransfer.digests.test_digests import FORGED_CHANGE
 
 KEYED, ALL = TransferSettings(kv_verify="keyed"), TransferSettings()
 OLD, NEW = b"o" * 32, b"n" * 32

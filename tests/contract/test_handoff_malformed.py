@@ -19,7 +19,7 @@ from tandem.internal.v1 import kv_pb2
 from tests.contract.handoff_parts import DEADLINE_S
 from tests.contract.handoff_rig import Prefill, Rig, handoff_rig
 from tests.contract.kv_pools import BLOCK_SIZE
-from tests.unit.member_messages import mutations
+from tests.unit.cluster.protocol.member_messages import mutations
 
 KINDS = ("accepted", "sealed", "finished", "settled")
 Change = Callable[[Any], None]

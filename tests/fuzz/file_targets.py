@@ -28,7 +28,7 @@ from router.text.chat_template import read_chat_template
 from router.text.model_files import model_info
 from tests.fuzz.mutations import mutated_json
 from tests.fuzz.target import Refused, Target, refusals
-from tests.unit.test_received_messages import KEY
+from tests.unit.cluster.protocol.test_received_messages import KEY
 
 _FINGERPRINT = LayoutFingerprint("weights", "config", "float32", "table")
 _NAMES = ("id", "role", "address", "fingerprint", "capacity", "transports", "custom_id", "body", "url", "response")

@@ -35,7 +35,7 @@ from router.text.tokenization import Tokenization
 from router.tools.formats import AnswerFormat
 from tests.fuzz.mutations import mutated_json
 from tests.fuzz.target import Refused, Target
-from tests.unit.scripted_pipeline import ScriptedPipeline
+from tests.unit.router.http.scripted_pipeline import ScriptedPipeline
 
 _MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
 _MAX_BYTES = 100_000

@@ -39,9 +39,9 @@ from tests.contract.transport_rig import EPOCH
 from tests.fuzz.http_targets import ShortAnswers, live_requests, tokenization
 from tests.fuzz.mutations import any_message, changed_message
 from tests.fuzz.target import Refused, Target, refusals
-from tests.unit.member_messages import examples, kinds
-from tests.unit.scripted_router import SCORED_PROMPT, TWO_CHOICES
-from tests.unit.test_received_messages import CONVERSIONS, KEY
+from tests.unit.client.scripted_router import SCORED_PROMPT, TWO_CHOICES
+from tests.unit.cluster.protocol.member_messages import examples, kinds
+from tests.unit.cluster.protocol.test_received_messages import CONVERSIONS, KEY
 
 _GENERATE = inference_pb2.GenerateRequest
 _SEEDS: dict[str, list[Message]] = {

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.fuzz.all_targets import GROUPS, all_targets, corpus
 from tests.fuzz.target import Found, Target
-from tests.unit.member_messages import FILES
+from tests.unit.cluster.protocol.member_messages import FILES
 
 _TARGETS = list(all_targets())
 _CORPUS = corpus()

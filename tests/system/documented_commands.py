@@ -21,7 +21,7 @@ import pytest
 
 from tests.system.router_harness import DEMO_MODEL
 from tests.system.up_command import DEADLINE_S, ROOT, Up
-from tests.unit.test_docs import PAGES
+from tests.unit.project.test_docs import PAGES
 
 _QWEN = "/models/Qwen2.5-0.5B-Instruct"
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -80,13 +80,13 @@ ELSEWHERE = {
     "tandem up --ray auto": "tests/system/test_ray_nodes.py tests/system/test_ray.py",
     "tandem scale decode=4": "tests/system/test_ray_nodes.py",
     "make demo": "tests/system/documented_commands.py",
-    "make test": "tests/unit/test_documented_commands.py",
-    "make check": "tests/unit/test_documented_commands.py",
+    "make test": "tests/unit/project/test_documented_commands.py",
+    "make check": "tests/unit/project/test_documented_commands.py",
     "make chaos": "tests/chaos/test_chaos.py",
     "make chaos-simulated": "tests/chaos/simulated/test_replay.py",
     "python -m tests.chaos ": "tests/chaos/test_chaos.py",
     "python -m tests.chaos.simulated ": "tests/chaos/simulated/test_replay.py",
-    "make gpu-check": "tests/unit/test_gpu_check.py",
+    "make gpu-check": "tests/unit/benchmarks/test_gpu_check.py",
     "PYTHONPATH=.:.whl/site": "GPU: it profiles a step on one",
     "make gpu-wheels": "DOWNLOADS: only the machine that a GPU machine is prepared on has an index of wheels",
     "pip install --no-deps --target .wheels": "DOWNLOADS: wheels of 2 GB",
@@ -99,11 +99,11 @@ ELSEWHERE = {
     "KEY=$(docker compose": "tests/package/test_compose.py",
     'curl http://127.0.0.1:8000/v1/completions -H "Authorization': "tests/package/test_compose_members.py",
     "curl --cacert ca.crt": "tests/package/test_compose.py",
-    "kubectl create namespace": "tests/unit/test_documented_commands.py",
-    "kubectl -n tandem create secret": "tests/unit/test_documented_commands.py",
-    "P=$(openssl": "tests/unit/test_documented_commands.py",
-    "user tandem on": "tests/unit/test_documented_commands.py",
-    "kubectl apply -k": "tests/unit/test_kubernetes.py tests/unit/test_kubernetes_overlays.py",
+    "kubectl create namespace": "tests/unit/project/test_documented_commands.py",
+    "kubectl -n tandem create secret": "tests/unit/project/test_documented_commands.py",
+    "P=$(openssl": "tests/unit/project/test_documented_commands.py",
+    "user tandem on": "tests/unit/project/test_documented_commands.py",
+    "kubectl apply -k": "tests/unit/deploy/test_kubernetes.py tests/unit/deploy/test_kubernetes_overlays.py",
     "kubectl -n tandem scale": "CONTROL PLANE: needs one; tests/system/test_operator.py has a false one",
 }
 

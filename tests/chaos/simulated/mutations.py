@@ -1,7 +1,7 @@
 """Messages between members with one field outside its bounds, made from a message as it is sent.
 
-Messages and possible values are found in the descriptors (tests/unit/member_messages.py). Only messages that
-cluster/protocol/message_rules.py refuses are sent.
+Messages and possible values are found in the descriptors (tests/unit/cluster/protocol/member_messages.py). Only
+messages that cluster/protocol/message_rules.py refuses are sent.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from google.protobuf.descriptor import Descriptor
 
 from cluster.errors import MalformedMessage
 from cluster.protocol.received import checked
-from tests.unit.member_messages import FILES, mutations
+from tests.unit.cluster.protocol.member_messages import FILES, mutations
 
 
 def _names(kind: Descriptor) -> Iterator[str]:

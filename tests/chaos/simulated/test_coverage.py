@@ -21,7 +21,7 @@ REACHED_BY = {
         "tests/system/test_silent_workers.py::test_losing_all_workers_by_silence_uses_up_no_attempt"
     ),
     "began_again": (
-        "tests/unit/test_decode_exports.py::test_a_router_that_reconnects_without_sequences_ends_its_old_sequences"
+        "tests/unit/decode_worker/test_decode_exports.py::test_a_router_that_reconnects_without_sequences_ends_its_old_sequences"
     ),
     "limit_reached": "tests/system/test_tenants.py::test_a_limit_reached_is_refused_by_name_and_no_other_tenant_is",
     "permission_denied": (
@@ -32,30 +32,30 @@ REACHED_BY = {
         "tests/system/test_auto_placement.py::test_a_decode_worker_computes_the_prompt_while_the_prefill_worker_is_busy"
     ),
     "step_failed": (
-        "tests/unit/test_prefill_scheduler.py::test_a_failing_step_ends_its_prompts_only_and_keeps_their_leases"
+        "tests/unit/engine/scheduling/prefill/test_prefill_scheduler.py::test_a_failing_step_ends_its_prompts_only_and_keeps_their_leases"
     ),
     "wrong_tokens": (
         "tests/system/test_wrong_messages.py::test_wrong_tokens_in_the_last_attempt_end_the_request_by_that_name"
     ),
     "stream_ended": (
-        "tests/unit/test_decode_exports.py::test_sequences_end_when_the_stream_of_their_router_does_not_come_back"
+        "tests/unit/decode_worker/test_decode_exports.py::test_sequences_end_when_the_stream_of_their_router_does_not_come_back"
     ),
     "deferred": ("tests/system/test_migration.py::test_a_freeze_refused_for_its_limit_is_retried"),
     "first_token_count": (
         "tests/system/test_wrong_messages.py::test_a_start_message_without_every_first_token_ends_the_attempt"
     ),
-    "handshake": ("tests/unit/test_silent_connections.py::test_every_wait_for_a_clients_bytes_times_out"),
+    "handshake": ("tests/unit/router/http/test_silent_connections.py::test_every_wait_for_a_clients_bytes_times_out"),
     "replaced": (
-        "tests/unit/test_silent_connections.py::test_silent_connections_are_bounded_while_other_clients_are_served"
+        "tests/unit/router/http/test_silent_connections.py::test_silent_connections_are_bounded_while_other_clients_are_served"
     ),
     "too_many_frozen": (
-        "tests/unit/test_decode_exports.py::test_a_worker_freezes_at_most_four_at_a_time_for_all_routers"
+        "tests/unit/decode_worker/test_decode_exports.py::test_a_worker_freezes_at_most_four_at_a_time_for_all_routers"
     ),
     "unverified_provenance": (
         "tests/contract/test_handoff_verify.py::test_a_verifying_importer_refuses_unverified_provenance"
     ),
     "acceptance_invalid": (
-        "tests/unit/test_request_acceptance.py::test_an_acceptance_with_any_changed_byte_is_refused"
+        "tests/unit/router/request/test_request_acceptance.py::test_an_acceptance_with_any_changed_byte_is_refused"
     ),
     "acceptance_missing": ("tests/system/test_takeover.py::test_a_request_id_alone_does_not_take_over_a_live_stream"),
     "acceptance_of_another_client": (
@@ -66,7 +66,7 @@ REACHED_BY = {
         "tests/system/test_pipeline.py::test_a_request_without_a_worker_until_its_deadline_names_the_reason"
     ),
     "grammar_rejected": (
-        "tests/unit/test_step_masks.py::test_tokens_that_the_grammar_rejects_end_their_request_alone_with_a_named_error"
+        "tests/unit/engine/steps/test_step_masks.py::test_tokens_that_the_grammar_rejects_end_their_request_alone_with_a_named_error"
     ),
     "invalid_grammar": (
         "tests/system/test_structured_output.py::test_refused_grammars_name_their_field_and_cost_no_other_request"
@@ -78,44 +78,62 @@ REACHED_BY = {
     "malformed_handoff_message": (
         "tests/contract/test_handoff_malformed.py::test_any_malformed_message_of_an_exporter_ends_that_hand_off_only"
     ),
-    "internal": "tests/unit/test_serving.py::test_no_stack_trace_reaches_a_client_and_one_reaches_the_log",
+    "internal": (
+        "tests/unit/cluster/serving/test_serving.py::test_no_stack_trace_reaches_a_client_and_one_reaches_the_log"
+    ),
     "malformed_message": ("tests/contract/test_handoff_versions.py::test_versions_that_are_no_range_are_refused"),
-    "open_failed": ("tests/unit/test_import_machine.py::test_channel_that_does_not_open_leaves_no_block_to_quarantine"),
-    "member_refused": ("tests/unit/test_member_channel.py::test_a_caller_without_the_key_receives_a_named_refusal"),
+    "open_failed": (
+        "tests/unit/kvtransfer/protocol/test_import_machine.py::test_channel_that_does_not_open_leaves_no_block_to_quarantine"
+    ),
+    "member_refused": (
+        "tests/unit/cluster/auth/test_member_channel.py::test_a_caller_without_the_key_receives_a_named_refusal"
+    ),
     "overloaded": ("tests/contract/test_link_check.py::test_one_link_check_runs_at_a_time"),
-    "prompt_changed": ("tests/unit/test_request_acceptance.py::test_a_changed_prompt_is_refused_with_prompt_changed"),
-    "request_changed": ("tests/unit/test_request_acceptance.py::test_changed_parameters_are_refused_by_name"),
+    "prompt_changed": (
+        "tests/unit/router/request/test_request_acceptance.py::test_a_changed_prompt_is_refused_with_prompt_changed"
+    ),
+    "request_changed": (
+        "tests/unit/router/request/test_request_acceptance.py::test_changed_parameters_are_refused_by_name"
+    ),
     "request_too_large": (
         "tests/system/test_acceptance.py::test_every_admitted_request_can_be_resumed_with_all_its_tokens"
     ),
     "stale_incarnation": (
         "tests/contract/test_handoff_refusals.py::test_a_ticket_of_an_earlier_incarnation_is_refused"
     ),
-    "unreachable": ("tests/unit/test_prefix_pulls.py::test_a_source_without_enough_blocks_costs_one_call"),
-    "unwritable": ("tests/unit/test_tiers.py::test_a_full_disk_is_counted_and_its_files_are_still_read"),
-    "bad_signature": "tests/unit/test_tickets.py::test_another_key_is_a_bad_signature",
+    "unreachable": (
+        "tests/unit/kvtransfer/importer/test_prefix_pulls.py::test_a_source_without_enough_blocks_costs_one_call"
+    ),
+    "unwritable": ("tests/unit/prefill_worker/test_tiers.py::test_a_full_disk_is_counted_and_its_files_are_still_read"),
+    "bad_signature": "tests/unit/cluster/auth/test_tickets.py::test_another_key_is_a_bad_signature",
     "buffers_full": "tests/system/test_full_buffers.py::test_whole_answers_that_do_not_fit_are_refused_by_name",
-    "canary": ("tests/unit/test_canary.py::test_a_late_canary_makes_the_worker_unhealthy_and_leaves_no_block"),
+    "canary": ("tests/unit/worker/test_canary.py::test_a_late_canary_makes_the_worker_unhealthy_and_leaves_no_block"),
     "config": "tests/system/test_bad_input.py::test_wrong_settings_end_a_start_in_one_line",
     "context_length_exceeded": (
-        "tests/unit/test_validation.py::test_a_prompt_that_is_too_long_is_refused_with_both_numbers"
+        "tests/unit/router/text/test_validation.py::test_a_prompt_that_is_too_long_is_refused_with_both_numbers"
     ),
     "count_mismatch": (
         "tests/contract/test_handoff_refusals.py::test_a_request_with_another_prompt_than_the_tickets_is_refused"
     ),
-    "damaged": "tests/unit/test_tiers.py::test_changed_host_memory_is_a_miss",
-    "differs": "tests/unit/test_canary.py::test_a_single_wrong_canary_is_repeated_before_the_worker_is_unhealthy",
-    "disturbed": "tests/unit/test_canary.py::test_a_canary_computed_beside_other_work_is_not_judged",
-    "duplicate_request": "tests/unit/test_live_table.py::test_a_live_id_is_refused_until_its_request_has_been_served",
+    "damaged": "tests/unit/prefill_worker/test_tiers.py::test_changed_host_memory_is_a_miss",
+    "differs": (
+        "tests/unit/worker/test_canary.py::test_a_single_wrong_canary_is_repeated_before_the_worker_is_unhealthy"
+    ),
+    "disturbed": "tests/unit/worker/test_canary.py::test_a_canary_computed_beside_other_work_is_not_judged",
+    "duplicate_request": (
+        "tests/unit/router/request/test_live_table.py::test_a_live_id_is_refused_until_its_request_has_been_served"
+    ),
     "first_token_mismatch": (
         "tests/system/test_migration_failures.py::test_a_target_that_starts_from_another_token_ends_the_move"
     ),
-    "foreign_ticket": "tests/unit/test_tickets.py::test_another_importer_or_another_incarnation_is_foreign",
+    "foreign_ticket": (
+        "tests/unit/cluster/auth/test_tickets.py::test_another_importer_or_another_incarnation_is_foreign"
+    ),
     "layout_mismatch": (
         "tests/contract/test_handoff_refusals.py::test_another_layout_is_refused_with_both_values_by_name"
     ),
-    "model_refused": "tests/unit/test_build_engine.py::test_a_folder_without_a_model_is_named",
-    "no_chat_template": "tests/unit/test_tokenization.py::test_without_a_template_chats_are_a_named_error",
+    "model_refused": "tests/unit/engine/model/test_build_engine.py::test_a_folder_without_a_model_is_named",
+    "no_chat_template": "tests/unit/router/text/test_tokenization.py::test_without_a_template_chats_are_a_named_error",
     "no_common_protocol": (
         "tests/contract/test_handoff_versions.py"
         "::test_an_importer_without_a_version_is_refused_by_an_exporter_that_dropped_the_first"
@@ -127,24 +145,30 @@ REACHED_BY = {
         "tests/system/test_unequal_pools.py"
         "::test_a_prompt_that_no_prefill_worker_can_hold_is_prefilled_by_a_decode_worker"
     ),
-    "no_tokenizer": "tests/unit/test_validation.py::test_stop_strings_need_a_tokenizer",
+    "no_tokenizer": "tests/unit/router/text/test_validation.py::test_stop_strings_need_a_tokenizer",
     "prompt_mismatch": (
         "tests/contract/test_handoff_refusals.py::test_a_request_with_another_prompt_than_the_tickets_is_refused"
     ),
     "queue_full": "tests/system/test_failover.py::test_a_full_or_leaving_prefill_worker_is_excluded",
-    "replayed_ticket": "tests/unit/test_leases.py::test_an_attempt_can_attach_only_once",
-    "resume_superseded": "tests/unit/test_live_requests.py::test_only_a_call_of_a_higher_number_takes_a_stream_over",
+    "replayed_ticket": "tests/unit/kvtransfer/protocol/test_leases.py::test_an_attempt_can_attach_only_once",
+    "resume_superseded": (
+        "tests/unit/cluster/accounts/test_live_requests.py::test_only_a_call_of_a_higher_number_takes_a_stream_over"
+    ),
     "slo_unattainable": (
         "tests/system/test_auto_placement.py::test_a_target_of_the_client_that_cannot_be_kept_refuses_under_every_policy"
     ),
-    "slow_client": "tests/unit/test_outbox.py::test_above_the_bound_only_the_slowest_client_is_ended",
+    "slow_client": "tests/unit/router/request/test_outbox.py::test_above_the_bound_only_the_slowest_client_is_ended",
     "timeout": (
         "tests/system/test_migration_failures.py::test_a_target_that_does_not_start_in_time_is_abandoned_and_its_job_cancelled"
     ),
-    "unauthenticated": "tests/unit/test_serving.py::test_an_interceptor_may_refuse_a_call_with_a_named_error",
-    "unknown_model": "tests/unit/openai_api/test_refusals.py::test_an_unknown_model_is_not_found",
-    "unreadable": "tests/unit/test_tiers.py::test_a_deleted_folder_is_a_miss_and_prompts_are_computed",
-    "unsupported_field": ("tests/unit/openai_api/test_refusals.py::test_an_unsupported_field_is_refused_by_name"),
+    "unauthenticated": (
+        "tests/unit/cluster/serving/test_serving.py::test_an_interceptor_may_refuse_a_call_with_a_named_error"
+    ),
+    "unknown_model": "tests/unit/router/openai_api/test_refusals.py::test_an_unknown_model_is_not_found",
+    "unreadable": "tests/unit/prefill_worker/test_tiers.py::test_a_deleted_folder_is_a_miss_and_prompts_are_computed",
+    "unsupported_field": (
+        "tests/unit/router/openai_api/test_refusals.py::test_an_unsupported_field_is_refused_by_name"
+    ),
     "unverifiable": "tests/contract/test_handoff_verify.py::test_a_verifying_importer_refuses_blocks_without_digests",
     "no_worker_large_enough": (
         "tests/system/test_unequal_pools.py"

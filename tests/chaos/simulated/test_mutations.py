@@ -12,7 +12,7 @@ from tests.chaos.simulated.machine import simulated_machine
 from tests.chaos.simulated.mutations import Mutation, Mutations
 from tests.chaos.simulated.schedule import Ask, Schedule, plain_schedule
 from tests.chaos.simulated.world import run_schedule
-from tests.unit.member_messages import examples
+from tests.unit.cluster.protocol.member_messages import examples
 
 _EVERY_RUN_SENDS = (
     "PrefillRequest",

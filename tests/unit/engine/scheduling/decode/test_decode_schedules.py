@@ -1,0 +1,8 @@
+"""Tests that under any schedule every sequence runs as if alone, no block is lost, and no sequence waits for ever."""
+
+from hypothesis import settings
+
+from tests.unit.engine.rigs.decode_schedules import AnySchedule
+
+TestAnyScheduleGivesEverySequenceItsSerialTokensAndLeaksNoBlock = AnySchedule.TestCase
+TestAnyScheduleGivesEverySequenceItsSerialTokensAndLeaksNoBlock.settings = settings(stateful_step_count=40)

@@ -1,0 +1,131 @@
+"""The work ahead of a new request at one worker, as one router counts it."""
+
+import math
+
+import pytest
+
+from cluster.fair_queue import CREDIT
+from cluster.messages import TenantShare
+from cluster.outstanding_work import OthersWork, PromptWork
+from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
+from engine.scheduling.policies import FirstCome
+from router.policies.recent_prompts import NO_RECENT_PROMPTS
+from router.policies.work_ahead import PromptBacklog
+from tests.unit.engine.scheduling.policies.prefilling import Prompt, prefill
+from tests.unit.engine.scheduling.policies.simulation import StepCost
+
+
+def test_a_sent_prompt_counts_at_once_and_until_it_is_computed() -> None:
+    backlog = PromptBacklog()
+    first = backlog.add_prompt(PromptWork.of(100, 0), 10.0)
+    second = backlog.add_prompt(PromptWork.of(300, 100), 11.0)
+    queue = backlog.queue(12.0)
+    assert (queue.work.num_new, queue.first.num_new, queue.elapsed_s) == (300, 100, 2.0)
+    backlog.record_computed(first, 12.5)
+    queue = backlog.queue(13.0)
+    assert (queue.work.num_new, queue.first.num_new, queue.elapsed_s) == (200, 200, 0.5)
+    backlog.record_computed(second, 14.0)
+    assert backlog.queue(15.0).work == PromptWork()
+
+
+def test_time_without_prompts_does_not_count_as_progress() -> None:
+    backlog = PromptBacklog()
+    backlog.record_computed(backlog.add_prompt(PromptWork.of(100, 0), 0.0), 1.0)
+    backlog.add_prompt(PromptWork.of(100, 0), 3600.0)
+    assert backlog.queue(3600.5).elapsed_s == 0.5
+
+
+def test_a_removed_prompt_does_not_count_and_a_prompt_ends_once() -> None:
+    backlog = PromptBacklog()
+    number = backlog.add_prompt(PromptWork.of(100, 0), 0.0)
+    stays = backlog.add_prompt(PromptWork.of(7, 0), 0.0)
+    backlog.remove_prompt(number)
+    backlog.remove_prompt(number)
+    assert backlog.queue(0.0).work.num_new == 7
+    backlog.record_computed(stays, 1.0)
+    backlog.remove_prompt(stays)
+    assert backlog.queue(1.0).work == PromptWork()
+
+
+def test_prompts_of_other_routers_count_until_the_next_report() -> None:
+    backlog = PromptBacklog()
+    number = backlog.add_prompt(PromptWork.of(100, 0), 0.0)
+    backlog.record_report(OthersWork(1, prompts=PromptWork.of(200, 0)), 0.0)
+    assert backlog.queue(0.0).work.num_new == 300
+    backlog.record_computed(number, 1.0)
+    assert backlog.queue(1.0).work.num_new == 200
+    backlog.record_report(OthersWork(2), 1.0)
+    assert backlog.queue(1.0).work.num_new == 0
+
+
+def test_recent_prompts_count_by_what_they_add_to_steps_and_older_ones_count_less() -> None:
+    times, backlog = ServiceTimes(PrefillTimes(1.0, 0.001, 0.0, 0.0), DecodeTimes(0.01, 0.0, 0.0, 0.0)), PromptBacklog()
+    assert backlog.recent(times, 100.0) == NO_RECENT_PROMPTS
+    for number in range(100):  # a prompt of 0.5 s each second
+        backlog.record_computed(backlog.add_prompt(PromptWork.of(500, 0), float(number)), number + 0.5)
+    steady, later = backlog.recent(times, 100.0), backlog.recent(times, 120.0)
+    assert steady.computing_s / steady.seconds == pytest.approx(0.5, rel=0.03)
+    assert steady.computing_s / steady.number == pytest.approx(0.5)
+    assert later.computing_s / steady.computing_s == pytest.approx(math.exp(-1))
+    assert later.seconds == pytest.approx(steady.seconds, rel=0.03)  # the pause counts
+
+
+def test_one_prompt_says_little_about_those_that_follow() -> None:
+    times, backlog = ServiceTimes(PrefillTimes(0.0, 0.001, 0.0, 0.0), DecodeTimes(0.01, 0.0, 0.0, 0.0)), PromptBacklog()
+    backlog.add_prompt(PromptWork.of(500, 0), 100.0)
+    assert 1 < backlog.recent(times, 100.0).stretch(math.inf) < 1.2
+
+
+def test_a_new_prompt_waits_for_its_tenants_prompts_and_for_others_in_proportion_to_weights() -> None:
+    flood, other, heavy = TenantShare("flood"), TenantShare("other"), TenantShare("other", 4)
+    backlog = PromptBacklog()
+    for _ in range(10):
+        backlog.add_prompt(PromptWork.of(100, 0), 0.0, flood)
+    queue = backlog.queue(0.0)
+    assert queue.before(flood, 64) is queue
+    passing = queue.before(other, 64)
+    assert passing.work.num_new == pytest.approx(64) and passing.first.num_new == 64, "the running step ends"
+    for _ in range(3):
+        number = backlog.add_prompt(PromptWork.of(100, 0), 0.0, other)
+    queue = backlog.queue(0.0)
+    assert queue.before(other, 64).work.num_new == pytest.approx(300 + 300)
+    assert queue.before(heavy, 64).work.num_new == pytest.approx(300 + 75)
+    assert queue.before(flood, 64).work.num_new == pytest.approx(1300)
+    backlog.record_report(OthersWork(1, prompts=PromptWork.of(50, 0)), 0.0)
+    assert backlog.queue(0.0).before(other, 64).work.num_new == pytest.approx(650), "other routers name no tenants"
+    backlog.remove_prompt(number)
+    assert backlog.queue(0.0).before(other, 64).work.num_new == pytest.approx(450)
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 4])
+def test_the_work_before_a_prompt_is_what_the_scheduler_computes_before_it(num_before: int) -> None:
+    """A tenant's prompt comes while a flood of another one waits, and `num_before` of its own."""
+    flood, other = TenantShare("flood"), TenantShare("other")
+    length, chunk = 160, 64
+    arrivals = [(0.0, flood)] * 20 + [(1.0, other)] * (num_before + 1)
+    prompts = [Prompt(arrives_s=at_s, num_tokens=length, tenant=tenant) for at_s, tenant in arrivals]
+    run = prefill(prompts, FirstCome(), StepCost(token_s=1e-3), max_prefill_tokens=chunk)
+    backlog = PromptBacklog()
+    for _, tenant in [*arrivals[:14], *arrivals[20:-1]]:  # after a second, about 14 are left
+        backlog.add_prompt(PromptWork.of(length, 0), 1.0, tenant)
+    predicted_s = (backlog.queue(1.0).before(other, chunk).work.num_new + length) * 1e-3
+    saved_s = (8 * CREDIT + chunk) * 1e-3  # the prediction does not count what a tenant has saved up
+    simulated_s = run.completion_s(prompts)[-1]
+    assert simulated_s - (length + chunk) * 1e-3 <= predicted_s <= simulated_s + saved_s
+
+
+def test_a_full_queue_counts_until_its_retry_time_or_until_a_prompt_is_computed() -> None:
+    backlog = PromptBacklog()
+    backlog.record_full_queue("a", None, 0.0)
+    assert backlog.full_for_s(0.0) == {}
+    backlog.record_full_queue("a", 4.0, 0.0)
+    backlog.record_full_queue("b", 6.0, 0.0)
+    assert backlog.full_for_s(1.0) == pytest.approx({"a": 3.0, "b": 5.0})
+    assert backlog.full_for_s(4.0) == pytest.approx({"b": 2.0})
+    backlog.record_computed(backlog.add_prompt(PromptWork.of(100, 0), 0.0), 1.0)
+    assert backlog.full_for_s(1.0) == {}
+
+
+def test_the_last_token_of_a_cached_prompt_is_computed() -> None:
+    work = PromptWork.of(100, 100)
+    assert (work.num_new, work.attended) == (1, 100)
