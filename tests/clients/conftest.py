@@ -11,7 +11,7 @@ from typing import TypeVar
 import pytest
 
 from cluster.registry.redis_server import RedisServer
-from tests.system.local_cluster import LocalCluster
+from tests.system.rigs.processes.local_cluster import LocalCluster
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = ROOT / "build" / "clients"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.clients.conftest import Run
-from tests.system.local_cluster import DEMO_MODEL
+from tests.system.rigs.processes.local_cluster import DEMO_MODEL
 
 _NUM_REQUESTS = 8
 

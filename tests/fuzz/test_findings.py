@@ -25,7 +25,7 @@ from router.text.chat_template import ChatTemplate
 from router.text.tokenization import Tokenization
 from router.tools.call_forms import CallableTool
 from router.tools.constraint import ToolUse
-from tests.system.registry_rig import member
+from tests.system.rigs.members.registry_rig import member
 
 _NESTED = "[" * 100_000
 _ALL_ARGUMENTS = "{% for call in messages[0].tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}"

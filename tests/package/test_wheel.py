@@ -12,7 +12,7 @@ import pytest
 from cluster.process import die_with_parent
 from cluster.registry.redis_server import redis_program
 from tests.package.installed import ROOT, Installed, pythons
-from tests.system.up_command import Up
+from tests.system.rigs.processes.up_command import Up
 
 MODEL = ROOT / "examples" / "demo_model"
 PROMPT = "def read(path):\n"

@@ -27,8 +27,8 @@ import httpx
 
 from cluster.registry.redis_server import RedisServer
 from tests.soak.result import Soak
-from tests.system.asking import ask, question
-from tests.system.local_cluster import LocalCluster, executed
+from tests.system.rigs.members.asking import ask, question
+from tests.system.rigs.processes.local_cluster import LocalCluster, executed
 
 _RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 _NUM_QUESTIONS = 120

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from cluster.registry.redis_server import RedisServer
-from tests.system.local_cluster import LocalCluster
+from tests.system.rigs.processes.local_cluster import LocalCluster
 
 
 @pytest.hookimpl(wrapper=True)

@@ -62,7 +62,7 @@ EVIDENCE: dict[str, tuple[str, ...]] = {
 }
 # Rows that no schedule reaches, and the test that does.
 ELSEWHERE = {
-    "a worker refuses the request for its own size (`worker_too_small`)": "tests/system/test_unequal_pools.py",
+    "a worker refuses the request for its own size (`worker_too_small`)": "tests/system/handoff/test_unequal_pools.py",
     "a router answers calls but sends no keep-alive messages on the stream": "tests/unit/client/test_keepalive.py",
 }
 

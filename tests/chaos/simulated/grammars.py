@@ -17,7 +17,7 @@ from router.requests import ChatPrompt, GenerateRequest
 from router.tools.call_forms import CallableTool
 from router.tools.constraint import ToolUse, constrained
 from router.tools.formats import AnswerFormat
-from tests.system.router_harness import DEMO_MODEL
+from tests.system.rigs.members.router_harness import DEMO_MODEL
 
 END = 0  # the demo model's end of sequence
 CITY = {

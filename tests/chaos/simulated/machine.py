@@ -42,7 +42,7 @@ from tests.chaos.simulated.served_calls import Server
 from tests.chaos.simulated.steps import SimulatedStepLoop
 from tests.chaos.simulated.tenants import StoredKeys
 from tests.chaos.simulated.transport import Exports, Imports
-from tests.system.router_harness import DEMO_MODEL
+from tests.system.rigs.members.router_harness import DEMO_MODEL
 
 _FIXED_ROWS = 16.0  # the fixed cost of a step, in rows
 _STEPS_AT_LOAD = tuple(

@@ -15,7 +15,7 @@ from engine.model.loaded import LoadedModel
 from engine.model.loading import load
 from engine.steps.runner import ModelRunner
 from tests.chaos.simulated.schedule import MAX_MODEL_LEN
-from tests.system.router_harness import DEMO_MODEL
+from tests.system.rigs.members.router_harness import DEMO_MODEL
 
 BLOCK_SIZE = 4
 

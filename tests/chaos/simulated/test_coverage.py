@@ -18,35 +18,45 @@ _ROOT = Path(__file__).parents[3]
 _BASES = frozenset({"resume_refused"})  # of a class that only its subclasses are raised of
 REACHED_BY = {
     "all_workers_silent": (
-        "tests/system/test_silent_workers.py::test_losing_all_workers_by_silence_uses_up_no_attempt"
+        "tests/system/failures/test_silent_workers.py::test_losing_all_workers_by_silence_uses_up_no_attempt"
     ),
     "began_again": (
-        "tests/unit/decode_worker/test_decode_exports.py::test_a_router_that_reconnects_without_sequences_ends_its_old_sequences"
+        "tests/unit/decode_worker/test_decode_exports.py::"
+        "test_a_router_that_reconnects_without_sequences_ends_its_old_sequences"
     ),
-    "limit_reached": "tests/system/test_tenants.py::test_a_limit_reached_is_refused_by_name_and_no_other_tenant_is",
+    "limit_reached": (
+        "tests/system/scheduling/test_tenants.py::test_a_limit_reached_is_refused_by_name_and_no_other_tenant_is"
+    ),
     "permission_denied": (
-        "tests/system/test_api_keys.py::test_a_recorded_key_has_its_rights_at_every_router_until_it_is_revoked"
+        "tests/system/security/test_api_keys.py::test_a_recorded_key_has_its_rights_at_every_router_until_it_is_revoked"
     ),
-    "pair_breakers_open": ("tests/system/test_pair_breakers.py::test_with_every_pair_open_decode_prefills_by_name"),
+    "pair_breakers_open": (
+        "tests/system/failures/test_pair_breakers.py::test_with_every_pair_open_decode_prefills_by_name"
+    ),
     "predicted": (
-        "tests/system/test_auto_placement.py::test_a_decode_worker_computes_the_prompt_while_the_prefill_worker_is_busy"
+        "tests/system/placement/test_auto_placement.py::"
+        "test_a_decode_worker_computes_the_prompt_while_the_prefill_worker_is_busy"
     ),
     "step_failed": (
-        "tests/unit/engine/scheduling/prefill/test_prefill_scheduler.py::test_a_failing_step_ends_its_prompts_only_and_keeps_their_leases"
+        "tests/unit/engine/scheduling/prefill/test_prefill_scheduler.py::"
+        "test_a_failing_step_ends_its_prompts_only_and_keeps_their_leases"
     ),
     "wrong_tokens": (
-        "tests/system/test_wrong_messages.py::test_wrong_tokens_in_the_last_attempt_end_the_request_by_that_name"
+        "tests/system/failures/test_wrong_messages.py::"
+        "test_wrong_tokens_in_the_last_attempt_end_the_request_by_that_name"
     ),
     "stream_ended": (
-        "tests/unit/decode_worker/test_decode_exports.py::test_sequences_end_when_the_stream_of_their_router_does_not_come_back"
+        "tests/unit/decode_worker/test_decode_exports.py::"
+        "test_sequences_end_when_the_stream_of_their_router_does_not_come_back"
     ),
-    "deferred": ("tests/system/test_migration.py::test_a_freeze_refused_for_its_limit_is_retried"),
+    "deferred": ("tests/system/migration/test_migration.py::test_a_freeze_refused_for_its_limit_is_retried"),
     "first_token_count": (
-        "tests/system/test_wrong_messages.py::test_a_start_message_without_every_first_token_ends_the_attempt"
+        "tests/system/failures/test_wrong_messages.py::test_a_start_message_without_every_first_token_ends_the_attempt"
     ),
     "handshake": ("tests/unit/router/http/test_silent_connections.py::test_every_wait_for_a_clients_bytes_times_out"),
     "replaced": (
-        "tests/unit/router/http/test_silent_connections.py::test_silent_connections_are_bounded_while_other_clients_are_served"
+        "tests/unit/router/http/test_silent_connections.py::"
+        "test_silent_connections_are_bounded_while_other_clients_are_served"
     ),
     "too_many_frozen": (
         "tests/unit/decode_worker/test_decode_exports.py::test_a_worker_freezes_at_most_four_at_a_time_for_all_routers"
@@ -57,24 +67,30 @@ REACHED_BY = {
     "acceptance_invalid": (
         "tests/unit/router/request/test_request_acceptance.py::test_an_acceptance_with_any_changed_byte_is_refused"
     ),
-    "acceptance_missing": ("tests/system/test_takeover.py::test_a_request_id_alone_does_not_take_over_a_live_stream"),
-    "acceptance_of_another_client": (
-        "tests/system/test_acceptance.py::test_an_acceptance_belongs_to_the_api_key_of_its_request"
+    "acceptance_missing": (
+        "tests/system/failover/test_takeover.py::test_a_request_id_alone_does_not_take_over_a_live_stream"
     ),
-    "colocated": ("tests/system/test_pipeline.py::test_a_colocated_cluster_prefills_on_decode_and_counts_no_fallback"),
+    "acceptance_of_another_client": (
+        "tests/system/failover/test_acceptance.py::test_an_acceptance_belongs_to_the_api_key_of_its_request"
+    ),
+    "colocated": (
+        "tests/system/handoff/test_pipeline.py::test_a_colocated_cluster_prefills_on_decode_and_counts_no_fallback"
+    ),
     "deadline_exceeded": (
-        "tests/system/test_pipeline.py::test_a_request_without_a_worker_until_its_deadline_names_the_reason"
+        "tests/system/handoff/test_pipeline.py::test_a_request_without_a_worker_until_its_deadline_names_the_reason"
     ),
     "grammar_rejected": (
-        "tests/unit/engine/steps/test_step_masks.py::test_tokens_that_the_grammar_rejects_end_their_request_alone_with_a_named_error"
+        "tests/unit/engine/steps/test_step_masks.py::"
+        "test_tokens_that_the_grammar_rejects_end_their_request_alone_with_a_named_error"
     ),
     "invalid_grammar": (
-        "tests/system/test_structured_output.py::test_refused_grammars_name_their_field_and_cost_no_other_request"
+        "tests/system/api/test_structured_output.py::test_refused_grammars_name_their_field_and_cost_no_other_request"
     ),
     "no_grammar_worker": (
-        "tests/system/test_grammar_workers.py::test_without_such_a_worker_a_request_with_a_grammar_is_refused_at_once"
+        "tests/system/api/test_grammar_workers.py::"
+        "test_without_such_a_worker_a_request_with_a_grammar_is_refused_at_once"
     ),
-    "invalid_request": ("tests/system/test_scale_target.py::test_an_impossible_target_is_refused"),
+    "invalid_request": ("tests/system/operations/test_scale_target.py::test_an_impossible_target_is_refused"),
     "malformed_handoff_message": (
         "tests/contract/test_handoff_malformed.py::test_any_malformed_message_of_an_exporter_ends_that_hand_off_only"
     ),
@@ -83,7 +99,8 @@ REACHED_BY = {
     ),
     "malformed_message": ("tests/contract/test_handoff_versions.py::test_versions_that_are_no_range_are_refused"),
     "open_failed": (
-        "tests/unit/kvtransfer/protocol/test_import_machine.py::test_channel_that_does_not_open_leaves_no_block_to_quarantine"
+        "tests/unit/kvtransfer/protocol/test_import_machine.py::"
+        "test_channel_that_does_not_open_leaves_no_block_to_quarantine"
     ),
     "member_refused": (
         "tests/unit/cluster/auth/test_member_channel.py::test_a_caller_without_the_key_receives_a_named_refusal"
@@ -96,7 +113,7 @@ REACHED_BY = {
         "tests/unit/router/request/test_request_acceptance.py::test_changed_parameters_are_refused_by_name"
     ),
     "request_too_large": (
-        "tests/system/test_acceptance.py::test_every_admitted_request_can_be_resumed_with_all_its_tokens"
+        "tests/system/failover/test_acceptance.py::test_every_admitted_request_can_be_resumed_with_all_its_tokens"
     ),
     "stale_incarnation": (
         "tests/contract/test_handoff_refusals.py::test_a_ticket_of_an_earlier_incarnation_is_refused"
@@ -106,9 +123,9 @@ REACHED_BY = {
     ),
     "unwritable": ("tests/unit/prefill_worker/test_tiers.py::test_a_full_disk_is_counted_and_its_files_are_still_read"),
     "bad_signature": "tests/unit/cluster/auth/test_tickets.py::test_another_key_is_a_bad_signature",
-    "buffers_full": "tests/system/test_full_buffers.py::test_whole_answers_that_do_not_fit_are_refused_by_name",
+    "buffers_full": "tests/system/api/test_full_buffers.py::test_whole_answers_that_do_not_fit_are_refused_by_name",
     "canary": ("tests/unit/worker/test_canary.py::test_a_late_canary_makes_the_worker_unhealthy_and_leaves_no_block"),
-    "config": "tests/system/test_bad_input.py::test_wrong_settings_end_a_start_in_one_line",
+    "config": "tests/system/api/test_bad_input.py::test_wrong_settings_end_a_start_in_one_line",
     "context_length_exceeded": (
         "tests/unit/router/text/test_validation.py::test_a_prompt_that_is_too_long_is_refused_with_both_numbers"
     ),
@@ -124,7 +141,7 @@ REACHED_BY = {
         "tests/unit/router/request/test_live_table.py::test_a_live_id_is_refused_until_its_request_has_been_served"
     ),
     "first_token_mismatch": (
-        "tests/system/test_migration_failures.py::test_a_target_that_starts_from_another_token_ends_the_move"
+        "tests/system/migration/test_migration_failures.py::test_a_target_that_starts_from_another_token_ends_the_move"
     ),
     "foreign_ticket": (
         "tests/unit/cluster/auth/test_tickets.py::test_another_importer_or_another_incarnation_is_foreign"
@@ -142,24 +159,26 @@ REACHED_BY = {
         "tests/contract/test_handoff_refusals.py::test_workers_without_a_common_transport_are_refused"
     ),
     "no_large_enough_pair": (
-        "tests/system/test_unequal_pools.py"
+        "tests/system/handoff/test_unequal_pools.py"
         "::test_a_prompt_that_no_prefill_worker_can_hold_is_prefilled_by_a_decode_worker"
     ),
     "no_tokenizer": "tests/unit/router/text/test_validation.py::test_stop_strings_need_a_tokenizer",
     "prompt_mismatch": (
         "tests/contract/test_handoff_refusals.py::test_a_request_with_another_prompt_than_the_tickets_is_refused"
     ),
-    "queue_full": "tests/system/test_failover.py::test_a_full_or_leaving_prefill_worker_is_excluded",
+    "queue_full": "tests/system/failover/test_failover.py::test_a_full_or_leaving_prefill_worker_is_excluded",
     "replayed_ticket": "tests/unit/kvtransfer/protocol/test_leases.py::test_an_attempt_can_attach_only_once",
     "resume_superseded": (
         "tests/unit/cluster/accounts/test_live_requests.py::test_only_a_call_of_a_higher_number_takes_a_stream_over"
     ),
     "slo_unattainable": (
-        "tests/system/test_auto_placement.py::test_a_target_of_the_client_that_cannot_be_kept_refuses_under_every_policy"
+        "tests/system/placement/test_auto_placement.py::"
+        "test_a_target_of_the_client_that_cannot_be_kept_refuses_under_every_policy"
     ),
     "slow_client": "tests/unit/router/request/test_outbox.py::test_above_the_bound_only_the_slowest_client_is_ended",
     "timeout": (
-        "tests/system/test_migration_failures.py::test_a_target_that_does_not_start_in_time_is_abandoned_and_its_job_cancelled"
+        "tests/system/migration/test_migration_failures.py::"
+        "test_a_target_that_does_not_start_in_time_is_abandoned_and_its_job_cancelled"
     ),
     "unauthenticated": (
         "tests/unit/cluster/serving/test_serving.py::test_an_interceptor_may_refuse_a_call_with_a_named_error"
@@ -171,11 +190,11 @@ REACHED_BY = {
     ),
     "unverifiable": "tests/contract/test_handoff_verify.py::test_a_verifying_importer_refuses_blocks_without_digests",
     "no_worker_large_enough": (
-        "tests/system/test_unequal_pools.py"
+        "tests/system/handoff/test_unequal_pools.py"
         "::test_a_request_too_large_for_every_worker_is_refused_at_once_as_the_clusters_fault"
     ),
     "worker_too_small": (
-        "tests/system/test_unequal_pools.py"
+        "tests/system/handoff/test_unequal_pools.py"
         "::test_a_refusal_for_size_uses_up_no_attempt_and_the_worker_is_not_asked_again"
     ),
 }

@@ -16,7 +16,7 @@ from cli.local.fork_server import ForkServer
 
 DEADLINE_S = 30.0
 ROOT = Path(__file__).parents[3]
-PROGRAM = "tests.system.forked_program"
+PROGRAM = "tests.system.rigs.processes.forked_program"
 STAY = "import signal; print('runs'); signal.pause()"
 
 

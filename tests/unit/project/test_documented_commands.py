@@ -9,8 +9,8 @@ from importlib.util import find_spec
 import pytest
 import yaml
 
-from tests.system.documented_commands import ELSEWHERE, GROUPS, OF_A_TEXT, documented, plain, recipe
-from tests.system.up_command import ROOT
+from tests.system.operations.documented_commands import ELSEWHERE, GROUPS, OF_A_TEXT, documented, plain, recipe
+from tests.system.rigs.processes.up_command import ROOT
 
 
 def test_every_documented_command_is_run_by_a_test_or_has_a_reason() -> None:

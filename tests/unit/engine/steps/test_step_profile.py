@@ -1,4 +1,4 @@
-"""The bounds of a profile. tests/system/test_profile.py takes one of a real worker."""
+"""The bounds of a profile. tests/system/observe/test_profile.py takes one of a real worker."""
 
 import asyncio
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from kvtransfer.transports.nccl.link import LoneThread
-from tests.system.fork_server import worker_forks
+from tests.system.rigs.processes.fork_server import worker_forks
 
 DEADLINE_S = 20.0
 
@@ -55,7 +55,7 @@ async def test_a_call_that_hangs_does_not_keep_the_process_alive() -> None:
         "thread.submit(lambda: (begun.set(), threading.Event().wait()))\n"
         "assert begun.wait(20)\n"
     )
-    process = await worker_forks().spawn("tests.system.forked_program", (program,), {})
+    process = await worker_forks().spawn("tests.system.rigs.processes.forked_program", (program,), {})
     async with asyncio.timeout(DEADLINE_S):
         output = await process.stdout.read()
         assert await process.wait() == 0, output.decode()

@@ -8,7 +8,7 @@ from cluster.member import Member
 from cluster.messages import MemberId
 from cluster.serving.serving import open_channel
 from router.fleet.supervision import Supervisors
-from tests.system.scripted_workers import ScriptedPrefill, Store
+from tests.system.rigs.members.scripted_workers import ScriptedPrefill, Store
 
 _DEADLINE_S = 10.0
 

@@ -10,7 +10,7 @@ from router.http.openai_responses import ChatShape, CompletionShape, Envelope
 from router.http.openai_stream import _Events
 from router.requests import ChoiceDelta
 from router.text.tokenization import Tokenization
-from tests.system.router_harness import DEMO_MODEL
+from tests.system.rigs.members.router_harness import DEMO_MODEL
 
 _TOKENIZATION = Tokenization.load(str(DEMO_MODEL))
 # Half of a surrogate pair cannot come from a tokenizer, but must not break a stream.
