@@ -16,7 +16,8 @@ from tests.chaos.views import Views
 _FREE_S = 75.0  # a ticket without an importer ends by itself after a minute
 _PAUSE_S = 0.05
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_MORE_FILES, _MORE_THREADS = 24, 16  # above the first look: connections and pools that were not needed before
+_MORE_FILES, _MORE_THREADS = 24, 16  # above the first looks: connections and pools that were not needed before
+_FIRST_LOOKS = 3  # until most peers of a process have connected
 _NOBODYS = ("free", "cached")
 _LISTENING, _CONNECTION_STATES = "0A", {"01": "open", "08": "closed by the other end"}  # in /proc/net/tcp
 
@@ -67,29 +68,38 @@ async def workers_account(views: Views, workers: list[str]) -> tuple[dict[str, d
 
 
 class ProcessBook:
-    """The resource use of every process at its first rest, and now."""
+    """The resource use of every process at its first rests, and now."""
 
     def __init__(self) -> None:
         self.first: dict[int, ProcessUse] = {}
         self.last: dict[int, ProcessUse] = {}
         self.names: dict[int, str] = {}
         self.num_looks: dict[int, int] = {}
+        self._most: dict[int, tuple[int, int]] = {}  # files and threads at the first looks
 
     def look(self, pids: dict[str, int]) -> tuple[dict[str, ProcessUse], tuple[str, ...]]:
         """Return the resource use by member name, and what has grown."""
         uses, remains = {}, []
         for name, pid in pids.items():
             use = uses[name] = process_use(pid)
-            first = self.first.setdefault(pid, use)
+            self.first.setdefault(pid, use)
             self.last[pid], self.names[pid] = use, name
             self.num_looks[pid] = self.num_looks.get(pid, 0) + 1
-            if use.files > first.files + _MORE_FILES:
-                remains.append(f"{name}: {use.files} files, {first.files} before; now {_files_by_kind(pid)}")
-            if use.threads > first.threads + _MORE_THREADS:
-                remains.append(f"{name}: {use.threads} threads, {first.threads} before")
+            num_files, num_threads = self._at_first(pid, use)
+            if use.files > num_files + _MORE_FILES:
+                remains.append(f"{name}: {use.files} files, {num_files} before; now {_files_by_kind(pid)}")
+            if use.threads > num_threads + _MORE_THREADS:
+                remains.append(f"{name}: {use.threads} threads, {num_threads} before")
             if use.mapped_pools > len(pids):
                 remains.append(f"{name}: {use.mapped_pools} pools are mapped")
         return uses, tuple(remains)
+
+    def _at_first(self, pid: int, use: ProcessUse) -> tuple[int, int]:
+        """Return the most files and threads of the process at its first looks. `use`: of this one."""
+        if self.num_looks[pid] <= _FIRST_LOOKS:
+            num_files, num_threads = self._most.get(pid, (0, 0))
+            self._most[pid] = max(num_files, use.files), max(num_threads, use.threads)
+        return self._most[pid]
 
     def longest(self) -> dict[str, tuple[ProcessUse, ProcessUse, int]]:
         """Return for each member the process that was measured most often: first value, last value, number of
