@@ -100,9 +100,9 @@ _TESTS = {
         "tests/unit/engine/cuda/test_cuda_memory.py",
         "tests/unit/engine/kv/test_capacity.py",
         "tests/unit/engine/kv/test_wire_dtypes.py",
-        "tests/contract/test_cuda_ipc.py",
-        "tests/contract/test_nccl_wheels.py",
-        "tests/contract/test_nixl.py",
+        "tests/contract/transports/test_cuda_ipc.py",
+        "tests/contract/transports/test_nccl_wheels.py",
+        "tests/contract/transports/test_nixl.py",
     ),
 }
 

@@ -20,7 +20,7 @@ import pytest
 from cluster.registry.redis_server import RedisServer, free_port
 from tandem.v1 import admin_pb2, admin_pb2_grpc
 from tests.chaos.holds import Holds
-from tests.contract.namespaces import FarHost, far_host
+from tests.contract.rigs.namespaces import FarHost, far_host
 from tests.system.rigs.processes.local_cluster import Launch, LocalCluster, Member, executed, forked
 
 ROLES = {"router": "router", "prefill": "tests.chaos.held_worker", "decode": "tests.chaos.held_worker"}

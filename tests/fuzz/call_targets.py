@@ -17,7 +17,7 @@ from cluster.errors import MemberRefused
 from cluster.serving.frame_channel import CallerConnection
 from cluster.serving.frame_server import FrameServer
 from cluster.serving.frames import CALLS, Begin, FrameConnection, Kind, Status, packed, packed_status, unpacked_status
-from tests.contract.proofs import KEY
+from tests.contract.rigs.proofs import KEY
 from tests.fuzz.target import Refused, Target, refusals
 
 _MEMBER, _CALLER = "d0@1", "router-0@1"

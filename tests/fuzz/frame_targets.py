@@ -26,9 +26,9 @@ from kvtransfer.transports.shm.pool_file import GEOMETRY
 from kvtransfer.transports.shm.transport import ShmExporter, ShmImporter
 from kvtransfer.transports.tcp.exporting import ANNOUNCEMENT, ANSWER, MAGIC, pack_endpoint, parse_endpoint
 from kvtransfer.transports.tcp.transport import TcpExporter, TcpImporter
-from tests.contract.kv_pools import random_pool
-from tests.contract.proofs import KEY, PROOFS
-from tests.contract.transport_rig import EPOCH
+from tests.contract.rigs.kv_pools import random_pool
+from tests.contract.rigs.proofs import KEY, PROOFS
+from tests.contract.rigs.transport_rig import EPOCH
 from tests.fuzz.target import Refused, Target, refusals
 
 _TOKEN = b"k" * 16

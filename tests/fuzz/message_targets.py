@@ -34,8 +34,8 @@ from tandem.errors import InternalError
 from tandem.internal.v1 import kv_pb2
 from tandem.progress import Progress
 from tandem.v1 import inference_pb2, inference_pb2_grpc
-from tests.contract.proofs import PROOFS
-from tests.contract.transport_rig import EPOCH
+from tests.contract.rigs.proofs import PROOFS
+from tests.contract.rigs.transport_rig import EPOCH
 from tests.fuzz.http_targets import ShortAnswers, live_requests, tokenization
 from tests.fuzz.mutations import any_message, changed_message
 from tests.fuzz.target import Refused, Target, refusals

@@ -62,7 +62,7 @@ REACHED_BY = {
         "tests/unit/decode_worker/test_decode_exports.py::test_a_worker_freezes_at_most_four_at_a_time_for_all_routers"
     ),
     "unverified_provenance": (
-        "tests/contract/test_handoff_verify.py::test_a_verifying_importer_refuses_unverified_provenance"
+        "tests/contract/handoff/test_handoff_verify.py::test_a_verifying_importer_refuses_unverified_provenance"
     ),
     "acceptance_invalid": (
         "tests/unit/router/request/test_request_acceptance.py::test_an_acceptance_with_any_changed_byte_is_refused"
@@ -92,12 +92,14 @@ REACHED_BY = {
     ),
     "invalid_request": ("tests/system/operations/test_scale_target.py::test_an_impossible_target_is_refused"),
     "malformed_handoff_message": (
-        "tests/contract/test_handoff_malformed.py::test_any_malformed_message_of_an_exporter_ends_that_hand_off_only"
+        "tests/contract/handoff/test_handoff_malformed.py::test_any_malformed_message_of_an_exporter_ends_that_hand_off_only"
     ),
     "internal": (
         "tests/unit/cluster/serving/test_serving.py::test_no_stack_trace_reaches_a_client_and_one_reaches_the_log"
     ),
-    "malformed_message": ("tests/contract/test_handoff_versions.py::test_versions_that_are_no_range_are_refused"),
+    "malformed_message": (
+        "tests/contract/handoff/test_handoff_versions.py::test_versions_that_are_no_range_are_refused"
+    ),
     "open_failed": (
         "tests/unit/kvtransfer/protocol/test_import_machine.py::"
         "test_channel_that_does_not_open_leaves_no_block_to_quarantine"
@@ -105,7 +107,7 @@ REACHED_BY = {
     "member_refused": (
         "tests/unit/cluster/auth/test_member_channel.py::test_a_caller_without_the_key_receives_a_named_refusal"
     ),
-    "overloaded": ("tests/contract/test_link_check.py::test_one_link_check_runs_at_a_time"),
+    "overloaded": ("tests/contract/link_check/test_link_check.py::test_one_link_check_runs_at_a_time"),
     "prompt_changed": (
         "tests/unit/router/request/test_request_acceptance.py::test_a_changed_prompt_is_refused_with_prompt_changed"
     ),
@@ -116,7 +118,7 @@ REACHED_BY = {
         "tests/system/failover/test_acceptance.py::test_every_admitted_request_can_be_resumed_with_all_its_tokens"
     ),
     "stale_incarnation": (
-        "tests/contract/test_handoff_refusals.py::test_a_ticket_of_an_earlier_incarnation_is_refused"
+        "tests/contract/handoff/test_handoff_refusals.py::test_a_ticket_of_an_earlier_incarnation_is_refused"
     ),
     "unreachable": (
         "tests/unit/kvtransfer/importer/test_prefix_pulls.py::test_a_source_without_enough_blocks_costs_one_call"
@@ -130,7 +132,7 @@ REACHED_BY = {
         "tests/unit/router/text/test_validation.py::test_a_prompt_that_is_too_long_is_refused_with_both_numbers"
     ),
     "count_mismatch": (
-        "tests/contract/test_handoff_refusals.py::test_a_request_with_another_prompt_than_the_tickets_is_refused"
+        "tests/contract/handoff/test_handoff_refusals.py::test_a_request_with_another_prompt_than_the_tickets_is_refused"
     ),
     "damaged": "tests/unit/prefill_worker/test_tiers.py::test_changed_host_memory_is_a_miss",
     "differs": (
@@ -147,16 +149,16 @@ REACHED_BY = {
         "tests/unit/cluster/auth/test_tickets.py::test_another_importer_or_another_incarnation_is_foreign"
     ),
     "layout_mismatch": (
-        "tests/contract/test_handoff_refusals.py::test_another_layout_is_refused_with_both_values_by_name"
+        "tests/contract/handoff/test_handoff_refusals.py::test_another_layout_is_refused_with_both_values_by_name"
     ),
     "model_refused": "tests/unit/engine/model/test_build_engine.py::test_a_folder_without_a_model_is_named",
     "no_chat_template": "tests/unit/router/text/test_tokenization.py::test_without_a_template_chats_are_a_named_error",
     "no_common_protocol": (
-        "tests/contract/test_handoff_versions.py"
+        "tests/contract/handoff/test_handoff_versions.py"
         "::test_an_importer_without_a_version_is_refused_by_an_exporter_that_dropped_the_first"
     ),
     "no_common_transport": (
-        "tests/contract/test_handoff_refusals.py::test_workers_without_a_common_transport_are_refused"
+        "tests/contract/handoff/test_handoff_refusals.py::test_workers_without_a_common_transport_are_refused"
     ),
     "no_large_enough_pair": (
         "tests/system/handoff/test_unequal_pools.py"
@@ -164,7 +166,7 @@ REACHED_BY = {
     ),
     "no_tokenizer": "tests/unit/router/text/test_validation.py::test_stop_strings_need_a_tokenizer",
     "prompt_mismatch": (
-        "tests/contract/test_handoff_refusals.py::test_a_request_with_another_prompt_than_the_tickets_is_refused"
+        "tests/contract/handoff/test_handoff_refusals.py::test_a_request_with_another_prompt_than_the_tickets_is_refused"
     ),
     "queue_full": "tests/system/failover/test_failover.py::test_a_full_or_leaving_prefill_worker_is_excluded",
     "replayed_ticket": "tests/unit/kvtransfer/protocol/test_leases.py::test_an_attempt_can_attach_only_once",
@@ -188,7 +190,9 @@ REACHED_BY = {
     "unsupported_field": (
         "tests/unit/router/openai_api/test_refusals.py::test_an_unsupported_field_is_refused_by_name"
     ),
-    "unverifiable": "tests/contract/test_handoff_verify.py::test_a_verifying_importer_refuses_blocks_without_digests",
+    "unverifiable": (
+        "tests/contract/handoff/test_handoff_verify.py::test_a_verifying_importer_refuses_blocks_without_digests"
+    ),
     "no_worker_large_enough": (
         "tests/system/handoff/test_unequal_pools.py"
         "::test_a_request_too_large_for_every_worker_is_refused_at_once_as_the_clusters_fault"

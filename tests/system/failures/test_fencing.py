@@ -1,8 +1,8 @@
 """A member exits when a newer incarnation takes its name; its requests continue at other members and are never mixed
 up.
 
-tests/contract/test_handoff_refusals.py tests the fencing of hand-offs, and test_wrong_messages.py a decode worker that
-was stopped and continues.
+tests/contract/handoff/test_handoff_refusals.py tests the fencing of hand-offs, and test_wrong_messages.py a decode
+worker that was stopped and continues.
 """
 
 import asyncio

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 import pytest_asyncio
 
-from tests.contract.namespaces import FarHost, far_host
+from tests.contract.rigs.namespaces import FarHost, far_host
 from tests.faults.control import FaultControl
 from tests.faults.faulty_transport import Fault
 from tests.system.rigs.members.asking import Answer, ask, asked, question

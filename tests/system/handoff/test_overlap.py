@@ -35,7 +35,7 @@ from kvtransfer.transports.shm.transport import ShmExporter, ShmImporter
 from kvtransfer.wire.wire_format import NativeFormat
 from prefill_worker.service import CacheEventPublisher, PrefillService
 from tandem.internal.v1 import kv_pb2_grpc, worker_pb2_grpc
-from tests.contract.handoff_parts import Counters, DecodeBlocks
+from tests.contract.rigs.handoff_parts import Counters, DecodeBlocks
 from tests.system.rigs.members.asking import ask, asked, question
 from tests.system.rigs.processes.local_cluster import DEMO_MODEL, LocalCluster
 

@@ -23,8 +23,8 @@ from kvtransfer.exporter.ticket_driver import IncomingCall
 from kvtransfer.importer.importer import Importer
 from kvtransfer.wire.wire_format import NativeFormat
 from tandem.internal.v1 import kv_pb2, worker_pb2
-from tests.contract.handoff_parts import EXPORTER, IMPORTER, KEY, LAYOUT, Counters
-from tests.contract.kv_pools import random_pool
+from tests.contract.rigs.handoff_parts import EXPORTER, IMPORTER, KEY, LAYOUT, Counters
+from tests.contract.rigs.kv_pools import random_pool
 from tests.loopback import LoopbackExporter, LoopbackNetwork
 from tests.unit.engine.rigs.export_bench import limits
 from tests.unit.engine.rigs.scheduler_bench import ROUTER, SchedulerBench

@@ -13,7 +13,7 @@ from cluster.messages import MemberId
 from cluster.protocol import tickets, wire
 from cluster.protocol.hashing import hash_prompt
 from decode_worker.handoffs import MAX_FROZEN, FreezeOrder
-from tests.contract.handoff_parts import IMPORTER, KEY
+from tests.contract.rigs.handoff_parts import IMPORTER, KEY
 from tests.unit.decode_worker.frozen_worker import ATTEMPT, FrozenWorker
 from tests.unit.engine.rigs.scheduler_bench import ROUTER
 

@@ -11,8 +11,8 @@ from cluster.protocol import tickets, wire
 from kvtransfer.exporter.service import KvTransferServicer
 from kvtransfer.wire.handoff_wire import IMPORTER_METADATA
 from tandem.internal.v1 import kv_pb2
-from tests.contract.handoff_calls import Calls
-from tests.contract.handoff_parts import IMPORTER, KEY, LAYOUT
+from tests.contract.rigs.handoff_calls import Calls
+from tests.contract.rigs.handoff_parts import IMPORTER, KEY, LAYOUT
 from tests.faults.injection import AwaitFaults, SubmitFaults, When, Where
 from tests.unit.decode_worker.frozen_worker import FrozenWorker
 
@@ -24,7 +24,7 @@ _RIG = "tests/unit/decode_worker/frozen_worker.py:FrozenWorker"
 _EXPORT = (
     "kvtransfer/exporter/service.py:KvTransferServicer._read",
     _DIGESTS,
-    "tests/contract/handoff_calls.py:Call._serve",  # the call's own coroutine
+    "tests/contract/rigs/handoff_calls.py:Call._serve",  # the call's own coroutine
 )
 
 

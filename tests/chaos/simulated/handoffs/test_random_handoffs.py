@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvtransfer.digests import VerifyMode
 from tests.chaos.simulated.handoffs.world import HandOff, Mishap, Plan, run_plan
-from tests.contract.kv_pools import BLOCK_SIZE
+from tests.contract.rigs.kv_pools import BLOCK_SIZE
 from tests.loopback import Fault
 
 _PER_PLAN = 25

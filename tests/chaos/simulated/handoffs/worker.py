@@ -27,9 +27,9 @@ from kvtransfer.importer.importer import Importer
 from kvtransfer.memory import Reservation
 from kvtransfer.wire.wire_format import NativeFormat
 from tests.chaos.simulated.loop import Threads
-from tests.contract.handoff_calls import Calls
-from tests.contract.handoff_parts import Counters
-from tests.contract.kv_pools import BLOCK_SIZE, LAYOUT, random_pool
+from tests.contract.rigs.handoff_calls import Calls
+from tests.contract.rigs.handoff_parts import Counters
+from tests.contract.rigs.kv_pools import BLOCK_SIZE, LAYOUT, random_pool
 from tests.loopback import (
     FaultSchedule,
     LoopbackChannel,

@@ -15,7 +15,7 @@ from cluster.shared_memory import DriverRefused
 from engine.kv import pool
 from engine.kv.pool import KvPool, NotExportable
 from kvtransfer.transports.cuda import transport as cuda_ipc
-from tests.contract.kv_pools import LAYOUT
+from tests.contract.rigs.kv_pools import LAYOUT
 
 GRANULARITY = 2 << 20
 STEPS = [

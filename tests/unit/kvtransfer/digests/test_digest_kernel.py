@@ -17,7 +17,7 @@ from kvtransfer.digests import (
     pieces_of,
     wide_product,
 )
-from tests.contract.kv_pools import BLOCK_SIZE, LAYOUT, random_pool
+from tests.contract.rigs.kv_pools import BLOCK_SIZE, LAYOUT, random_pool
 
 pytestmark = pytest.mark.cuda
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvtransfer import digests
 from kvtransfer.digests import DIGEST_BYTES, digest_blocks, digest_bytes, digest_tensor, split_digests
-from tests.contract.kv_pools import random_pool
+from tests.contract.rigs.kv_pools import random_pool
 
 PIECE = 8192
 # Found in two seconds by lattice reduction (LLL) of the first 48 rows of coefficients: added to the first bytes of a

@@ -20,7 +20,7 @@ from kvtransfer.keyed_digests import (
     accepted_definitions,
     exported_definition,
 )
-from tests.contract.kv_pools import random_pool
+from tests.contract.rigs.kv_pools import random_pool
 from tests.unit.kvtransfer.digests.test_digests import FORGED_CHANGE, PIECE, digests_by
 
 OLD, NEW = b"o" * 32, b"n" * 32

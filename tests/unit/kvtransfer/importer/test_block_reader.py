@@ -15,7 +15,7 @@ from kvtransfer.importer import reads
 from kvtransfer.importer.reads import GPU_PIECE_BYTES, PIECE_BYTES, BlockReader, PieceSize
 from kvtransfer.transports.base import DigestingChannel, TransportError
 from kvtransfer.wire.wire_format import NativeFormat
-from tests.contract.kv_pools import random_pool
+from tests.contract.rigs.kv_pools import random_pool
 
 NUM_BLOCKS = 10
 

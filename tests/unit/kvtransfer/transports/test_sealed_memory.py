@@ -11,7 +11,7 @@ import pytest
 from cluster.shared_memory import allocate_sealed, has_fixed_size
 from engine.kv.pool import KvPool
 from kvtransfer.wire.quantised import WireCopy
-from tests.contract.kv_pools import random_pool
+from tests.contract.rigs.kv_pools import random_pool
 
 # The attempts of a process with a descriptor opened for reading. It prints one line per attempt that succeeds.
 _ATTEMPTS = """
