@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from cluster.process import exit_process
 
 if TYPE_CHECKING:
-    from tests.chaos.simulated.record import Run
+    from tests.chaos.simulated.results.record import Run
 
 _HASHES = "PYTHONHASHSEED"
 _CHUNK = 500  # seeds
@@ -22,8 +22,8 @@ def main() -> int:
     if os.environ.get(_HASHES) != "0":  # sets of names have the same order in every process then
         again = [sys.executable, "-m", "tests.chaos.simulated", *sys.argv[1:]]
         os.execve(sys.executable, again, os.environ | {_HASHES: "0"})
-    from tests.chaos.simulated.batch import story_of
-    from tests.chaos.simulated.record import coverage, keep, kept, total
+    from tests.chaos.simulated.results.record import coverage, keep, kept, total
+    from tests.chaos.simulated.schedules.batch import story_of
 
     logging.disable(logging.CRITICAL)
     done, runs = ([], []) if not arguments.write else (kept(), [])
@@ -49,8 +49,8 @@ def _chunks(seeds: range) -> list[range]:
 
 
 def _run(seeds: range, num_processes: int) -> "Run":
-    from tests.chaos.simulated.batch import run_in_pieces
-    from tests.chaos.simulated.record import Run, hit_name
+    from tests.chaos.simulated.results.record import Run, hit_name
+    from tests.chaos.simulated.schedules.batch import run_in_pieces
 
     began_s, cpu_s, num_events, wrong = time.monotonic(), 0.0, 0, list[int]()
     outcomes, hit, reached = Counter[str](), Counter[str](), Counter[str]()

@@ -12,24 +12,24 @@ from cluster.auth.keys import ClusterKeys
 from cluster.auth.member_channel import MemberChannel
 from cluster.errors import DrainIncomplete, Unhealthy
 from router.request.live_requests import LiveRequests
-from tests.chaos.simulated.calls import member_channel
-from tests.chaos.simulated.clients import Client
-from tests.chaos.simulated.connections import Connections
-from tests.chaos.simulated.direct_client import DirectClient
-from tests.chaos.simulated.disk import Disk
-from tests.chaos.simulated.harm import LEAVE_S, Harm
-from tests.chaos.simulated.key_files import KeyFiles
-from tests.chaos.simulated.loop import Process, SimulatedLoop, Stuck
-from tests.chaos.simulated.machine import inside
-from tests.chaos.simulated.member import STREAM_GRACE_S, Member
-from tests.chaos.simulated.mishaps import Kind, Mishap, Phase
-from tests.chaos.simulated.mix import Wires
-from tests.chaos.simulated.mutations import Mutations
-from tests.chaos.simulated.network import Network
-from tests.chaos.simulated.phases import BEGINS, ENDS_WITH, kind_of
-from tests.chaos.simulated.proofs import Proofs
-from tests.chaos.simulated.redis import PLACE, RedisServer
-from tests.chaos.simulated.schedule import Ask, Schedule, holds
+from tests.chaos.simulated.machine.calls import member_channel
+from tests.chaos.simulated.machine.connections import Connections
+from tests.chaos.simulated.machine.disk import Disk
+from tests.chaos.simulated.machine.loop import Process, SimulatedLoop, Stuck
+from tests.chaos.simulated.machine.machine import inside
+from tests.chaos.simulated.machine.network import Network
+from tests.chaos.simulated.machine.redis import PLACE, RedisServer
+from tests.chaos.simulated.members.clients import Client
+from tests.chaos.simulated.members.direct_client import DirectClient
+from tests.chaos.simulated.members.key_files import KeyFiles
+from tests.chaos.simulated.members.member import STREAM_GRACE_S, Member
+from tests.chaos.simulated.members.proofs import Proofs
+from tests.chaos.simulated.results.phases import BEGINS, ENDS_WITH, kind_of
+from tests.chaos.simulated.schedules.harm import LEAVE_S, Harm
+from tests.chaos.simulated.schedules.mishaps import Kind, Mishap, Phase
+from tests.chaos.simulated.schedules.mix import Wires
+from tests.chaos.simulated.schedules.mutations import Mutations
+from tests.chaos.simulated.schedules.schedule import Ask, Schedule, holds
 from tests.loopback import Fault, LoopbackNetwork
 
 _CLIENTS_S = 150.0

@@ -10,7 +10,7 @@ import pytest
 from cluster.messages import MemberId
 from cluster.outstanding_work import OthersWork, PromptWork, SequenceOutlook
 from decode_worker.streams import MIN_INTERVAL_S, RouterStream, RouterStreams, WorkReports
-from tests.chaos.simulated.loop import SimulatedLoop
+from tests.chaos.simulated.machine.loop import SimulatedLoop
 
 A, B, C = (MemberId(f"router-{number}", "1") for number in range(3))
 

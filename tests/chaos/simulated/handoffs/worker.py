@@ -26,7 +26,7 @@ from kvtransfer.importer import importer as importer_module
 from kvtransfer.importer.importer import Importer
 from kvtransfer.memory import Reservation
 from kvtransfer.wire.wire_format import NativeFormat
-from tests.chaos.simulated.loop import Threads
+from tests.chaos.simulated.machine.loop import Threads
 from tests.contract.rigs.handoff_calls import Calls
 from tests.contract.rigs.handoff_parts import Counters
 from tests.contract.rigs.kv_pools import BLOCK_SIZE, LAYOUT, random_pool

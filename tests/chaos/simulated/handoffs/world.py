@@ -16,7 +16,7 @@ from cluster.settings.worker_settings import TransferSettings
 from kvtransfer.exporter.exporter import FirstToken, TailBlock
 from kvtransfer.importer.importer import ExpectedPrompt, ImportedBlocks
 from tests.chaos.simulated.handoffs.worker import KEY, ROOT, Worker, content_of
-from tests.chaos.simulated.loop import SimulatedLoop
+from tests.chaos.simulated.machine.loop import SimulatedLoop
 from tests.contract.rigs.handoff_calls import Calls
 from tests.contract.rigs.kv_pools import BLOCK_SIZE
 from tests.loopback import Fault, FaultSchedule, LoopbackNetwork
