@@ -75,6 +75,7 @@ class Progress:
         self._has_begun = False  # a router has accepted it
         self._num_lost = 0  # consecutive lost calls without a token
         self._last_loss: TandemError | None = None
+        self._closed_until_s: dict[str, float] = {}  # by router that is full: when it may be called again
         self._num_resumes = 0
         self._num_ids = 1
         self._num_duplicates = 0  # consecutive refusals of the id since the last lost call
@@ -131,15 +132,23 @@ class Progress:
         if is_hopeless and self._num_lost >= len(known):
             raise error
         wait_s = self._draw() * min(_FIRST_WAIT_S * 2.0 ** min(self._num_lost - 1, _MAX_DOUBLINGS), _MAX_WAIT_S)
-        wait_s += error.retry_after_s or 0.0
+        self._closed_until_s[self.router] = now_s + (error.retry_after_s or 0.0)
+        router, closed_s = self._next_router(known, now_s)
+        wait_s += closed_s
         if wait_s >= self.time_left_s(now_s):
             raise _too_late("continued" if self._has_begun else "accepted", error) from error
         if not self._is_reached() and now_s + wait_s >= self._connect_by_s and self._num_lost >= len(known):
             raise error
-        self.router = _after(self.router, known)
+        self.router = router
         if self._has_begun:
             self.request = self._resumed()
         return wait_s
+
+    def _next_router(self, known: Sequence[str], now_s: float) -> tuple[str, float]:
+        """Return the next router in turn that may be called now, with 0, or the first one that may, with the seconds
+        until then: what a full router asks for delays no call to another."""
+        waits_s = {one: max(0.0, self._closed_until_s.get(one, now_s) - now_s) for one in _in_turn(self.router, known)}
+        return min(waits_s.items(), key=lambda one: one[1])
 
     def _is_own_id(self, error: TandemError) -> bool:
         """Return whether the id is live only because a router has not yet noticed that this client's stream broke."""
@@ -174,8 +183,10 @@ def _too_late(what: str, error: TandemError) -> DeadlineExceeded:
     return DeadlineExceeded(message, reason="deadline_exceeded")
 
 
-def _after(router: str, known: Sequence[str]) -> str:
-    return known[(known.index(router) + 1) % len(known)] if router in known else known[0]
+def _in_turn(router: str, known: Sequence[str]) -> Sequence[str]:
+    """Return the known routers, those after `router` first."""
+    place = known.index(router) + 1 if router in known else 0
+    return (*known[place:], *known[:place])
 
 
 class Assembly:

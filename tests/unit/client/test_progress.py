@@ -353,9 +353,25 @@ def test_waits_have_jitter_so_that_clients_of_one_router_do_not_retry_at_once() 
 
 
 def test_an_overloaded_router_is_retried_no_sooner_than_its_retry_after() -> None:
-    generation = begun()
-    generation.on_lost(LOST, 0.0)
-    assert generation.on_lost(Overloaded("full", reason="overloaded", retry_after_s=3.0), 0.0) == 3.2
+    full = Overloaded("full", reason="overloaded", retry_after_s=3.0)
+    alone = begun(num_routers=1)
+    alone.on_lost(LOST, 0.0)
+    assert alone.on_lost(full, 0.0) == 3.2
+    generation, now_s, calls = begun(), 0.0, list[tuple[str, float]]()
+    for error in (LOST, full, *(LOST,) * 5):
+        now_s += generation.on_lost(error, now_s)
+        calls.append((generation.router, round(now_s, 1)))
+    # The dead router is called again meanwhile, with pauses that double: it may have been restarted.
+    assert calls == [("b", 0.1), ("a", 0.3), ("a", 0.7), ("a", 1.5), ("a", 3.1), ("b", 5.1), ("a", 7.1)]
+
+
+def test_the_retry_after_of_one_router_delays_no_call_to_another() -> None:
+    """The stream has 20 s left, one of three routers is dead and one is full for 30 s: the third is called at once."""
+    generation = begun(num_routers=3)
+    generation.on_lost(LOST, 80.0)
+    assert generation.router == "b"
+    assert generation.on_lost(Overloaded("full", reason="overloaded", retry_after_s=30.0), 80.0) == 0.2
+    assert generation.router == "c"
 
 
 def test_received_tokens_reset_the_retry_wait() -> None:
