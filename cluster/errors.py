@@ -262,8 +262,8 @@ class StepFailed(Unavailable):
 
 
 class WrongTokens(Unavailable):
-    """A worker sent too few or too many tokens, a different first token, or a token with a wrong index. Clients never
-    receive such tokens."""
+    """A worker sent too few or too many tokens, a different first token, or a token with a wrong index or end, or
+    outside the vocabulary. Clients never receive such tokens."""
 
     reason = "wrong_tokens"
 

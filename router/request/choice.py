@@ -1,10 +1,11 @@
 """A continuation of a request: its committed tokens and their text.
 
-`Choice.append` is the only place where a token is appended: exactly once and in order, whatever the workers send. All
-other state of a choice (detokenizer, stop matcher) is replayed from its tokens and never sent.
+`Choice.append` is the only place where a token is appended: exactly once, in order, and only if the request allows it,
+whatever the workers send. All other state of a choice (detokenizer, stop matcher) is replayed from its tokens and never
+sent.
 """
 
-from cluster.errors import InvalidRequest
+from cluster.errors import InvalidRequest, WrongTokens
 from cluster.messages import FinishReason, SampledToken
 from router.policies.hedging import Execution, Race
 from router.request.validation import ResolvedRequest
@@ -44,12 +45,15 @@ class Choice:
         return self._request.stops.max_tokens - len(self._committed)
 
     def append(self, index: int, token: SampledToken) -> ChoiceDelta:
-        """Append the token at `index` and return the client's delta for it. Raises OutOfOrder."""
+        """Append the token at `index` and return the client's delta for it. Raises OutOfOrder, and WrongTokens for a
+        token outside the vocabulary or with an end that the request does not give it."""
         if self.ended or index != len(self._committed):
             expected = "none" if self.ended else str(len(self._committed))
             raise OutOfOrder(f"choice {self.number} got token {index}, expected {expected}")
-        self._committed.append(token.token_id)
         finish_reason = token.finish_reason
+        if finish_reason is not self._finish_reason(token.token_id) or token.token_id >= self._request.vocab_size:
+            raise WrongTokens(f"token {index} of choice {self.number} is {token.token_id} with end {finish_reason}")
+        self._committed.append(token.token_id)
         stop_cause: str | int | None
         if finish_reason is FinishReason.STOP:  # EOS or a stop token, which has no text unless the request includes it
             text = self._text.push_one(token.token_id)[0] if self._request.includes_stop else ""
@@ -91,7 +95,7 @@ class Choice:
         return ending._replace(first_index=len(has.token_ids), token_ids=(), text=missed)
 
     def _finish_reason(self, token_id: int) -> FinishReason | None:
-        """Return the finish reason that the worker gave when it sampled this token."""
+        """Return the finish reason that a worker gives when it samples this token next."""
         if token_id in self._request.stops.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_missing == 1 else None

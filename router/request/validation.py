@@ -47,6 +47,7 @@ class ResolvedRequest:
     cache_salt: str
     priority: int
     is_batch: bool
+    vocab_size: int  # the model's
     grammar: Grammar | None = None
     num_prompt_logprobs: int | None = None  # of the most likely tokens at each position of the prompt
 
@@ -129,8 +130,7 @@ def resolve(
     InvalidRequest, ContextLengthExceeded."""
     if not prompt_token_ids:
         raise InvalidRequest("the prompt is empty: it must have at least one token", param=request.prompt_field)
-    # First: a prompt may be too long to be looked through at all.
-    max_tokens = _max_tokens(len(prompt_token_ids), request, model)
+    max_tokens = _max_tokens(len(prompt_token_ids), request, model)  # first: it may be too long to look through
     packed_prompt = _packed(prompt_token_ids, model, request)
     _check_prompt_logprobs(request, len(prompt_token_ids))
     if request.stop.min_tokens > max_tokens:
@@ -157,6 +157,7 @@ def resolve(
         cache_salt=request.cache_salt,
         priority=request.priority,
         is_batch=request.is_batch,
+        vocab_size=model.vocab_size,
         grammar=request.grammar,
         num_prompt_logprobs=request.prompt_logprobs,
     )

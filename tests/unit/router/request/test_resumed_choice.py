@@ -50,6 +50,7 @@ def new_choice(
         cache_salt="",
         priority=0,
         is_batch=False,
+        vocab_size=demo()[0].get_vocab_size(),
     )
     detokenizer = Detokenizer(demo()[1], skips_special_tokens=skips_special_tokens)
     return Choice(0, request, TextStream(detokenizer, stop, min_tokens, includes_stop=includes_stop))
