@@ -303,7 +303,7 @@ class Exports:
             first_tokens=[FirstToken(event.last_token_id, ended=False)],
             tail=None
             if event.tail is None
-            else TailBlock(event.tail.block_id, event.tail.num_valid, event.tail.block_id in event.unverified),
+            else TailBlock(event.tail.block_id, event.tail.num_valid, event.tail.is_unverified),
         )
         if not freezing.answer.done():
             freezing.answer.set_result(FrozenSequence(issued.signed, event.num_output))

@@ -322,7 +322,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         self._exporter.finish(
             event.ticket_id,
             first_tokens=[FirstToken(token.token_id, token.finish_reason is not None) for token in event.tokens],
-            tail=None if event.tail is None else TailBlock(event.tail.block_id, event.tail.num_valid),
+            tail=None if (tail := event.tail) is None else TailBlock(tail.block_id, tail.num_valid, tail.is_unverified),
             ended_s=event.ended_s,
         )
 

@@ -46,7 +46,7 @@ class BlockPool:
         self._num_held = 0
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the warmest block first
         self._cache = PrefixCache(eviction_of(eviction, num_blocks))
-        # Blocks that came from another worker unverified, until they are reserved again.
+        # Blocks that came from another worker unverified, or were computed from such, until they are reserved again.
         self._unverified: set[int] = set()
         self._history: deque[tuple[str, tuple[int, ...]]] = deque(maxlen=_NUM_REMEMBERED)
 
@@ -123,14 +123,14 @@ class BlockPool:
             parent = block_hash
 
     def mark_unverified(self, block_ids: Iterable[int]) -> None:
-        """Mark blocks whose content came from another worker without verification; the mark follows every use and
-        copy."""
+        """Mark blocks whose content came from another worker without verification, or was computed from such content;
+        the mark follows every use and copy."""
         for block_id in block_ids:
             self._require(self._references[block_id] > 0, "mark_unverified", block_id)
             self._unverified.add(block_id)
 
     def unverified_among(self, block_ids: Iterable[int]) -> frozenset[int]:
-        return frozenset(self._unverified.intersection(block_ids))
+        return frozenset(self._unverified.intersection(block_ids)) if self._unverified else frozenset()
 
     def add_references(self, block_ids: Sequence[int]) -> None:
         """Add a reference to each block, all of which must be in use or cached."""

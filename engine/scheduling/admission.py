@@ -108,8 +108,11 @@ class SequenceAdmission:
             sequence.num_kept = len(command.sealed_block_ids)
             sequence.num_cached = grant.num_cached * self._limits.block_size
             sequence.token_ids.append(first_token_id)
-            sequence.block_ids = command.sealed_block_ids + command.tail_block_ids[index : index + 1]
+            tail_ids = command.tail_block_ids[index : index + 1]
+            sequence.block_ids = command.sealed_block_ids + tail_ids
             self._pool.add_references(sequence.block_ids)
+            if self._pool.unverified_among(sequence.block_ids):
+                self._pool.mark_unverified(tail_ids)  # its next tokens are computed from the other blocks
             self._batch.add_ready(sequence, now_s)
 
     def _refusal(self, job: DecodeJob) -> TandemError | None:

@@ -32,6 +32,7 @@ class Tail:
 
     block_id: int
     num_valid: int
+    is_unverified: bool  # as of `Frozen.unverified`
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ class TicketLeases:
         return Counter(block_id for block_ids in self._tickets.values() for block_id in block_ids)
 
     def unverified(self, ticket_id: bytes) -> frozenset[int]:
-        """Return the blocks of the ticket that came from another worker and were not verified."""
+        """Return the blocks of the ticket that are not verified."""
         return self._pool.unverified_among(self._tickets.get(ticket_id, ()))
 
     def lease(self, ticket_id: bytes, sequence: Sequence) -> tuple[tuple[int, ...], Tail | None]:
@@ -83,10 +83,13 @@ class TicketLeases:
         num_sealed = sealed_blocks(sequence.num_computed, self._block_size)
         num_valid = tail_length(sequence.num_computed, self._block_size)
         sealed_ids = sequence.block_ids[:num_sealed]
-        tail = Tail(sequence.block_ids[num_sealed], num_valid) if num_valid else None
+        tail = self.tail(sequence.block_ids[num_sealed], num_valid) if num_valid else None
         self._tickets[ticket_id] = sealed_ids if tail is None else (*sealed_ids, tail.block_id)
         self._pool.begin_lease(self._tickets[ticket_id])
         return sealed_ids, tail
+
+    def tail(self, block_id: int, num_valid: int) -> Tail:
+        return Tail(block_id, num_valid, is_unverified=bool(self._pool.unverified_among((block_id,))))
 
     def extend(self, ticket_id: bytes, block_ids: tuple[int, ...]) -> None:
         """Lease more blocks to the ticket of an export, in the order of its prompt."""
@@ -330,7 +333,7 @@ class PromptExports:
         if not export.has_importer or not num_valid:
             return None
         self._leases.extend(export.ticket_id, sequence.block_ids[-1:])
-        return Tail(sequence.block_ids[-1], num_valid)
+        return self._leases.tail(sequence.block_ids[-1], num_valid)
 
     def _abort(self, ticket_id: bytes, error: TandemError) -> tuple[Event, ...]:
         """End an export that is not finished. Does nothing if it has ended."""

@@ -50,7 +50,7 @@ class RemoteBlock(NamedTuple):
 
     block_id: int
     digest: bytes  # empty: the exporter computes none
-    is_unverified: bool = False  # the exporter received it from another worker and did not verify it
+    is_unverified: bool = False  # the exporter did not verify it, or a block from which it computed this one
 
 
 @dataclass(frozen=True, slots=True)

@@ -379,7 +379,7 @@ def _read(state: ImporterState, now_s: float, guards: Guards) -> Step:
     is_accepted = {unproven: guards.provenance_accepted(unproven, verifies_all) for unproven in (False, True)}
     unproven = [place for place, block in named if not is_accepted[block.is_unverified]]
     if unproven:
-        detail = f"the exporter had blocks {unproven} from another worker and did not verify them"
+        detail = f"the exporter did not verify blocks {unproven}, or blocks from which it computed them"
         return fail(state, now_s, guards, HandOffReason.UNVERIFIED_PROVENANCE, detail)
     reading = Reading(state.num_reads, places, now_s + state.plan.read_timeout_s)
     start = StartRead(

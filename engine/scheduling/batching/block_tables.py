@@ -194,6 +194,7 @@ class BlockTables:
         else:
             sequence.num_computed = sequence.num_cached = num_found
             self.tokens_cached += num_found
+        self._mark_computed(sequence, block_ids[blocks_for(sequence.num_computed, self._block_size) :])
         sequence.advance(0)  # cached tokens are done before its wait ends
 
     def evict(self, sequence: Sequence) -> None:
@@ -236,11 +237,18 @@ class BlockTables:
         block_ids = self._pool.reserve(num_blocks)
         if block_ids is None:
             return False
+        self._mark_computed(sequence, block_ids)
         if len(sequence.block_ids) == blocks_for(len(sequence.token_ids), self._block_size):
             sequence.spare_ids = block_ids
         else:
             sequence.block_ids += block_ids
         return True
+
+    def _mark_computed(self, sequence: Sequence, block_ids: SequenceOf[int]) -> None:
+        """Mark blocks that this worker will compute from the sequence's blocks, if one of those was not verified: KV
+        that was computed from wrong KV is wrong, and its digest does not show it."""
+        if self._pool.unverified_among(sequence.block_ids):
+            self._pool.mark_unverified(block_ids)
 
     def num_free_places(self, sequence: Sequence, num_spare_blocks: int) -> int:
         """Return how many tokens fit after the known ones, in the last block and `num_spare_blocks` more."""
@@ -252,6 +260,7 @@ class BlockTables:
         if num_missing > 0:
             block_ids = self._pool.reserve(num_missing)
             assert block_ids is not None, f"{num_missing} blocks for draft tokens were not spare"
+            self._mark_computed(sequence, block_ids)
             sequence.block_ids += block_ids
         return max(0, num_missing)
 

@@ -85,7 +85,7 @@ async def test_a_verifying_importer_refuses_unverified_provenance(passes_on: str
                 rig.decode.finish(1)
                 await again.released.wait()
             else:
-                reason = await rig.failure(importing, match="from another worker and did not verify")
+                reason = await rig.failure(importing, match="did not verify blocks")
                 assert reason is HandOffReason.UNVERIFIED_PROVENANCE
                 assert rig.counters.handoffs["importer", "tcp", "failed", "unverified_provenance"] == 1
                 await rig.given_up(again)

@@ -1,5 +1,5 @@
 """A block that came from another worker without verification stays marked as unverified in every place of its
-content.
+content, and so does every block that is computed from it.
 """
 
 from cluster.messages import MemberId
@@ -13,6 +13,7 @@ from engine.scheduling.commands import Release
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policies import make_policy
 from engine.scheduling.scheduler import SequenceScheduler
+from engine.scheduling.step import DrawnToken, StepResult
 from tests.prefill_jobs import prefill_job
 from tests.unit.engine.rigs.export_bench import limits
 from tests.unit.engine.rigs.scheduler_bench import SchedulerBench
@@ -88,6 +89,23 @@ def test_unverified_blocks_are_copied_to_the_tiers_with_their_provenance() -> No
     prefill.scheduler.check()
 
 
+def test_blocks_computed_from_an_unverified_prefix_are_unverified() -> None:
+    """Their digests show damage in transit, not the damage of the prefix from which they were computed. An importer
+    that has the prefix itself reads these blocks alone."""
+    for unverified_places in ((), (1,)):
+        prefill, tokens = _Prefill(unverified_places), (*_TOKENS, *range(20, 25))
+        prefill.scheduler.apply(
+            commands.AdmitExport(b"t", prefill_job(tokens, max_tokens=4, importer=MemberId("d0", "1"))), 0.0
+        )
+        _, plan = prefill.scheduler.plan(0.0)
+        assert plan is not None
+        *_, computed, finished = prefill.scheduler.complete(plan, StepResult(((DrawnToken(7),),)), 0.0)
+        assert isinstance(computed, commands.Sealed) and isinstance(finished, commands.ExportFinished)
+        assert len(computed.block_ids) == 1 and set(computed.block_ids).isdisjoint(prefill.block_ids)
+        assert computed.unverified == (frozenset(computed.block_ids) if unverified_places else frozenset())
+        assert finished.tail is not None and finished.tail.is_unverified is bool(unverified_places)
+
+
 def _imported(bench: SchedulerBench, *, is_verified: bool, num_output: int = 12) -> int:
     handoff = bench.reserve(bench.job(_TOKENS[:6], max_tokens=num_output))
     bench.finish(handoff, is_verified=is_verified)
@@ -103,7 +121,10 @@ def test_a_migrated_sequence_keeps_its_unverified_blocks() -> None:
             bench.step()
         frozen = bench.freeze(handle)
         assert frozen is not None
-        assert frozen.unverified == (set() if is_verified else came), "what it computed itself is verified"
+        assert frozen.tail is not None and frozen.tail.is_unverified is not is_verified
+        own = {*frozen.sealed_block_ids, frozen.tail.block_id}
+        assert came < own, "it has computed a block from those that came"
+        assert frozen.unverified == (set() if is_verified else own)
         bench.release(frozen.ticket_id)
 
 
@@ -128,4 +149,4 @@ def test_swapped_blocks_keep_their_provenance() -> None:
     living = [bench.sequence(handle) for handle in handles if handle in bench.live]
     (back,) = [sequence for sequence in living if set(sequence.block_ids) & targets]
     assert set(back.block_ids[:2]) <= pool.unverified_among(back.block_ids), "its two imported blocks"
-    assert set(back.block_ids[2:]).isdisjoint(pool.unverified_among(back.block_ids)), "it computed these"
+    assert set(back.block_ids) == pool.unverified_among(back.block_ids), "it computed the others from these"
