@@ -23,10 +23,10 @@ from safetensors.torch import load_file, save_file
 
 from cluster.process import ExitStatus
 from tandem.v1 import inference_pb2
+from tests.polling import until
 from tests.system.rigs.members.asking import ask, asked, question
 from tests.system.rigs.members.planted import planted_bodies
 from tests.system.rigs.processes.local_cluster import DEMO_MODEL, Launch, LocalCluster, executed, forked
-from tests.system.rigs.processes.polling import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -24,9 +24,9 @@ from cluster.protocol import wire
 from cluster.serving.rpc_errors import RETRY_AFTER_S
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
+from tests.polling import until
 from tests.system.rigs.members.asking import ask, question
 from tests.system.rigs.processes.local_cluster import LocalCluster, Member
-from tests.system.rigs.processes.polling import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

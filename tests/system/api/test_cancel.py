@@ -17,9 +17,9 @@ import pytest
 from cluster.messages import DecodeJob, MemberId, PrefillJob, Sampling, SequenceStart, TokenStops
 from cluster.protocol import wire
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
+from tests.polling import until
 from tests.system.rigs.members.asking import ask, asked, question
 from tests.system.rigs.processes.local_cluster import LocalCluster
-from tests.system.rigs.processes.polling import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -9,8 +9,8 @@ import pytest
 
 from tandem.client import AsyncClient, AsyncGeneration
 from tandem.results import Choice
+from tests.polling import until as until_seen
 from tests.system.rigs.processes.local_cluster import LocalCluster, Member
-from tests.system.rigs.processes.polling import until as until_seen
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 TIMEOUT_S = 90.0

@@ -12,6 +12,7 @@ from cluster.serving.frame_server import FrameContext
 from router.fleet.peer import Peer
 from router.requests import GenerateRequest
 from router.running import running
+from tests.polling import until
 from tests.system.rigs.members.router_harness import (
     Answer,
     RouterUnderTest,
@@ -22,7 +23,6 @@ from tests.system.rigs.members.router_harness import (
 )
 from tests.system.rigs.members.scripted_decode import ScriptedDecode
 from tests.system.rigs.members.scripted_workers import ScriptedWorker
-from tests.system.rigs.processes.polling import until
 
 _DEADLINE_S = 60.0  # also for a broken stream: a starved machine may need long to restore it
 

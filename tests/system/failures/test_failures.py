@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from tandem.v1 import admin_pb2, inference_pb2
+from tests.polling import until
 from tests.system.rigs.members.asking import Answer, ask, asked, held_hand_off, question
 from tests.system.rigs.processes.local_cluster import LocalCluster
-from tests.system.rigs.processes.polling import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

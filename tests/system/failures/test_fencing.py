@@ -27,10 +27,10 @@ from router.policies.prefix_index import PrefixIndex
 from router.running import running
 from tandem.client import AsyncClient
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
+from tests.polling import until
 from tests.system.rigs.members.asking import ask, asked, question
 from tests.system.rigs.members.scripted_workers import ScriptedPrefill, Store, connect
 from tests.system.rigs.processes.local_cluster import LocalCluster, Member
-from tests.system.rigs.processes.polling import until
 
 _HANDLE = 7
 TIMEOUT_S = 60.0

@@ -14,6 +14,7 @@ import pytest
 from cluster.errors import QueueFull
 from router.policies.breakers import BreakerPolicy
 from router.requests import GenerateRequest
+from tests.polling import until
 from tests.system.rigs.members.router_harness import (
     Answer,
     RouterUnderTest,
@@ -24,7 +25,6 @@ from tests.system.rigs.members.router_harness import (
 )
 from tests.system.rigs.members.scripted_decode import ScriptedDecode
 from tests.system.rigs.members.scripted_workers import Gate, ScriptedPrefill, ScriptedWorker
-from tests.system.rigs.processes.polling import until
 
 _DEADLINE_S = 20.0
 

@@ -21,9 +21,9 @@ from tandem.enum_words import MEMBER_STATES
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tests.faults.control import FaultControl, Worker
 from tests.faults.faulty_transport import Fault
+from tests.polling import until
 from tests.system.rigs.members.asking import Answer, ask, question
 from tests.system.rigs.processes.local_cluster import LocalCluster, Member
-from tests.system.rigs.processes.polling import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -16,10 +16,10 @@ import pytest_asyncio
 from cli.top.watch import Watch
 from cluster.registry.redis_server import RedisServer
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
+from tests.polling import until
 from tests.system.rigs.members.asking import ask, question
 from tests.system.rigs.processes.live_prometheus import LivePrometheus, needs_prometheus, prometheus_of
 from tests.system.rigs.processes.local_cluster import LocalCluster
-from tests.system.rigs.processes.polling import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow, needs_prometheus, pytest.mark.timeout(1_200)]
 

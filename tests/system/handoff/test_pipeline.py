@@ -18,6 +18,7 @@ from cluster.errors import (
     UnknownModel,
 )
 from router.requests import ChatMessage, ChatPrompt, GenerateRequest, StopConditions, TextPrompt, TokenPrompt
+from tests.polling import until
 from tests.system.rigs.members.router_harness import (
     Answer,
     RouterUnderTest,
@@ -28,7 +29,6 @@ from tests.system.rigs.members.router_harness import (
     router_under_test,
 )
 from tests.system.rigs.members.scripted_workers import Gate
-from tests.system.rigs.processes.polling import until
 
 
 async def test_a_request_goes_through_both_workers_and_gives_every_token_once() -> None:

@@ -17,8 +17,8 @@ from cluster.registry.registration import Registration, check_registry
 from cluster.registry.registry import Registry
 from cluster.registry.scale_target import COUNTED_ROLES
 from cluster.settings.config import RouterConfig
+from tests import polling
 from tests.system.rigs.members.registry_rig import DEADLINE_S, FINGERPRINT, KEYS, kept, member, until
-from tests.system.rigs.processes import polling
 
 
 @pytest.fixture

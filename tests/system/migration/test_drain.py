@@ -15,9 +15,9 @@ from cluster.process import ExitStatus
 from tandem.client import AsyncClient
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tandem.v1 import inference_pb2
+from tests.polling import until
 from tests.system.rigs.members.asking import GREEDY, Answer, ask, asked, question
 from tests.system.rigs.processes.local_cluster import LocalCluster, Member
-from tests.system.rigs.processes.polling import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

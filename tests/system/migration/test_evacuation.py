@@ -7,10 +7,10 @@ import pytest
 
 from cluster.errors import QueueFull
 from cluster.messages import MemberId
+from tests.polling import until
 from tests.system.rigs.members.migration_stage import Stage, stage
 from tests.system.rigs.members.router_harness import answer_to, ask, ask_and_hold, router_under_test
 from tests.system.rigs.members.scripted_decode import ScriptedDecode
-from tests.system.rigs.processes.polling import until
 
 _LONG_S = 1000.0
 

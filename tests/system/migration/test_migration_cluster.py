@@ -10,9 +10,9 @@ import pytest
 
 from cli.__main__ import main
 from tandem.v1 import inference_pb2
+from tests.polling import until
 from tests.system.rigs.members.asking import GREEDY, Answer, ask, asked, question
 from tests.system.rigs.processes.local_cluster import LocalCluster
-from tests.system.rigs.processes.polling import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

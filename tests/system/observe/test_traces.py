@@ -29,11 +29,11 @@ from router.requests import GenerateRequest
 from tandem.client import AsyncClient
 from tandem.generation import trace_context
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
+from tests.polling import until
 from tests.system.rigs.members.asking import question
 from tests.system.rigs.members.planted import planted_bodies
 from tests.system.rigs.members.router_harness import RouterUnderTest, answer_to, ask, router_under_test
 from tests.system.rigs.processes.local_cluster import LocalCluster
-from tests.system.rigs.processes.polling import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -17,7 +17,7 @@ import pytest_asyncio
 from cli.__main__ import main
 from tandem.client import AsyncClient, AsyncGeneration
 from tandem.results import Result
-from tests.system.rigs.processes.polling import until
+from tests.polling import until
 from tests.system.rigs.processes.up_command import DEADLINE_S, Up
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -8,8 +8,8 @@ from cluster.auth.key_file import load_keys
 from cluster.registry.registry import Registry
 from tandem.client import AsyncClient
 from tandem.errors import Overloaded
+from tests.polling import until
 from tests.system.rigs.processes.local_cluster import LocalCluster
-from tests.system.rigs.processes.polling import until
 
 
 async def test_a_workers_queue_and_target_change_and_a_memory_setting_is_logged_as_unchangeable(

@@ -18,10 +18,10 @@ from cluster.protocol import wire
 from tandem.internal.v1 import worker_pb2_grpc
 from tandem.v1 import inference_pb2
 from tests.faults.control import FaultControl
+from tests.polling import until
 from tests.prefill_jobs import prefill_job
 from tests.system.rigs.members.asking import Answer, ask, asked, question
 from tests.system.rigs.processes.local_cluster import LocalCluster
-from tests.system.rigs.processes.polling import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -15,6 +15,7 @@ from router import operator_commands
 from router.operator_commands import MemberCommands
 from tandem.enum_words import MEMBER_ROLES
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
+from tests.polling import until
 from tests.system.rigs.members.asking import Answer, ask, question
 from tests.system.rigs.members.router_harness import (
     RouterUnderTest,
@@ -28,7 +29,6 @@ from tests.system.rigs.members.scripted_decode import ScriptedDecode
 from tests.system.rigs.members.scripted_workers import connect
 from tests.system.rigs.processes.live_prometheus import scrapes_of
 from tests.system.rigs.processes.local_cluster import LocalCluster
-from tests.system.rigs.processes.polling import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

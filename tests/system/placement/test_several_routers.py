@@ -26,9 +26,9 @@ from router.policies.candidates import WorkerLoad
 from router.policies.prefix_index import PrefixIndex
 from router.running import running
 from tandem.client import AsyncClient, AsyncGeneration
+from tests.polling import until
 from tests.system.rigs.members.router_harness import DEMO_MODEL
 from tests.system.rigs.processes.local_cluster import LocalCluster
-from tests.system.rigs.processes.polling import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 DEADLINE_S = 60.0

@@ -17,10 +17,10 @@ from cluster.auth.key_file import load_keys
 from cluster.errors import ConfigError
 from cluster.messages import Role
 from tandem.client import AsyncClient
+from tests.polling import until
 from tests.system.rigs.members import member_relay
 from tests.system.rigs.members.member_relay import fork_relay
 from tests.system.rigs.processes.local_cluster import DEMO_MODEL, LocalCluster
-from tests.system.rigs.processes.polling import until
 
 pytest.importorskip("ray", reason="ray is not installed: it is the extra [ray]")
 

@@ -12,7 +12,7 @@ from cli.__main__ import main
 
 pytest.importorskip("ray", reason="ray is not installed: it is the extra [ray]")
 
-from tests.system.rigs.processes.polling import until
+from tests.polling import until
 from tests.system.rigs.processes.ray_rig import RayNodes, load
 from tests.system.rigs.processes.up_command import Up
 

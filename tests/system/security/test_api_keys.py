@@ -16,8 +16,8 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from cli.command import run
 from tandem.v1 import admin_pb2, admin_pb2_grpc
+from tests.polling import until
 from tests.system.rigs.processes.local_cluster import LocalCluster
-from tests.system.rigs.processes.polling import until
 
 _ADMIN_KEY = "the operators' key"
 

@@ -19,9 +19,9 @@ from cluster.auth.sessions import OpeningSession, Refusal
 from cluster.errors import MemberRefused
 from cluster.serving.rpc_errors import REASON
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
+from tests.polling import until
 from tests.system.rigs.members.asking import ask, asked, question
 from tests.system.rigs.processes.local_cluster import LocalCluster
-from tests.system.rigs.processes.polling import until
 
 _NUM_STREAMS = 4
 _ANSWERS_PER_STEP = 3 * _NUM_STREAMS

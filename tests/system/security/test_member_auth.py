@@ -28,9 +28,9 @@ from cluster.registry.registry import Registry
 from cluster.registry.signed_records import SignedRecords
 from cluster.serving.rpc_errors import REASON
 from tandem.internal.v1 import kv_pb2, worker_pb2, worker_pb2_grpc
+from tests.polling import until
 from tests.system.rigs.members.asking import ask, question
 from tests.system.rigs.processes.local_cluster import LocalCluster, Member
-from tests.system.rigs.processes.polling import until
 
 _DEADLINE_S = 60.0
 _STREAMS = ("/Connect", "/HandOff", "/ServerReflectionInfo")  # of requests, and there are none here
@@ -166,14 +166,13 @@ async def test_a_worker_that_a_stranger_writes_into_redis_receives_no_call_and_i
     made_up = replace(wanted, id=MemberId("decode9", "1"), address=address, state=MemberState.READY)
     stranger = SignedRecords(ClusterKeys(secrets.token_bytes(32)), cluster.name, lambda reason, identifier: None)
     key, members = f"{{{cluster.name}}}:registration:decode9", f"{{{cluster.name}}}:members"
-    async with asyncio.timeout(_DEADLINE_S), Redis.from_url(cluster.redis_url) as redis:
+    async with Redis.from_url(cluster.redis_url) as redis:
         for record, reason in ((to_json(made_up), Refusal.NO_PROOF), (stranger.sign(made_up, 1), Refusal.UNKNOWN_KEY)):
             await redis.set(key, record, px=60_000)
             await redis.sadd(members, "decode9")
             await redis.publish(f"{{{cluster.name}}}:changes", "decode9")
             counted = f'tandem_refused_members_total{{reason="{reason}"}}'
-            while counted not in await _scraped(cluster.members["router0"], "http"):  # noqa: ASYNC110 - it watches
-                await asyncio.sleep(0.05)
+            await _until_counted(cluster.members["router0"], counted, "http")
             assert len((await ask(cluster, question(range(10, 40)))).token_ids) == 8
         assert "decode9" not in {member.member_id for member in (await cluster.status()).members}
         await redis.delete(key)
@@ -202,8 +201,14 @@ async def _attack(transport: str, connect: "Callable[[Member], Awaitable[_Stream
         writer.close()
     for reason in (Refusal.UNKNOWN_KEY, Refusal.NO_PROOF):
         counted = f'tandem_refused_kv_connections_total{{reason="{reason}",transport="{transport}"}}'
-        while counted not in await _scraped(worker):  # noqa: ASYNC110 - it counts after it has closed the connection
-            await asyncio.sleep(0.05)
+        await _until_counted(worker, counted)  # which is after the connection was closed
+
+
+async def _until_counted(member: Member, counter: str, port_name: str = "metrics") -> None:
+    """Wait until the member's metrics contain this counter."""
+    await until(
+        partial(_scraped, member, port_name), lambda text: counter in text, what=f"{counter} is counted", pause_s=0.05
+    )
 
 
 async def _scraped(member: Member, port_name: str = "metrics") -> str:

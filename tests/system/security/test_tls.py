@@ -27,8 +27,8 @@ from tandem.client import AsyncClient
 from tandem.errors import Unavailable
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tests.certificates import HOSTS, SERVER_NAME, Certificates, client_credentials, load, make_certificates
+from tests.polling import until
 from tests.system.rigs.processes.local_cluster import LocalCluster
-from tests.system.rigs.processes.polling import until
 
 DEADLINE_S = 60.0
 PROMPT = "def read(path):\n"

@@ -10,8 +10,8 @@ import grpc
 
 from tandem.enum_words import FINISH_REASONS
 from tandem.v1 import inference_pb2
+from tests.polling import until
 from tests.system.rigs.processes.local_cluster import LocalCluster
-from tests.system.rigs.processes.polling import until
 
 TIMEOUT_S = 90.0
 GREEDY = inference_pb2.SamplingParams(temperature=0.0)

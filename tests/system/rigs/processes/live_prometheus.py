@@ -14,8 +14,8 @@ import yaml
 
 from cluster.process import die_with_parent
 from deploy.observability.__main__ import FOLDER
+from tests.polling import until
 from tests.system.rigs.processes.local_cluster import LocalCluster
-from tests.system.rigs.processes.polling import until
 
 _SCRAPE = "5s"
 _END_S = 60.0

@@ -26,8 +26,8 @@ from cluster.serving.tls import ClusterTls
 from tandem.enum_words import MEMBER_ROLES
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
+from tests.polling import until
 from tests.system.rigs.processes.fork_server import ForkedProcess, router_forks, worker_forks
-from tests.system.rigs.processes.polling import until
 
 DEMO_MODEL = Path(__file__).parents[4] / "examples" / "demo_model"
 _START_TIMEOUT_S = 120.0

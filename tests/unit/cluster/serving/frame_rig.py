@@ -14,7 +14,7 @@ from cluster.messages import MemberId
 from cluster.observe.telemetry import Telemetry
 from cluster.serving.serving import GrpcServer
 from tandem.internal.v1 import kv_pb2, kv_pb2_grpc, worker_pb2, worker_pb2_grpc
-from tests.system.rigs.processes.polling import until
+from tests.polling import until
 
 KEYS = ClusterKeys(b"k" * 32)
 CALLEE = MemberId("decode-0", "1")
