@@ -209,7 +209,7 @@ class Peer(WorkerHealth):
         try:
             yield partial(self.backlog.record_computed, number)
         finally:
-            self.backlog.remove_prompt(number)
+            self.backlog.remove_prompt(number, asyncio.get_running_loop().time())
 
     def _on_others(self, work: OthersWork) -> None:
         self.backlog.record_report(work, asyncio.get_running_loop().time())

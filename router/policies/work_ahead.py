@@ -134,14 +134,16 @@ class PromptBacklog:
 
     def record_computed(self, number: int, now_s: float) -> None:
         """Record that the worker has computed the prompt, so that its queue has room again."""
-        self.remove_prompt(number)
+        self.remove_prompt(number, now_s)
         self._since_s = now_s
         self._full_until_s.clear()
 
-    def remove_prompt(self, number: int) -> None:
+    def remove_prompt(self, number: int, now_s: float) -> None:
         """Remove a prompt that will not be computed. It has no effect on one that was."""
         if number not in self._prompts:
             return
+        if number == next(iter(self._prompts)):
+            self._since_s = now_s  # the time for this prompt is no progress of the next one
         work, tenant = self._prompts.pop(number)
         self._work = self._work + work.times(-1) if self._prompts else NO_PROMPT
         self._tenants[tenant] = self._tenants[tenant] + work.times(-1)

@@ -56,12 +56,12 @@ class _Router:
     def progress(self) -> list[SequenceProgress]:
         return [progress for job in self.jobs for progress in job.progress.values()]
 
-    def remove(self, job: _Job, handle: int | None = None) -> None:
+    def remove(self, job: _Job, now_s: float, handle: int | None = None) -> None:
         """Forget a job, or one of its sequences."""
         if handle is not None:
             job.progress.pop(handle, None)
         if handle is None or not job.progress:
-            self.backlog.remove_prompt(job.number)
+            self.backlog.remove_prompt(job.number, now_s)
             if job in self.jobs:
                 self.jobs.remove(job)
 
@@ -113,7 +113,7 @@ class SeveralRouters(RuleBasedStateMachine):
             return
         job = sender.jobs[which % len(sender.jobs)]
         handle = next(iter(job.progress), None)
-        sender.remove(job, handle)
+        sender.remove(job, self.now_s, handle)
         sender.to_worker.append(lambda: self._end_at_worker(job, handle))
 
     @rule(router=st.sampled_from(ROUTERS))
@@ -136,7 +136,7 @@ class SeveralRouters(RuleBasedStateMachine):
 
         def receive() -> None:
             router.backlog.record_computed(job.number, self.now_s)
-            router.remove(job)
+            router.remove(job, self.now_s)
 
         router.to_router.append(receive)
 
@@ -158,7 +158,7 @@ class SeveralRouters(RuleBasedStateMachine):
             if handle in job.progress:
                 job.progress[handle].record_token(self.now_s)
                 if is_last:
-                    router.remove(job, handle)
+                    router.remove(job, self.now_s, handle)
 
         router.to_router.append(receive)
 

@@ -39,12 +39,24 @@ def test_a_removed_prompt_does_not_count_and_a_prompt_ends_once() -> None:
     backlog = PromptBacklog()
     number = backlog.add_prompt(PromptWork.of(100, 0), 0.0)
     stays = backlog.add_prompt(PromptWork.of(7, 0), 0.0)
-    backlog.remove_prompt(number)
-    backlog.remove_prompt(number)
+    backlog.remove_prompt(number, 0.0)
+    backlog.remove_prompt(number, 0.0)
     assert backlog.queue(0.0).work.num_new == 7
     backlog.record_computed(stays, 1.0)
-    backlog.remove_prompt(stays)
+    backlog.remove_prompt(stays, 1.0)
     assert backlog.queue(1.0).work == PromptWork()
+
+
+def test_the_time_for_a_removed_prompt_is_no_progress_of_the_next_one() -> None:
+    """A client leaves while its long prompt is computed. The one that waited behind it has just begun."""
+    backlog = PromptBacklog()
+    long = backlog.add_prompt(PromptWork.of(100_000, 0), 0.0)
+    backlog.add_prompt(PromptWork.of(500, 0), 50.0)
+    backlog.remove_prompt(long, 60.0)
+    queue = backlog.queue(61.0)
+    assert (queue.first.num_new, queue.elapsed_s) == (500, 1.0)
+    backlog.remove_prompt(backlog.add_prompt(PromptWork.of(7, 0), 61.0), 61.5)
+    assert backlog.queue(62.0).elapsed_s == 2.0, "one that only waited changes nothing"
 
 
 def test_prompts_of_other_routers_count_until_the_next_report() -> None:
@@ -93,7 +105,7 @@ def test_a_new_prompt_waits_for_its_tenants_prompts_and_for_others_in_proportion
     assert queue.before(flood, 64).work.num_new == pytest.approx(1300)
     backlog.record_report(OthersWork(1, prompts=PromptWork.of(50, 0)), 0.0)
     assert backlog.queue(0.0).before(other, 64).work.num_new == pytest.approx(650), "other routers name no tenants"
-    backlog.remove_prompt(number)
+    backlog.remove_prompt(number, 0.0)
     assert backlog.queue(0.0).before(other, 64).work.num_new == pytest.approx(450)
 
 
