@@ -206,20 +206,18 @@ class _Predictor:
         request, is_export = self._request, computing is not decode
         unmodelled_s = computing.unmodelled.export_s if is_export else computing.unmodelled.here_s
         modelled_s, itl_s = computed.at_s - self._after_s, decoded.itl_s * decode.unmodelled.itl_factor
+        besides = (computed.beside, computing), (decoded.beside, decode)
+        beside = tuple(self._running(one, load) for one, load in besides if one.number)
         return Prediction(
             ttft_s=modelled_s + unmodelled_s,
             itl_s=itl_s,
-            running_itl_s=max(computed.beside.after_s, decoded.beside.after_s),
+            running_itl_s=max((each.after_s for each in beside), default=0.0),
             delay_s=computed.delay_s + decoded.delay_s + request.num_choices * self._num_later * itl_s,
             kv_bytes=kv_bytes,
             num_cached=min(self._num_cached(computing), request.num_prompt_tokens - 1),
             modelled_ttft_s=modelled_s,
             modelled_itl_s=decoded.itl_s,
-            beside=tuple(
-                self._running(one, load)
-                for one, load in ((computed.beside, computing), (decoded.beside, decode))
-                if one.number
-            ),
+            beside=beside,
         )
 
     def _running(self, beside: RunningBeside, load: WorkerLoad) -> RunningBeside:

@@ -13,6 +13,7 @@ from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes, StepL
 from cluster.settings.config import RouterConfig
 from router.policies import candidates
 from router.policies.candidates import NO_TARGETS, RequestFacts, SloTargets, WorkerLoad
+from router.policies.forecast import Unmodelled
 from router.policies.placement import (
     MAX_CONSIDERED,
     LeastLoaded,
@@ -261,6 +262,15 @@ def test_exploration_never_misses_a_latency_target() -> None:
     own = explored(prefills, decodes, draw=0.0, request=replace(REQUEST, targets=SloTargets(ttft_s=0.45)))
     assert (names(own), own.reason) == (("p0", "d0"), PlacementReason.SLO)
     assert (own.alternative, own.propensity) == (None, 1.0)
+
+
+def test_exploration_spares_sequences_whose_worker_is_known_to_be_slower_than_its_service_times_say() -> None:
+    """Four sequences get a token each 15 ms by the service times, and each 45 ms as far as its requests have shown."""
+    prefills, decodes = [load("p0"), load("p1", num_ahead=100)], [load("d0", running=4)]
+    request, targets = replace(REQUEST, targets=SloTargets(itl_s=1.0)), SloTargets(itl_s=0.04)
+    assert explored(prefills, decodes, 0.0, request, targets).reason is PlacementReason.EXPLORED
+    slow = [replace(decode, unmodelled=Unmodelled(itl_factor=3.0)) for decode in decodes]
+    assert explored(prefills, slow, 0.0, request, targets).alternative is None
 
 
 def test_only_first_attempts_without_any_token_are_explored() -> None:
