@@ -265,7 +265,7 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
     admin_pb2.LinkSpeed: {
         "exporter": _MEMBER,
         "transport": _NAME,
-        "bytes_per_s": Real(most=1e18, excludes_least=True),
+        "bytes_per_s": Real(least=1.0, most=1e18),  # at a speed of nearly 0 every time would be infinite
         "latency_s": _SECONDS,
         "slowdown": _RATIO,
     },

@@ -22,7 +22,14 @@ def test_link_speeds_keep_their_values_and_order() -> None:
 
 @pytest.mark.parametrize(
     ("exporter", "bytes_per_s", "latency_s"),
-    [("prefill-0", 1e9, 0.0), ("p@a", 0.0, 0.0), ("p@a", math.inf, 0.0), ("p@a", math.nan, 0.0), ("p@a", 1e9, -1.0)],
+    [
+        ("prefill-0", 1e9, 0.0),
+        ("p@a", 0.0, 0.0),
+        ("p@a", 1e-310, 0.0),
+        ("p@a", math.inf, 0.0),
+        ("p@a", math.nan, 0.0),
+        ("p@a", 1e9, -1.0),
+    ],
 )
 def test_impossible_link_speeds_are_refused(exporter: str, bytes_per_s: float, latency_s: float) -> None:
     message = admin_pb2.LinkSpeed(exporter=exporter, transport="tcp", bytes_per_s=bytes_per_s, latency_s=latency_s)

@@ -1,5 +1,6 @@
 """Predicted times: they follow the work, and the decode batch is the one at the end of the prefill."""
 
+import math
 from dataclasses import astuple, replace
 
 import pytest
@@ -8,12 +9,14 @@ from hypothesis import strategies as st
 
 from cluster.messages import LinkSpeed, MemberId
 from cluster.outstanding_work import PromptWork
+from cluster.protocol.message_rules import RULES
 from cluster.service_times import DecodeTimes, HandOffTimes, PrefillTimes, ServiceTimes, StepLimit
 from router.policies.candidates import RequestFacts, WorkerLoad
 from router.policies.forecast import PRECISION
 from router.policies.prediction import Prediction, predict
 from router.policies.recent_prompts import RecentPrompts
 from router.policies.work_ahead import PromptQueue, SequenceBatch, WorkAhead
+from tandem.v1 import admin_pb2
 
 TIMES = ServiceTimes(PrefillTimes(0.0, 0.001, 0.0, 0.0), DecodeTimes(0.01, 0.001, 0.0, 0.0))
 REQUEST = RequestFacts(num_prompt_tokens=400, max_tokens=41, num_choices=1, expected_output=41.0)
@@ -162,6 +165,16 @@ def test_prefill_hides_the_hand_off_except_for_its_fixed_part_and_the_last_chunk
     prediction = predicted(prefill, decode)
     assert prediction.kv_bytes == 400_000
     assert prediction.itl_s == pytest.approx(0.011 + (0.02 + 0.025) / 40)
+
+
+def test_over_the_slowest_link_that_a_worker_may_report_the_times_are_numbers() -> None:
+    """One that is not a number is neither better nor worse than others, so that no candidate would be left."""
+    rule = RULES[admin_pb2.LinkSpeed]["bytes_per_s"]
+    slowest = next(rate for rate in (1e-310, 1e-100, 1.0) if rule.admits(rate))
+    link = LinkSpeed(MemberId("p", "1"), "tcp", bytes_per_s=slowest, latency_s=1e9)
+    prediction = predicted(worker("p"), replace(worker("d"), links=(link,)))
+    assert math.isfinite(prediction.itl_s) and prediction.itl_s > 1e7
+    assert math.isfinite(prediction.delay_s)
 
 
 def test_kv_that_the_decode_worker_has_is_not_moved() -> None:
