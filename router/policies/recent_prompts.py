@@ -54,6 +54,11 @@ class PromptArrivals:
             self._seconds = _aged_s(self._seconds, weight)
         self._work, self._number, self._latest_s = self._work + work, self._number + 1, now_s
 
+    def remove(self, work: PromptWork, came_s: float) -> None:
+        """Remove a prompt that came at this time and is not computed: it was refused or cancelled."""
+        weight = math.exp((came_s - self._latest_s) / _RECENT_S)
+        self._work, self._number = self._work + work.times(-weight), max(0.0, self._number - weight)
+
     def recent(self, times: ServiceTimes, now_s: float) -> RecentPrompts:
         """Return the recent prompts at a worker of this speed. What they add to steps that decode anyway counts; it is
         the larger part of what they take."""

@@ -112,7 +112,7 @@ class PromptBacklog:
 
     def __init__(self) -> None:
         self._numbers = count()
-        self._prompts: dict[int, tuple[PromptWork, TenantShare]] = {}
+        self._prompts: dict[int, tuple[PromptWork, TenantShare, float]] = {}  # and when each was sent
         self._work = NO_PROMPT  # of all prompts
         self._tenants: dict[TenantShare, PromptWork] = {}
         self._since_s = 0.0  # when the worker began with the first one
@@ -127,14 +127,14 @@ class PromptBacklog:
             self._since_s = now_s
         self._arrivals.record(work, now_s)
         number = next(self._numbers)
-        self._prompts[number] = work, tenant
+        self._prompts[number] = work, tenant, now_s
         self._work = self._work + work
         self._tenants[tenant] = self._tenants.get(tenant, NO_PROMPT) + work
         return number
 
     def record_computed(self, number: int, now_s: float) -> None:
         """Record that the worker has computed the prompt, so that its queue has room again."""
-        self.remove_prompt(number, now_s)
+        self._remove(number)
         self._since_s = now_s
         self._full_until_s.clear()
 
@@ -144,11 +144,9 @@ class PromptBacklog:
             return
         if number == next(iter(self._prompts)):
             self._since_s = now_s  # the time for this prompt is no progress of the next one
-        work, tenant = self._prompts.pop(number)
-        self._work = self._work + work.times(-1) if self._prompts else NO_PROMPT
-        self._tenants[tenant] = self._tenants[tenant] + work.times(-1)
-        if self._tenants[tenant].num_new <= 0:
-            del self._tenants[tenant]
+        work, _, sent_s = self._prompts[number]
+        self._arrivals.remove(work, sent_s)
+        self._remove(number)
 
     def record_report(self, report: OthersWork, now_s: float) -> None:
         """Record what the worker reports about other routers. An older report than the present one has no effect."""
@@ -175,12 +173,21 @@ class PromptBacklog:
             return PromptQueue(work, self.others.first, now_s - began_s, self._by_tenant())
         if not self._prompts:
             return PromptQueue(work)
-        first, tenant = next(iter(self._prompts.values()))
+        first, tenant, _ = next(iter(self._prompts.values()))
         return PromptQueue(work, first, now_s - max(self._since_s, began_s), self._by_tenant(tenant))
 
     def recent(self, times: ServiceTimes, now_s: float) -> RecentPrompts:
         """Return the recent prompts that this router sent, at a worker of this speed."""
         return self._arrivals.recent(times, now_s)
+
+    def _remove(self, number: int) -> None:
+        if number not in self._prompts:
+            return
+        work, tenant, _ = self._prompts.pop(number)
+        self._work = self._work + work.times(-1) if self._prompts else NO_PROMPT
+        self._tenants[tenant] = self._tenants[tenant] + work.times(-1)
+        if self._tenants[tenant].num_new <= 0:
+            del self._tenants[tenant]
 
     def _by_tenant(self, first: TenantShare | None = None) -> tuple[TenantPrompts, ...]:
         """Return the prompts by tenant. `first`: the tenant whose prompt is computed now; None: another router's is."""

@@ -82,6 +82,28 @@ def test_recent_prompts_count_by_what_they_add_to_steps_and_older_ones_count_les
     assert later.seconds == pytest.approx(steady.seconds, rel=0.03)  # the pause counts
 
 
+def test_prompts_that_were_not_computed_are_no_recent_ones() -> None:
+    """A worker whose queue is full refuses prompts, and the one that misses a health check loses them to another one:
+    they take none of its time."""
+    times, backlog = ServiceTimes(PrefillTimes(0.0, 0.001, 0.0, 0.0), DecodeTimes(0.01, 0.0, 0.0, 0.0)), PromptBacklog()
+    served, refused = PromptBacklog(), list[int]()
+    for second in range(20):
+        numbers = [one.add_prompt(PromptWork.of(500, 0), float(second)) for one in (served, backlog)]
+        for one, number in zip((served, backlog), numbers, strict=True):
+            one.record_computed(number, second + 0.5)
+        refused.append(backlog.add_prompt(PromptWork.of(5000, 0), second + 0.6))
+        if second % 2:  # some are refused at once
+            backlog.remove_prompt(refused.pop(), second + 0.7)
+    for number in refused:
+        backlog.remove_prompt(number, 20.0)
+    found, expected = backlog.recent(times, 20.0), served.recent(times, 20.0)
+    assert (found.number, found.computing_s) == pytest.approx((expected.number, expected.computing_s))
+
+    alone = PromptBacklog()
+    alone.remove_prompt(alone.add_prompt(PromptWork.of(500, 0), 0.0), 0.1)
+    assert alone.recent(times, 1.0).stretch(math.inf) == 1.0
+
+
 def test_one_prompt_says_little_about_those_that_follow() -> None:
     times, backlog = ServiceTimes(PrefillTimes(0.0, 0.001, 0.0, 0.0), DecodeTimes(0.01, 0.0, 0.0, 0.0)), PromptBacklog()
     backlog.add_prompt(PromptWork.of(500, 0), 100.0)
