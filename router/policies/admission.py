@@ -78,7 +78,7 @@ def early_refusal(
 ) -> Overloaded | None:
     """Return why a new request should be refused before any worker is asked; None: it should not. `ways` returns the
     pairs from which placement will choose. Without one, or while the speed of a worker is not known, the request waits.
-    `predict`: predicts the request as it is sent now.
+    `predict`: predicts the request, now and as if it were sent later.
 
     Only the deadline and the targets in `request`, which its client asked for, refuse. Those of the whole cluster
     never do."""
@@ -97,7 +97,7 @@ def early_refusal(
     if not known:
         return None
     late = _late(min(prediction.ttft_s for prediction in known), time_left_s)
-    return late or _missed_targets(few, request, known)
+    return late or _missed_targets(few, request, known, predict)
 
 
 def _is_surely_in_time(
@@ -108,11 +108,6 @@ def _is_surely_in_time(
     return any(
         _SURE_PART * rough_first_token_s(load, request, is_export=bool(prefills)) <= time_left_s for load in known
     )
-
-
-def _predictions(ways: Sequence[Pair], request: RequestFacts, after_s: float) -> list[Prediction]:
-    """Return the predictions of all ways; none if the speed of a worker is not known."""
-    return predict_all(ways, request, after_s=after_s) or []
 
 
 def _late(ttft_s: float, time_left_s: float) -> Overloaded | None:
@@ -129,13 +124,13 @@ _RETRY_STEPS_S = tuple(0.1 * 1.25**number for number in range(26))  # up to 26 s
 
 
 def _missed_targets(
-    ways: Sequence[Pair], request: RequestFacts, predictions: Sequence[Prediction]
+    ways: Sequence[Pair], request: RequestFacts, predictions: Sequence[Prediction], predict: Predict
 ) -> SloUnattainable | None:
     """Return why no way keeps all targets of the request; None if one does. The retry time is the earliest at which one
     is predicted to; none if even idle workers are too slow."""
     if request.targets == NO_TARGETS or _is_kept(request, predictions):
         return None
-    retry_after_s = _retry_s(ways, request)
+    retry_after_s = _retry_s(ways, request, predict)
     ttft_s, itl_s = min(p.ttft_s for p in predictions), min(p.itl_s for p in predictions)
     targets = request.targets
     misses = [
@@ -151,14 +146,14 @@ def _missed_targets(
     return SloUnattainable(f"{problem}; {advice}", retry_after_s=retry_after_s)
 
 
-def _retry_s(ways: Sequence[Pair], request: RequestFacts) -> float | None:
+def _retry_s(ways: Sequence[Pair], request: RequestFacts, predict: Predict) -> float | None:
     """Return the first of `_RETRY_STEPS_S` after which a way is predicted to keep the targets; None if none does.
 
     Found by bisection, because work only becomes less while nothing arrives: a request with targets that cannot be kept
     costs the router at most six predictions of each way."""
 
     def is_kept(wait_s: float) -> bool:
-        return _is_kept(request, _predictions(ways, request, wait_s))
+        return _is_kept(request, predict(ways, request, after_s=wait_s) or [])
 
     if not is_kept(_RETRY_STEPS_S[-1]):
         return None

@@ -12,7 +12,7 @@ that service times leave out are learned from earlier requests and added (router
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from cluster.messages import MemberId
 from cluster.outstanding_work import PromptWork
@@ -78,7 +78,12 @@ def predict_all(
     return [prediction for prediction in predictions if prediction is not None]
 
 
-Predict = Callable[[Sequence[Pair], RequestFacts], list[Prediction] | None]  # predict_all, or like it
+class Predict(Protocol):
+    """`predict_all`, or a function like it."""
+
+    def __call__(
+        self, ways: Sequence[Pair], request: RequestFacts, *, after_s: float = 0.0
+    ) -> list[Prediction] | None: ...
 
 
 class LatestPredictions:
@@ -92,7 +97,9 @@ class LatestPredictions:
         self._ways: Sequence[Pair] = ()
         self._found: list[Prediction] | None = None
 
-    def __call__(self, ways: Sequence[Pair], request: RequestFacts) -> list[Prediction] | None:
+    def __call__(self, ways: Sequence[Pair], request: RequestFacts, *, after_s: float = 0.0) -> list[Prediction] | None:
+        if after_s:
+            return predict_all(ways, request, after_s=after_s, recent=self._recent(ways))
         if request is not self._request or ways != self._ways:
             found = predict_all(ways, request, recent=self._recent(ways))
             self._request, self._ways, self._found = request, ways, found
@@ -198,6 +205,8 @@ class _Predictor:
         """Return by which factor prompts that will come stretch the time between tokens. `quiet_s`: without prompts."""
         work = _work(load)
         recent = self._recent.get(load.member, work.recent)
+        if self._after_s:
+            recent = recent.after(self._after_s)
         return recent.stretch(work.longest_delay_s(num_tokens, quiet_s)) if recent.number else 1.0
 
     def _prediction(

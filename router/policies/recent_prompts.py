@@ -26,6 +26,11 @@ class RecentPrompts:
             self.number + other.number, self.computing_s + other.computing_s, self.seconds + other.seconds
         )
 
+    def after(self, seconds: float) -> "RecentPrompts":
+        """Return the recent prompts that much later, if no other one comes until then."""
+        weight = math.exp(-seconds / _RECENT_S)
+        return RecentPrompts(weight * self.number, weight * self.computing_s, _aged_s(self.seconds, weight))
+
     def stretch(self, longest_s: float) -> float:
         """Return by which factor prompts that will come stretch the time between the tokens of a sequence. `longest_s`:
         by how much one of them may delay it. While it decodes for T seconds, prompts take share * T of them: n tokens

@@ -14,9 +14,11 @@ from cluster.messages import MemberId, TenantShare
 from cluster.outstanding_work import PromptWork
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
 from router.policies.admission import AdmissionControl, early_refusal
-from router.policies.candidates import Pair, RequestFacts, SloTargets, WorkerLoad, pairs
+from router.policies.candidates import NO_TARGETS, Pair, RequestFacts, SloTargets, WorkerLoad, pairs
 from router.policies.forecast import Unmodelled
 from router.policies.prediction import Prediction, predict_all
+from router.policies.recent_prompts import RecentPrompts
+from router.policies.slo_aware import SloAware
 from router.policies.work_ahead import PromptQueue, SequenceBatch, WorkAhead
 
 
@@ -135,6 +137,25 @@ def test_tokens_slower_than_asked_for_are_refused_until_enough_sequences_have_en
     assert _refusal([BUSY], [decode], 60.0, request) is None, "by the end of that prefill enough of them have ended"
 
 
+def test_tokens_slowed_by_recent_prompts_are_refused_until_those_are_longer_ago() -> None:
+    """No prompt is ahead, but as many as came of late would double the time between tokens."""
+    decode = WorkerLoad(MemberId("d2", "1"), "a", 0, work=WorkAhead(TIMES, recent=RecentPrompts(1000.0, 16.0, 20.0)))
+    refusal = early_refusal([], [decode], lambda: [(None, decode)], _asking(itl_s=0.013), 60.0)
+    assert isinstance(refusal, SloUnattainable)
+    # 16 s within 25 s leave 36 % of the worker's time, and 77 % are needed: after 20.4 s only 5.8 s of the 16 count.
+    assert refusal.retry_after_s is not None and 20.4 <= refusal.retry_after_s <= 20.4 * 1.25
+
+
+def test_the_retry_time_counts_the_prompts_of_all_workers_of_a_role_as_the_refusal_does() -> None:
+    """A client that came again at once would be refused again, although one of the workers had no prompt of late."""
+    busy = WorkAhead(TIMES, recent=RecentPrompts(1000.0, 16.0, 20.0))
+    decodes = [WorkerLoad(MemberId(name, "1"), "a", 0, work=work) for name, work in (("d2", busy), ("d3", DECODE.work))]
+    auto, request = SloAware(NO_TARGETS, random.Random(1).random), _asking(itl_s=0.013)
+    refusal = early_refusal([], decodes, partial(auto.ways, [], decodes, request), request, 60.0, auto.predict)
+    assert isinstance(refusal, SloUnattainable)
+    assert refusal.retry_after_s is not None and refusal.retry_after_s > 5.0
+
+
 class _CountedWays(list[Pair]):
     """Counts how often the ways are predicted."""
 
@@ -159,9 +180,9 @@ def test_only_a_request_whose_time_is_short_is_predicted_and_of_many_ways_few(
     prefills, decodes = [_load(f"p{n}", 50 * n) for n in range(20)], [_load(f"d{n}") for n in range(20)]
     predicted = list[Pair]()
 
-    def predict(ways: Sequence[Pair], request: RequestFacts) -> list[Prediction] | None:
+    def predict(ways: Sequence[Pair], request: RequestFacts, *, after_s: float = 0.0) -> list[Prediction] | None:
         predicted.extend(ways)
-        return predict_all(ways, request)
+        return predict_all(ways, request, after_s=after_s)
 
     ways = partial(pairs, prefills, decodes, REQUEST)
     assert early_refusal(prefills, decodes, ways, REQUEST, time_left_s, predict) is None
