@@ -149,9 +149,15 @@ class PromptBacklog:
         self._remove(number)
 
     def record_report(self, report: OthersWork, now_s: float) -> None:
-        """Record what the worker reports about other routers. An older report than the present one has no effect."""
-        if report.number > self.others.number:
-            self.others, self._reported_s = report, now_s
+        """Record what the worker reports about other routers. An older report than the present one has no effect.
+        Where their prompts have become more, some have come. Those that came while as many were computed do not show,
+        but a worker reports at once that one came."""
+        if report.number <= self.others.number:
+            return
+        come = report.prompts + self.others.prompts.times(-1)
+        if come.num_new > 0:
+            self._arrivals.record(PromptWork(come.num_new, max(0.0, come.attended)), now_s)
+        self.others, self._reported_s = report, now_s
 
     def record_full_queue(self, tenant: str, retry_after_s: float | None, now_s: float) -> None:
         """Record that the worker refused work of this tenant because its queue is full; it may accept other tenants.
@@ -177,7 +183,7 @@ class PromptBacklog:
         return PromptQueue(work, first, now_s - max(self._since_s, began_s), self._by_tenant(tenant))
 
     def recent(self, times: ServiceTimes, now_s: float) -> RecentPrompts:
-        """Return the recent prompts that this router sent, at a worker of this speed."""
+        """Return the recent prompts of all routers, at a worker of this speed."""
         return self._arrivals.recent(times, now_s)
 
     def _remove(self, number: int) -> None:

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from cluster.fair_queue import CREDIT
-from cluster.messages import TenantShare
-from cluster.outstanding_work import OthersWork, PromptWork
+from cluster.messages import MemberId, TenantShare
+from cluster.outstanding_work import OthersWork, OutstandingWork, PromptWork
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
 from engine.scheduling.policies import FirstCome
 from router.policies.recent_prompts import NO_RECENT_PROMPTS
@@ -102,6 +102,32 @@ def test_prompts_that_were_not_computed_are_no_recent_ones() -> None:
     alone = PromptBacklog()
     alone.remove_prompt(alone.add_prompt(PromptWork.of(500, 0), 0.0), 0.1)
     assert alone.recent(times, 1.0).stretch(math.inf) == 1.0
+
+
+def test_recent_prompts_are_those_of_all_routers() -> None:
+    """Four routers take turns to send a prompt of 0.4 s every half a second; the worker reports each to the others."""
+    times = ServiceTimes(PrefillTimes(0.0, 0.001, 0.0, 0.0), DecodeTimes(0.01, 0.0, 0.0, 0.0))
+    routers = {MemberId(f"r{number}", "1"): PromptBacklog() for number in range(4)}
+    worker, alone, work = OutstandingWork(), PromptBacklog(), PromptWork.of(400, 0)
+
+    def report(sender: MemberId, now_s: float) -> None:
+        for router, other in worker.reports([router for router in routers if router != sender], now_s).items():
+            routers[router].record_report(other, now_s)
+
+    for number in range(200):
+        now_s, sender = number / 2, [*routers][number % 4]
+        sent = routers[sender].add_prompt(work, now_s), alone.add_prompt(work, now_s)
+        worker.add_export(number, sender, work, 1, now_s)
+        report(sender, now_s + 0.01)
+        worker.remove_export(number, now_s + 0.4)
+        routers[sender].record_computed(sent[0], now_s + 0.4)
+        alone.record_computed(sent[1], now_s + 0.4)
+        report(sender, now_s + 0.41)
+    expected = alone.recent(times, 100.0)
+    for backlog in routers.values():
+        found = backlog.recent(times, 100.0)
+        assert found.stretch(math.inf) == pytest.approx(expected.stretch(math.inf), rel=0.02)
+        assert found.number == pytest.approx(expected.number, rel=0.02)
 
 
 def test_one_prompt_says_little_about_those_that_follow() -> None:
