@@ -119,6 +119,8 @@ class WorkerHealth(ABC):
         if registered is None:
             self.suspect()
         else:
+            if registered.role is not self.member.role:
+                self.backlog.forget_recent()
             self.member = registered
 
     def fail_calls(self, detail: str) -> None:

@@ -49,7 +49,7 @@ class PromptArrivals:
         self._work = NO_PROMPT
         self._number = 0.0
         self._seconds = 0.0  # since the first one
-        self._latest_s = 0.0
+        self._first_s, self._latest_s = math.inf, 0.0
 
     def record(self, work: PromptWork, now_s: float) -> None:
         """Record a prompt that comes now."""
@@ -58,9 +58,13 @@ class PromptArrivals:
             self._work, self._number = self._work.times(weight), self._number * weight
             self._seconds = _aged_s(self._seconds, weight)
         self._work, self._number, self._latest_s = self._work + work, self._number + 1, now_s
+        self._first_s = min(self._first_s, now_s)
 
     def remove(self, work: PromptWork, came_s: float) -> None:
-        """Remove a prompt that came at this time and is not computed: it was refused or cancelled."""
+        """Remove a prompt that came at this time and is not computed: it was refused or cancelled. It has no effect on
+        one that came before the first one that counts."""
+        if came_s < self._first_s:
+            return
         weight = math.exp((came_s - self._latest_s) / _RECENT_S)
         self._work, self._number = self._work + work.times(-weight), max(0.0, self._number - weight)
 

@@ -182,6 +182,10 @@ class PromptBacklog:
         first, tenant, _ = next(iter(self._prompts.values()))
         return PromptQueue(work, first, now_s - max(self._since_s, began_s), self._by_tenant(tenant))
 
+    def forget_recent(self) -> None:
+        """Forget which prompts came of late: the worker has another role now, and as many will not come."""
+        self._arrivals = PromptArrivals()
+
     def recent(self, times: ServiceTimes, now_s: float) -> RecentPrompts:
         """Return the recent prompts of all routers, at a worker of this speed."""
         return self._arrivals.recent(times, now_s)

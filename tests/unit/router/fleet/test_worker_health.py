@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from contextlib import suppress
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -11,10 +12,13 @@ from cluster.clock import ManualClock
 from cluster.member import Member
 from cluster.messages import MemberId, Role
 from cluster.observe.telemetry import Telemetry
+from cluster.outstanding_work import PromptWork
+from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
 from router.fleet import worker_health
 from router.fleet.supervision import HealthCheck, WorkerTimeouts
 from router.fleet.worker_health import WorkerHealth
 from router.fleet.worker_stream import RouterSide
+from router.policies.recent_prompts import NO_RECENT_PROMPTS
 
 
 class _Worker(WorkerHealth):
@@ -50,6 +54,22 @@ class _Worker(WorkerHealth):
         self._asked.put_nowait(answer)
         await answer
         return HealthCheck("")
+
+
+async def test_a_worker_with_another_role_is_not_expected_to_get_the_prompts_of_its_former_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = ServiceTimes(PrefillTimes(0.0, 0.001, 0.0, 0.0), DecodeTimes(0.01, 0.0, 0.0, 0.0))
+    worker = _Worker(monkeypatch)
+    now_s = 1e6
+    queued = worker.backlog.add_prompt(PromptWork.of(500, 0), now_s)
+    worker.set_registered(worker.member)
+    assert worker.backlog.recent(times, now_s).number == 1
+    worker.set_registered(replace(worker.member, role=Role.DECODE))
+    assert worker.backlog.recent(times, now_s) == NO_RECENT_PROMPTS
+    assert worker.backlog.queue(now_s).work.num_new == 500, "what it got is still to be computed"
+    worker.backlog.remove_prompt(queued, now_s + 0.5)
+    assert worker.backlog.recent(times, now_s + 1.0) == NO_RECENT_PROMPTS
 
 
 async def test_the_answer_to_a_check_that_began_before_a_failure_does_not_clear_the_worker(
