@@ -11,7 +11,15 @@ from dataclasses import dataclass
 
 from cluster.errors import Overloaded, QueueFull, SloUnattainable
 from cluster.service_times import ServiceRate, bounded_retry_s
-from router.policies.candidates import NO_TARGETS, Pair, RequestFacts, WorkerLoad, promising, rough_first_token_s
+from router.policies.candidates import (
+    NO_TARGETS,
+    Pair,
+    RequestFacts,
+    WorkerLoad,
+    has_room,
+    promising,
+    rough_first_token_s,
+)
 from router.policies.prediction import Predict, Prediction, predict_all
 
 
@@ -78,6 +86,7 @@ def early_refusal(
 ) -> Overloaded | None:
     """Return why a new request should be refused before any worker is asked; None: it should not. `ways` returns the
     pairs from which placement will choose. Without one, or while the speed of a worker is not known, the request waits.
+    Full queues of one pool refuse where no way does without it.
     `predict`: predicts the request, now and as if it were sent later.
 
     Only the deadline and the targets in `request`, which its client asked for, refuse. Those of the whole cluster
@@ -85,7 +94,7 @@ def early_refusal(
     fitting = list(filter(request.fits_prefill, prefills)), list(filter(request.fits_decode, decodes))
     for pool, loads in zip(("prefill", "decode"), fitting, strict=True):
         full_for_s = [load.full_for_s.get(request.tenant.label, 0.0) for load in loads]
-        if loads and min(full_for_s) > 0:
+        if loads and min(full_for_s) > 0 and not any(has_room(way, request) for way in ways()):
             return QueueFull(
                 f"the queues of all {len(loads)} {pool} workers are full; try again",
                 retry_after_s=bounded_retry_s(min(full_for_s)),

@@ -156,8 +156,8 @@ def candidates(
     helpers: Sequence[WorkerLoad] = (),
 ) -> list[Pair]:
     """Return the ways to serve the request: by a hand-off, and by each decode worker alone that can hold it. A way
-    with a worker to avoid is returned only if there is no other. Of more than `_MAX_PAIRS` pairs or `_MAX_ALONE`
-    workers alone, only the most promising are returned.
+    with a worker to avoid, or whose queue is full, is returned only if there is no other. Of more than `_MAX_PAIRS`
+    pairs or `_MAX_ALONE` workers alone, only the most promising are returned.
 
     `helpers`: workers of another role that may serve the request alone too. Pairs keep their roles: a pair of workers
     against their roles would cost a hand-off and disturb two workers where one of them alone disturbs one."""
@@ -167,7 +167,8 @@ def candidates(
     if len(alone) > _MAX_ALONE:
         alone = _promising_alone(alone, request)
     found = [*handoffs, *((None, load) for load in alone)]
-    return [pair for pair in found if not _members(pair) & request.avoid] or found
+    found = [pair for pair in found if not _members(pair) & request.avoid] or found
+    return [pair for pair in found if has_room(pair, request)] or found
 
 
 def has_pair(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts) -> bool:
@@ -216,6 +217,11 @@ def _matching(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], req
     both = {load.member for load in prefills}.intersection(load.member for load in decodes)
     excluded = {*request.excluded_pairs, *((member, member) for member in both)}
     return [(p, d) for p, d in fitting if not excluded or (p.member, d.member) not in excluded]
+
+
+def has_room(pair: Pair, request: RequestFacts) -> bool:
+    """Return whether no queue of these workers is reported full for the request's tenant."""
+    return all(load.full_for_s.get(request.tenant.label, 0.0) <= 0 for load in pair if load is not None)
 
 
 def promising(ways: Sequence[Pair], request: RequestFacts) -> Sequence[Pair]:

@@ -91,6 +91,16 @@ def test_full_queues_of_one_pool_refuse_until_the_first_has_room(
     assert refusal.retry_after_s == 2.0
 
 
+def test_full_queues_of_one_pool_refuse_nothing_that_a_worker_of_the_other_one_serves_alone() -> None:
+    auto, prefills, decodes = SloAware(NO_TARGETS, random.Random(1).random), [FULL, FULL_LONGER], [DECODE, FULL_DECODE]
+    ways = partial(auto.ways, prefills, decodes, REQUEST)
+    assert early_refusal(prefills, decodes, ways, REQUEST, 60.0, auto.predict) is None
+    placement = auto.choose(prefills, decodes, REQUEST)
+    assert placement is not None and (placement.prefill, placement.decode) == (None, DECODE.member)
+    ways = partial(auto.ways, prefills, [FULL_DECODE], REQUEST)
+    assert isinstance(early_refusal(prefills, [FULL_DECODE], ways, REQUEST, 60.0, auto.predict), QueueFull)
+
+
 def test_a_request_that_would_be_served_after_its_deadline_is_refused_with_both_times() -> None:
     refusal = _refusal([BUSY, _load("p5", 800)], [DECODE], 5.0)
     assert isinstance(refusal, Overloaded) and not isinstance(refusal, QueueFull)
