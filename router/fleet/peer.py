@@ -165,6 +165,7 @@ class Peer(WorkerHealth):
             request, metadata = wire.decode_job_to_wire(job), _trace_metadata(job.trace_parent)
             starting = calls.Start(request, timeout=min(job.timeout_s, limit_s), metadata=metadata)
             await self._unless_lost(starting, job.tenant)
+            self.backlog.record_accepted(job.tenant.label)
         except DeadlineExceeded as error:
             if job.timeout_s <= limit_s:
                 raise
@@ -258,7 +259,9 @@ class PrefillCall:
 
         Raises TandemError; MalformedMessage for an answer that is out of bounds.
         """
-        return (await self._next("accepted")).accepted.ticket
+        accepted = (await self._next("accepted")).accepted
+        self._peer.backlog.record_accepted(self._job.tenant.label)
+        return accepted.ticket
 
     async def first_tokens(self) -> FirstTokens:
         """Wait for the first tokens, after `ticket`. Raises TandemError."""

@@ -166,6 +166,10 @@ class PromptBacklog:
             self._full_until_s = {label: s for label, s in self._full_until_s.items() if s > now_s}
             self._full_until_s[tenant] = now_s + retry_after_s
 
+    def record_accepted(self, tenant: str) -> None:
+        """Record that the worker accepted work of this tenant, so that its queue has room again for it."""
+        self._full_until_s.pop(tenant, None)
+
     def full_for_s(self, now_s: float) -> dict[str, float]:
         """Return the seconds for which the queue stays full, as the worker reported, by label of the tenant. It has
         room for the tenants that are not returned."""

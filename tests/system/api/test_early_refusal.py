@@ -11,6 +11,7 @@ from cluster.accounts.keys import Caller
 from cluster.errors import DeadlineExceeded, Overloaded, QueueFull
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
 from router.requests import GenerateRequest, TextPrompt
+from router.running import running
 from tests.system.rigs.members.router_harness import answer_to, ask, pass_time, router_under_test
 
 
@@ -47,11 +48,15 @@ async def test_a_full_decode_pool_refuses_a_new_request_before_its_prompt_is_com
         prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
         await router.connected()
         decode.refusals = [QueueFull("jobs wait here", retry_after_s=20.0)]
-        await answer_to(router, ask())  # its next attempt was taken
-        num_jobs = len(prefill.jobs)
-        with pytest.raises(QueueFull, match="decode workers"):
-            await answer_to(router, ask())
-        assert len(prefill.jobs) == num_jobs
+        await answer_to(router, ask())
+        await answer_to(router, ask())  # the next attempt of the first one was taken, so there is room
+        decode.refusals = [QueueFull("jobs wait here", retry_after_s=20.0) for _ in range(3)]
+        async with running(answer_to(router, ask())):  # its client has the first token, so it waits
+            await router.has_refused(decode)
+            num_jobs = len(prefill.jobs)
+            with pytest.raises(QueueFull, match="decode workers"):
+                await answer_to(router, ask())
+            assert len(prefill.jobs) == num_jobs
 
 
 async def test_a_request_whose_turn_would_come_after_its_deadline_is_refused_without_a_job() -> None:

@@ -16,6 +16,7 @@ from cluster.errors import LimitReached, QueueFull, RegistryUnavailable
 from cluster.registry.redis_server import RedisServer
 from cluster.registry.registry import Registry
 from router.accounts import SharedUse, UseReports, stored_usage
+from router.running import running
 from tests.system.rigs.members.router_harness import answer_to, ask, router_under_test
 
 _KEYS = ClusterKeys(b"k" * 32)
@@ -60,10 +61,12 @@ async def test_a_worker_that_refuses_one_tenant_for_its_full_queue_is_asked_for_
         with pytest.raises(QueueFull, match="queues of all 1 prefill workers"):
             await answer_to(router, flood)
         assert len(prefill.jobs) == num_jobs
-        prefill.refusals, decode.refusals = [], [QueueFull("jobs wait here", retry_after_s=20.0)]
-        await answer_to(router, other)  # its next attempt was taken
-        with pytest.raises(QueueFull, match="queues of all 1 decode workers"):
-            await answer_to(router, other)
+        prefill.refusals = []
+        decode.refusals = [QueueFull("jobs wait here", retry_after_s=20.0) for _ in range(3)]
+        async with running(answer_to(router, other)):  # its client has the first token, so it waits
+            await router.has_refused(decode)
+            with pytest.raises(QueueFull, match="queues of all 1 decode workers"):
+                await answer_to(router, other)
 
 
 async def test_a_limit_reached_is_refused_by_name_and_no_other_tenant_is() -> None:

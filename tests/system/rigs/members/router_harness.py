@@ -195,6 +195,14 @@ class RouterUnderTest:
                 while peer.service_times != worker.service_times:
                     await peer.inspect()  # heartbeats arrive in this time
 
+    async def has_refused(self, worker: ScriptedDecode) -> None:
+        """Wait until the worker has refused as many calls as it should."""
+        peer = self.fleet.peer(worker.id)
+        assert peer is not None
+        async with asyncio.timeout(_DEADLINE_S):
+            while worker.refusals:
+                await peer.inspect()  # calls arrive in this time
+
     async def until_gone(self, worker: ScriptedWorker) -> None:
         await self._until(lambda: worker.id not in self._connected(), f"no longer connected to {worker.id}")
 

@@ -174,7 +174,7 @@ def test_the_work_before_a_prompt_is_what_the_scheduler_computes_before_it(num_b
     assert simulated_s - (length + chunk) * 1e-3 <= predicted_s <= simulated_s + saved_s
 
 
-def test_a_full_queue_counts_until_its_retry_time_or_until_a_prompt_is_computed() -> None:
+def test_a_full_queue_counts_until_its_retry_time_or_until_the_worker_has_room() -> None:
     backlog = PromptBacklog()
     backlog.record_full_queue("a", None, 0.0)
     assert backlog.full_for_s(0.0) == {}
@@ -182,6 +182,8 @@ def test_a_full_queue_counts_until_its_retry_time_or_until_a_prompt_is_computed(
     backlog.record_full_queue("b", 6.0, 0.0)
     assert backlog.full_for_s(1.0) == pytest.approx({"a": 3.0, "b": 5.0})
     assert backlog.full_for_s(4.0) == pytest.approx({"b": 2.0})
+    backlog.record_accepted("b")
+    assert backlog.full_for_s(1.0) == pytest.approx({"a": 3.0})
     backlog.record_computed(backlog.add_prompt(PromptWork.of(100, 0), 0.0), 1.0)
     assert backlog.full_for_s(1.0) == {}
 
