@@ -90,6 +90,7 @@ def _candidate_to_wire(candidate: Candidate, placement: Placement) -> admin_pb2.
         depth=candidate.depth,
         num_cached=candidate.num_cached,
         num_violations=candidate.num_violations,
+        expected_misses=candidate.expected_misses,
         prediction=_prediction_to_wire(candidate.prediction) if candidate.prediction is not None else None,
     )
 

@@ -36,7 +36,7 @@ class PlacementReason(StrEnum):
     LOWEST_LOAD = "lowest_load"  # the policy compares loads
     CACHED_PREFIX = "cached_prefix"  # loads are equal up to one request; the prompt's beginning is cached there
     TURN = "turn"  # the policy does not compare
-    SLO = "slo"  # all others are predicted to miss more latency targets
+    SLO = "slo"  # because of all others more requests are expected to miss a latency target
     TTFT = "ttft"  # the shortest predicted time to first token
     TOKEN_DELAY = "token_delay"  # TTFT is equal; later tokens come earliest, those of running sequences included
     KV_BYTES = "kv_bytes"  # the same, and the least KV is moved

@@ -367,7 +367,7 @@ class PlacementExplanation(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., after_s: _Optional[float] = ..., failure: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[PlacementCandidate, _Mapping]]] = ..., num_candidates: _Optional[int] = ..., propensity: _Optional[float] = ...) -> None: ...
 
 class PlacementCandidate(_message.Message):
-    __slots__ = ("prefill_member", "decode_member", "is_chosen", "is_alternative", "depth", "num_cached", "num_violations", "prediction")
+    __slots__ = ("prefill_member", "decode_member", "is_chosen", "is_alternative", "depth", "num_cached", "num_violations", "prediction", "expected_misses")
     PREFILL_MEMBER_FIELD_NUMBER: _ClassVar[int]
     DECODE_MEMBER_FIELD_NUMBER: _ClassVar[int]
     IS_CHOSEN_FIELD_NUMBER: _ClassVar[int]
@@ -376,6 +376,7 @@ class PlacementCandidate(_message.Message):
     NUM_CACHED_FIELD_NUMBER: _ClassVar[int]
     NUM_VIOLATIONS_FIELD_NUMBER: _ClassVar[int]
     PREDICTION_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_MISSES_FIELD_NUMBER: _ClassVar[int]
     prefill_member: str
     decode_member: str
     is_chosen: bool
@@ -384,7 +385,8 @@ class PlacementCandidate(_message.Message):
     num_cached: int
     num_violations: int
     prediction: PlacementPrediction
-    def __init__(self, prefill_member: _Optional[str] = ..., decode_member: _Optional[str] = ..., is_chosen: bool = ..., is_alternative: bool = ..., depth: _Optional[int] = ..., num_cached: _Optional[int] = ..., num_violations: _Optional[int] = ..., prediction: _Optional[_Union[PlacementPrediction, _Mapping]] = ...) -> None: ...
+    expected_misses: float
+    def __init__(self, prefill_member: _Optional[str] = ..., decode_member: _Optional[str] = ..., is_chosen: bool = ..., is_alternative: bool = ..., depth: _Optional[int] = ..., num_cached: _Optional[int] = ..., num_violations: _Optional[int] = ..., prediction: _Optional[_Union[PlacementPrediction, _Mapping]] = ..., expected_misses: _Optional[float] = ...) -> None: ...
 
 class PlacementPrediction(_message.Message):
     __slots__ = ("ttft_s", "itl_s", "running_itl_s", "delay_s", "kv_bytes")

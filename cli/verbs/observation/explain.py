@@ -15,14 +15,14 @@ HELP = "show why a request's workers were chosen: all candidates, their predicti
 _TIMEOUT_S = 10.0
 _NOT_FOUND = "not_found"
 _BY_LOAD = ("", "prefill", "decode", "ahead", "cached")
-_PREDICTED = (*_BY_LOAD, "TTFT ms", "ITL ms", "running ms", "KV", "targets missed")
+_PREDICTED = (*_BY_LOAD, "TTFT ms", "ITL ms", "running ms", "KV", "targets missed", "expected misses")
 # What decided, in words.
 _REASONS = {
     "only_candidate": "there was no other candidate",
     "lowest_load": "it has the fewest sequences ahead",
     "cached_prefix": "the beginning of the prompt is cached there",
     "turn": "it was its turn",
-    "slo": "all others are predicted to miss more latency targets",
+    "slo": "the fewest requests are expected to miss a latency target, this one, running and later ones",
     "ttft": "its first token is predicted to be the earliest",
     "token_delay": "first tokens are equally early; it delays later tokens, of running sequences too, the least",
     "kv_bytes": "latencies are equal; it moves the least KV",
@@ -132,6 +132,7 @@ def _candidate_object(candidate: admin_pb2.PlacementCandidate) -> dict[str, obje
         "depth": candidate.depth,
         "num_cached": candidate.num_cached,
         "num_violations": candidate.num_violations,
+        "expected_misses": candidate.expected_misses,
         "prediction": {
             "ttft_s": predicted.ttft_s,
             "itl_s": predicted.itl_s,
@@ -190,6 +191,7 @@ def _row(candidate: admin_pb2.PlacementCandidate, *, is_predicted: bool) -> tupl
         _ms(predicted.running_itl_s) if predicted.running_itl_s else "-",
         bytes_text(predicted.kv_bytes) if predicted.kv_bytes else "-",
         str(candidate.num_violations),
+        f"{candidate.expected_misses:.2f}",
     )
 
 

@@ -3,6 +3,7 @@
 import argparse
 import socket
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -21,7 +22,16 @@ from cli.verbs.observation.status import (
     target_text,
 )
 from cluster.errors import ConfigError
+from cluster.messages import MemberId
+from cluster.outstanding_work import PromptWork
 from cluster.process import ExitStatus
+from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
+from router.grpc_api.admin_wire import explanation_to_wire
+from router.policies.candidates import RequestFacts, SloTargets, WorkerLoad
+from router.policies.placement import PlacementReason
+from router.policies.slo_aware import SloAware
+from router.policies.work_ahead import PromptQueue, WorkAhead
+from router.request.explanations import Explanation, PlacedAttempt
 from tandem.enum_words import DISAGGREGATION_VERDICTS, EFFECT_BASES, MEMBER_ROLES, MEMBER_STATES
 from tandem.options import GenerateOptions
 from tandem.results import Choice, PromptTokenLogprobs, Result, TokenLogprob, Usage, ledger_from_wire
@@ -200,12 +210,28 @@ def test_an_explanation_marks_the_chosen_candidate_and_compares_predicted_with_r
     assert lines[0].startswith("request req-1 (label mine): ok, 512 prompt tokens, 64 generated")
     assert lines[2].startswith("placement 1, 1.0 ms after arrival, by explored: drawn by --explore")
     assert "probability 0.02" in lines[3]
-    assert lines[5].split() == ["~", "p-0", "d-0", "3", "48", "120.0", "10.0", "20.0", "4", "MiB", "0"]
+    assert lines[5].split() == ["~", "p-0", "d-0", "3", "48", "120.0", "10.0", "20.0", "4", "MiB", "0", "0.00"]
     assert lines[6].split()[:3] == ["*", "-", "d-0"]
     assert lines[7] == "and 3 more"
     assert lines[-1] == (
         "real: first token 330.0 ms after placement (predicted 310.0), 12.5 ms between tokens (predicted 10.0)"
     )
+
+
+def test_an_explanation_shows_what_decided_where_no_target_is_predicted_to_be_missed() -> None:
+    """A prediction just below a target is a risk, and sequences that run count too."""
+    auto = SloAware(SloTargets(ttft_s=1.5), Random(1).random)
+    times = ServiceTimes(PrefillTimes(0.0, 0.001, 0.0, 0.0), DecodeTimes(0.01, 0.001, 0.0, 0.0))
+    queues = (PromptQueue(PromptWork(tokens, 0.0), PromptWork(tokens, 0.0)) for tokens in (1000, 700))
+    loads = [WorkerLoad(MemberId(f"w{i}", "1"), "a", 0, work=WorkAhead(times, each)) for i, each in enumerate(queues)]
+    placement = auto.choose([], loads, RequestFacts(num_prompt_tokens=400, max_tokens=2, num_choices=1))
+    assert placement is not None and placement.reason is PlacementReason.SLO
+    placed = Explanation("req-1", "", "ok", 0.0, 400, 2, None, None, (PlacedAttempt(placement, 0.0),))
+    shown = explanation_to_wire(placed, 1.0, "auto")
+    one, other = shown.placements[0].candidates
+    assert (one.num_violations, other.num_violations) == (0, 0) and one.expected_misses < other.expected_misses
+    best, second = (line.split() for line in explained_text(shown).splitlines() if " w" in line)
+    assert (best[0], best[2]) == ("*", "w1") and float(best[-1]) < float(second[-1])
 
 
 def test_an_explanation_without_predictions_shows_the_loads_and_a_failed_attempt_its_reason() -> None:
