@@ -129,6 +129,28 @@ def test_a_component_validates_on_the_base(name: str, folder: Path) -> None:
     _validate(_with_component(name, folder))
 
 
+def _pods(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [item["spec"]["template"]["spec"] for item in items if item["kind"] in ("Deployment", "Job")]
+
+
+def _rendered(name: str, folder: Path) -> list[dict[str, Any]]:
+    return _overlay(name) if name in _OVERLAYS else _with_component(name, folder)
+
+
+@pytest.mark.parametrize("name", sorted({*_OVERLAYS, *_COMPONENTS}))
+def test_every_object_is_in_the_namespace_of_the_secrets_and_finds_its_config_map(name: str, folder: Path) -> None:
+    """`kubectl apply -k` would put an object without a namespace into the one of the user's context."""
+    items = _rendered(name, folder)
+    found = {(item["kind"], item["metadata"]["name"]): item["metadata"].get("namespace") for item in items}
+    assert found.pop(("Namespace", "tandem")) is None
+    assert set(found.values()) == {"tandem"}, found
+    subjects = [each for item in items if item["kind"] == "RoleBinding" for each in item["subjects"]]
+    assert all(each["namespace"] == "tandem" for each in subjects)
+    containers = [each for pod in _pods(items) for each in (*pod.get("initContainers", ()), *pod["containers"])]
+    named = {each["configMapRef"]["name"] for container in containers for each in container.get("envFrom", ())}
+    assert named <= {config for kind, config in found if kind == "ConfigMap"}
+
+
 def test_a_misspelt_field_of_a_custom_resource_is_caught(folder: Path) -> None:
     scaled = next(item for item in _with_component("keda", folder) if item["kind"] == "ScaledObject")
     scaled["spec"]["maxReplicas"] = 3
