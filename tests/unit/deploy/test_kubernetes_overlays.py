@@ -151,6 +151,19 @@ def test_every_object_is_in_the_namespace_of_the_secrets_and_finds_its_config_ma
     assert named <= {config for kind, config in found if kind == "ConfigMap"}
 
 
+@pytest.mark.parametrize("name", sorted({*_OVERLAYS, *_COMPONENTS}))
+def test_every_pod_runs_an_image_of_the_members(name: str, folder: Path) -> None:
+    """An image without a tag would be `latest`, which no documented command builds for workers."""
+    items = _rendered(name, folder)
+    members = {
+        container["image"]
+        for each in _CONFIGS
+        for container in _deployment(each, items)["spec"]["template"]["spec"]["containers"]
+    }
+    images = {each["image"] for pod in _pods(items) for each in (*pod.get("initContainers", ()), *pod["containers"])}
+    assert images - {"redis:7-bookworm"} == members
+
+
 def test_a_misspelt_field_of_a_custom_resource_is_caught(folder: Path) -> None:
     scaled = next(item for item in _with_component("keda", folder) if item["kind"] == "ScaledObject")
     scaled["spec"]["maxReplicas"] = 3
