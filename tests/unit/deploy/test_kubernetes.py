@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from cli.connection import find_address
 from cluster.observe.health import LIVENESS, READINESS
 from cluster.registry.redis_server import RIGHTS
 from cluster.settings.config import RouterConfig, WorkerConfig
@@ -106,6 +107,8 @@ def test_every_flag_and_variable_parses_with_the_real_configuration(module: str)
     config = load_config(_CONFIGS[module], vars(parser.parse_args(container["args"][2:])), environment)
 
     known = {f"TANDEM_{name.upper()}" for name in config.__dataclass_fields__}
+    of_commands = environment.pop("TANDEM_ADDRESS", "")
+    assert of_commands == ("127.0.0.1:50051" if module == "router" else "")
     assert set(environment) <= known, "a variable that no setting reads"
     assert config.redis == secret["tandem-redis"]
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
@@ -202,6 +205,20 @@ def test_every_member_is_restarted_by_liveness_and_routed_to_by_readiness() -> N
         health_port = int(container["args"][container["args"].index("--health-port") + 1])
         assert container["livenessProbe"]["grpc"] == {"port": health_port, "service": LIVENESS}
         assert container["readinessProbe"]["grpc"] == {"port": health_port, "service": READINESS}
+
+
+def test_operators_commands_in_a_routers_pod_find_the_router_and_the_admin_key() -> None:
+    """As `kubectl exec deploy/tandem-router -- tandem scale ...` runs them."""
+    (container,) = _deployments()["tandem-router"]["spec"]["template"]["spec"]["containers"]
+    variables = {item["name"]: item["value"] for item in container["env"] if "value" in item}
+    assert find_address(None, variables) == f"127.0.0.1:{_port(container, 'grpc')}"
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    key = Path(variables["TANDEM_ADMIN_KEY_FILE"])
+    assert (mounts[str(key.parent)], key.name) == ("api-keys", "admin.key")
+
+
+def _port(container: dict[str, Any], name: str) -> int:
+    return next(int(port["containerPort"]) for port in container["ports"] if port["name"] == name)
 
 
 def test_the_flags_of_kuberay_parse_and_its_deployment_validates() -> None:
