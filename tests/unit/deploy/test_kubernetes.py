@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from cli.command import _parser
 from cli.connection import find_address
 from cluster.observe.health import LIVENESS, READINESS
 from cluster.registry.redis_server import RIGHTS
@@ -228,7 +229,8 @@ def test_the_flags_of_kuberay_parse_and_its_deployment_validates() -> None:
     from deploy.ray.options import ray_options
 
     kubernetes_validate = pytest.importorskip("kubernetes_validate")
-    cluster, deployment = yaml.safe_load_all((_KUBERNETES.parent / "ray" / "kuberay.yaml").read_text())
+    text = (_KUBERNETES.parent / "ray" / "kuberay.yaml").read_text()
+    cluster, deployment = yaml.safe_load_all(text)
     kubernetes_validate.validate(deployment, "1.30", strict=True)
     container = deployment["spec"]["template"]["spec"]["containers"][-1]
     verb, *flags = container["args"]
@@ -240,3 +242,6 @@ def test_the_flags_of_kuberay_parse_and_its_deployment_validates() -> None:
     assert (container["command"], verb) == (["tandem"], "up")
     assert options is not None and (options.address, options.keep_at_stop) == (head, True)
     assert {arguments.port, arguments.grpc_port} == {port["containerPort"] for port in container["ports"]}
+    (told,) = re.findall(r"# +kubectl -n tandem exec deploy/(\S+) -c (\S+) -- tandem (.*)", text)
+    assert told[:2] == (deployment["metadata"]["name"], container["name"]), "the first container has no keys"
+    assert _parser()[0].parse_args(told[2].split()).verb == "scale"
