@@ -174,7 +174,7 @@ def _read_file(path: Path) -> dict[str, object]:
     except OSError as error:
         raise ConfigError(f"cannot read --config {path}: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError, AttributeError) as error:  # of values of a wrong form, too
-        raise ConfigError(f"--config {path} is not YAML: {error}") from error
+        raise ConfigError(f"--config {path} is not YAML: {_yaml_problem(error)}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path} must hold keys and values, such as `block_size: 16`")
     known = _names(WorkerConfig) | _names(RouterConfig)
@@ -182,6 +182,13 @@ def _read_file(path: Path) -> dict[str, object]:
         if name not in known:
             raise ConfigError(f"--config {path}: unknown key {name!r}{_nearest(str(name), known)}")
     return content
+
+
+def _yaml_problem(error: Exception) -> str:
+    """Return the error in one line, with its place in the file."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
+    return place + (str(problem or error).strip().partition("\n")[0] or type(error).__name__)
 
 
 def _nearest(name: str, known: frozenset[str]) -> str:

@@ -89,7 +89,9 @@ def test_a_wrong_flag_is_refused_in_one_line(arguments: list[str], message: str)
     ("content", "said"),
     [
         ("- a\n- b\n", "must hold keys and values"),
-        ("model: [", "is not YAML"),
+        ("model: [", r"is not YAML: line 1, column 9: .+"),
+        ("model: m\n**bold**: x\n", r"is not YAML: line 2, column \d+: .+"),
+        ("model: \0", "is not YAML: .+"),
         ("model: m\nblock_size: sixteen\n", "block_size must be a whole number, not 'sixteen'"),
         ("model: m\nblock_size: 1.5\n", "block_size must be a whole number, not 1.5"),
         ("model: m\nblock_size: true\n", "block_size must be a whole number, not True"),
@@ -101,8 +103,9 @@ def test_a_wrong_flag_is_refused_in_one_line(arguments: list[str], message: str)
 def test_a_malformed_settings_file_is_refused(tmp_path: Path, content: str, said: str) -> None:
     file = tmp_path / "tandem.yaml"
     file.write_text(content)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=said) as refused:
         load_config(WorkerConfig, {"config": file}, {})
+    assert "\n" not in refused.value.message
 
 
 @pytest.mark.parametrize(
