@@ -283,7 +283,7 @@ class Router:
         return Member(
             id=new_member_id(config, Role.ROUTER),
             role=Role.ROUTER,
-            address=join_address(self._ports.host, self._ports.grpc.bind(config.host, config.grpc_port)),
+            address=join_address(self._ports.host, self._ports.grpc.bind(config.host, config.grpc_port, "--grpc-port")),
             http_address=join_address(self._ports.host, self._ports.http.port),
             metrics_address=join_address(scraped_host(config, self._ports.host), self._ports.metrics.port),
             model=config.model_name,

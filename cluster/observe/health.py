@@ -24,6 +24,7 @@ from cluster.errors import ConfigError
 from cluster.observe.logs import stack_of
 from cluster.observe.stalls import StallLimits, StallState, StallTimer
 from cluster.process import ExitStatus
+from cluster.serving.listening import refuse_taken
 
 LIVENESS = "liveness"
 READINESS = "readiness"
@@ -135,6 +136,7 @@ class HealthPort:
         handler = grpc.method_handlers_generic_handler(health.SERVICE_NAME, {"Check": check})
         self._server.add_generic_rpc_handlers((handler,))
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        refuse_taken(host, port, "--health-port")
         try:
             self.port: int = self._server.add_insecure_port(address)
         except RuntimeError as error:

@@ -31,9 +31,10 @@ from prometheus_client import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from cluster.accounts.keys import Access, Gate
-from cluster.errors import ConfigError, PermissionDenied, Unauthenticated, http_status
+from cluster.errors import PermissionDenied, Unauthenticated, http_status
 from cluster.observe.metrics import EVERY_PROCESS, METRICS, ROUTER, WORKER, Kind
 from cluster.process import installed_version
+from cluster.serving.listening import cannot_listen
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _MAX_LABEL_SETS = 200
@@ -217,8 +218,7 @@ class MetricsPort:
         try:
             self._server = _Server((host, port), handler)
         except OSError as error:
-            reason = error.strerror or str(error)
-            raise ConfigError(f"cannot listen on {host}:{port}: {reason}; choose another --metrics-port") from error
+            raise cannot_listen(error, host, port, "--metrics-port") from error
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self.port: int = self._server.server_address[1]
 

@@ -6,7 +6,6 @@ port and the health status, never the services themselves. Members' calls may co
 
 import asyncio
 import math
-import socket
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +19,7 @@ from cluster.errors import ConfigError, MemberRefused
 from cluster.observe.health import HealthStatus
 from cluster.observe.telemetry import Telemetry
 from cluster.serving.frame_server import FrameServer
+from cluster.serving.listening import refuse_taken
 from cluster.serving.rpc_errors import ErrorInterceptor
 from cluster.serving.tls import ClusterTls
 
@@ -121,11 +121,11 @@ class GrpcServer:
         """Return the port for frames; 0: there is none."""
         return self._frames.port if self._frames is not None else 0
 
-    def bind(self, host: str, port: int) -> int:
-        """Listen on `port`, or on a free port for 0, and return its number. Raises ConfigError if that is
-        impossible."""
+    def bind(self, host: str, port: int, flag: str = "--port") -> int:
+        """Listen on `port`, or on a free port for 0, and return its number. `flag` chooses the port. Raises ConfigError
+        if that is impossible."""
         address = join_address(host, port)
-        _refuse_taken(host, port)
+        refuse_taken(host, port, flag)
         try:
             if self._credentials is None:
                 bound = self._server.add_insecure_port(address)
@@ -215,18 +215,6 @@ async def is_serving(channel: grpc.aio.Channel, *, timeout_s: float, service: st
 def join_address(host: str, port: int) -> str:
     """Return host:port, with the brackets that an IPv6 address needs."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _refuse_taken(host: str, port: int) -> None:
-    """Raise ConfigError if the port cannot be bound. gRPC would detect this too, but would also log an internal
-    error."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {join_address(host, port)}: {error.strerror}") from error
 
 
 def _message_options(max_message_bytes: int) -> list[tuple[str, int]]:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import uvicorn
 from starlette.types import ASGIApp
 
-from cluster.errors import ConfigError
 from cluster.observe.telemetry import Telemetry
+from cluster.serving.listening import cannot_listen
 from cluster.serving.tls import ClusterTls
 from router.http.connection import HttpConnection, HttpLimits
 from router.http.connection_places import ConnectionPlaces, Place
@@ -184,7 +184,7 @@ class HttpServer:
             self._socket.bind((host, port))
         except OSError as error:
             self._socket.close()
-            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
+            raise cannot_listen(error, host, port, "--port") from error
         self.port: int = self._socket.getsockname()[1]
 
     async def serve(
