@@ -12,6 +12,7 @@ from cluster.errors import ConfigError
 from cluster.messages import Role
 from cluster.registry.scale_target import POOLS, ScaleTarget, pool_name
 from cluster.settings.config import SECRETS, RouterConfig, WorkerConfig
+from cluster.settings.worker_settings import flag_of
 
 # Secrets are passed in the environment, because `ps` shows arguments.
 _BY_ENVIRONMENT = SECRETS | {"redis"}
@@ -96,7 +97,7 @@ class Layout:
 
     def router(self, number: int, ports: "Ports") -> ChildSpec:
         name = f"{Role.ROUTER}-{number}"
-        mine = {**self._known(RouterConfig), "port": ports.http, "grpc_port": ports.grpc}
+        mine = self._known(RouterConfig) | ports.by_setting()
         return _spec(name, "router", {**mine, "member_id": name + self.router_suffix})
 
     def worker(self, slot: Slot) -> ChildSpec:
@@ -121,17 +122,27 @@ class Ports:
 
     http: int
     grpc: int
+    health: int = 0
+    metrics: int = 0
+
+    def by_setting(self) -> dict[str, int]:
+        return {
+            "port": self.http,
+            "grpc_port": self.grpc,
+            "health_port": self.health,
+            "metrics_port": self.metrics,
+        }
 
 
 def router_ports(first: Ports, count: int) -> list[Ports]:
     """Return the given ports for the first router and the following numbers for the others. Raises ConfigError."""
-    ports = [Ports(*(port + i if port else 0 for port in (first.http, first.grpc))) for i in range(count)]
-    told = [port for each in ports for port in (each.http, each.grpc) if port]
+    given = first.by_setting()
+    ports = [Ports(*(port + i if port else 0 for port in given.values())) for i in range(count)]
+    told = [port for each in ports for port in each.by_setting().values() if port]
     if len(set(told)) < len(told) or max(told, default=0) > _LAST_PORT:
-        raise ConfigError(
-            f"--port {first.http} and --grpc-port {first.grpc} leave no room for {count} routers: each takes the port "
-            "after the one before"
-        )
+        shown = " and ".join(f"{flag_of(name)} {port}" for name, port in given.items() if port)
+        rule = f"leave no room for {count} routers: each takes the port after the one before"
+        raise ConfigError(f"{shown} {rule if count > 1 else 'must be different ports'}")
     return ports
 
 

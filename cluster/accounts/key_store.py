@@ -172,8 +172,10 @@ def configured_key(value: str, file: str, flag: str) -> str:
         if path.stat().st_mode & _FORBIDDEN_BITS:
             raise ConfigError(f"{flag}-file {file} is readable by other users; run: chmod 600 {file}")
         key = path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {flag}-file {file}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {flag}-file {file}: {error.strerror}") from error
+    except UnicodeDecodeError:
+        key = ""
     if not key or not key.isprintable():
         raise ConfigError(f"{flag}-file {file} must hold one line of printable characters")
     return key

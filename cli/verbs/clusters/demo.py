@@ -12,8 +12,7 @@ from collections import deque
 from cli.local.local_cluster import LocalCluster
 from cli.table import ledger_text
 from cli.verbs.clusters import up
-from cli.verbs.clusters.up import plan_from, run_until_stopped, tell
-from cluster.auth.key_file import cluster_keys
+from cli.verbs.clusters.up import check_before_start, plan_from, run_until_stopped, tell
 from cluster.errors import TandemError
 from cluster.process import ExitStatus
 from tandem.client import AsyncClient
@@ -34,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     plan, config = plan_from(arguments)
-    cluster_keys(config)  # before any member, which would refuse the same file
+    check_before_start(plan, config)
     logs: deque[str] = deque(maxlen=_KEPT_LINES)
     told: list[Result] = []
 

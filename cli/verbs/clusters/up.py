@@ -3,9 +3,9 @@
 import argparse
 import asyncio
 import dataclasses
+import math
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -16,18 +16,21 @@ from typing import Protocol
 from cli.connection import LastCluster, forget, remember, running
 from cli.local.layout import Pools, Ports, router_ports, threads_per_worker
 from cli.local.local_cluster import LocalCluster, Plan, first_of
+from cluster.accounts.audit import Audit
 from cluster.accounts.key_store import configured_key
 from cluster.accounts.keys import new_secret
 from cluster.auth.key_file import cluster_keys, key_path
 from cluster.errors import ConfigError
 from cluster.process import announce_ready
 from cluster.registry.registration import advertised_host
+from cluster.serving.listening import cannot_listen, is_of_host, reason, refusal
 from cluster.serving.tls import load_tls
 from cluster.settings.config import RouterConfig
 from cluster.settings.config_sources import add_flags, load_config
 from cluster.settings.worker_settings import (
     EngineSettings,
     TransferSettings,
+    flag_of,
     require_exact_wire,
     require_one_quantisation,
     setting,
@@ -94,11 +97,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     plan, config = plan_from(arguments)
-    _check_ports_are_free(config.host, plan.routers)
-    cluster_keys(config)  # before any member, which would refuse the same file
+    check_before_start(plan, config)
     options = ray_options(arguments)
     asyncio.run(_up(plan, local_cluster if options is None else _on_ray(options, config)))
     return 0
+
+
+def check_before_start(plan: Plan, config: UpConfig) -> None:
+    """Refuse now what a member would refuse later, such as a router after the workers have loaded the model. Raises
+    ConfigError."""
+    _check_ports_are_free(config, plan.routers)
+    cluster_keys(config)
+    configured_key(config.api_key, config.api_key_file, "--api-key")
+    configured_key("", config.metrics_key_file, "--metrics-key")
+    Audit(config.audit_file)  # it opens the file
+    if config.tool_call_parser or config.reasoning_parser:
+        from router.tools.formats import AnswerFormat  # only here: its import takes longer than the other checks
+
+        AnswerFormat.named(config.tool_call_parser, config.reasoning_parser)
 
 
 def plan_from(arguments: argparse.Namespace) -> tuple[Plan, UpConfig]:
@@ -107,6 +123,8 @@ def plan_from(arguments: argparse.Namespace) -> tuple[Plan, UpConfig]:
     config = load_config(UpConfig, given)
     admin_key = configured_key(config.admin_key, config.admin_key_file, "--admin-key") or new_secret()
     pools = pools_from(arguments.prefill, arguments.decode, arguments.colocated)
+    if arguments.start_timeout_s <= 0 or not math.isfinite(arguments.start_timeout_s):
+        raise ConfigError(f"--start-timeout-s must be a positive number of seconds, not {arguments.start_timeout_s:g}")
     _check_model(config.model, config.revision)
     num_cores = len(os.sched_getaffinity(0))
     plan = Plan(
@@ -144,7 +162,7 @@ def routers_from(count: int, config: RouterConfig) -> list[Ports]:
     """Return the ports of each router. Raises ConfigError."""
     if count < 1:
         raise ConfigError(f"a cluster needs at least one router, not --routers {count}")
-    return router_ports(Ports(config.port, config.grpc_port), count)
+    return router_ports(Ports(config.port, config.grpc_port, config.health_port, config.metrics_port), count)
 
 
 async def local_cluster(plan: Plan, *, say: Callable[[str], None], echo: Callable[[str, str], None]) -> LocalCluster:
@@ -248,29 +266,24 @@ def _check_model(model: str, revision: str) -> None:
         raise ConfigError(f"--model {model}: the folder holds no config.json; name one that holds a model")
 
 
-def _check_ports_are_free(host: str, routers: Sequence[Ports]) -> None:
-    """Refuse ports that cannot be bound now, not after the workers have loaded the model. Raises ConfigError with all
-    of them."""
-    asked = [(flag, port) for ports in routers for flag, port in (("--port", ports.http), ("--grpc-port", ports.grpc))]
-    refused = {(flag, port): why for flag, port in asked if port and (why := _refusal(host, port))}
+def _check_ports_are_free(config: UpConfig, routers: Sequence[Ports]) -> None:
+    """Refuse a host and ports that cannot be bound. Raises ConfigError with all of them."""
+    if (error := refusal(config.host, 0)) and is_of_host(error):
+        raise cannot_listen(error, config.host, 0, "--port")
+    hosts = {"metrics_port": config.metrics_host}
+    asked = [
+        (flag_of(name), hosts.get(name, config.host), port)
+        for ports in routers
+        for name, port in ports.by_setting().items()
+        if port
+    ]
+    refused = {each: reason(error) for each in asked if (error := refusal(*each[1:]))}
     if not refused:
         return
-    taken = ", ".join(f"{host}:{port} ({why})" for (_, port), why in refused.items())
-    flags = " and ".join(dict.fromkeys(flag for flag, _ in refused))
+    taken = ", ".join(f"{host}:{port} ({why})" for (_, host, port), why in refused.items())
+    flags = " and ".join(dict.fromkeys(flag for flag, _, _ in refused))
     ours = next(
-        (one for one in running(os.environ) if one.http.endswith(tuple(f":{port}" for _, port in refused))), None
+        (one for one in running(os.environ) if one.http.endswith(tuple(f":{port}" for _, _, port in refused))), None
     )
     hint = f"; the cluster of process {ours.pid} uses this port" if ours is not None else ""
     raise ConfigError(f"cannot listen on {taken}{hint}; choose another {flags}, or 0 for a free port")
-
-
-def _refusal(host: str, port: int) -> str:
-    """Return why the port cannot be bound, or an empty string if it can."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return error.strerror or str(error)
-    return ""

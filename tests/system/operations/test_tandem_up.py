@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,13 @@ def test_a_full_disk_is_reported_in_one_line_with_the_remedy(tmp_path: Path) -> 
         (("--cluster-key-file", "/etc/hostname"), "is readable by other users; run: chmod 600 /etc/hostname"),
         (("--cluster-key-file", "/proc/nowhere/key"), "choose another --cluster-key-file"),
         (("--redis", "redis://127.0.0.1:1/0"), "cannot reach Redis at 127.0.0.1:1"),
+        (("--host", "192.0.2.1", "--api-key", "k"), "cannot listen on --host 192.0.2.1: "),
+        (("--host", "nowhere.invalid", "--api-key", "k"), "cannot listen on --host nowhere.invalid: "),
+        (("--api-key-file", "/nowhere/key"), "cannot read --api-key-file /nowhere/key: No such file or directory"),
+        (("--metrics-key-file", "/nowhere/key"), "cannot read --metrics-key-file /nowhere/key: No such file"),
+        (("--audit-file", "/nowhere/log"), "cannot write to --audit-file /nowhere/log: No such file"),
+        (("--tool-call-parser", "pigeon"), "--tool-call-parser pigeon is not known; choose one of hermes, "),
+        (("--start-timeout-s", "nan"), "--start-timeout-s must be a positive number of seconds, not nan"),
     ],
 )
 def test_an_impossible_cluster_is_refused_before_it_starts(
@@ -212,12 +220,15 @@ def test_all_ports_in_use_are_named_with_their_owners(
 ) -> None:
     """Otherwise a user who starts a second cluster would get one error after another."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-        http, grpc = (server.getsockname()[1] for server in (one, other))
+    with ExitStack() as open_servers:
+        servers = [open_servers.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]
+        http, grpc, health, metrics = (server.getsockname()[1] for server in servers)
         remember(LastCluster(f"127.0.0.1:{grpc}", f"127.0.0.1:{http}", os.getpid()))
-        assert main(["up", "--port", str(http), "--grpc-port", str(grpc)]) == 2
+        flags = {"--port": http, "--grpc-port": grpc, "--health-port": health, "--metrics-port": metrics}
+        assert main(["up", *(f"{flag}={port}" for flag, port in flags.items())]) == 2
     told = capsys.readouterr().err
-    assert all(part in told for part in (f":{http} ", f":{grpc} ", f"process {os.getpid()}", "--port and --grpc-port"))
+    assert all(f":{port} " in told for port in flags.values())
+    assert f"process {os.getpid()}" in told and " and ".join(flags) in told
     assert len(told.splitlines()) == 1
 
 

@@ -81,6 +81,10 @@ def test_a_slot_is_parsed_from_its_name() -> None:
 def test_routers_take_the_ports_after_the_first_ones() -> None:
     assert router_ports(Ports(8000, 50051), 3) == [Ports(8000, 50051), Ports(8001, 50052), Ports(8002, 50053)]
     assert router_ports(Ports(0, 0), 2) == [Ports(0, 0), Ports(0, 0)]
-    for clash in (Ports(8000, 8001), Ports(65535, 0)):
+    every = Ports(8000, 50051, 50061, 9090)
+    assert router_ports(every, 2) == [every, Ports(8001, 50052, 50062, 9091)]
+    with pytest.raises(ConfigError, match="--port 8000 and --grpc-port 8000 must be different ports"):
+        router_ports(Ports(8000, 8000), 1)
+    for clash in (Ports(8000, 8001), Ports(65535, 0), Ports(8000, 50051, 50052), Ports(0, 0, 0, 65535)):
         with pytest.raises(ConfigError, match="leave no room for 2 routers"):
             router_ports(clash, 2)
