@@ -28,6 +28,7 @@ _GROUPS: dict[type, str] = {
     TransferSettings: "KV transfer",
 }
 _METAVARS: dict[type, str] = {int: "N", float: "X", str: "VALUE"}
+_MOST = (1 << 31) - 1
 _NUMBERS = {"int": "a whole number", "float": "a number"}
 
 Config = TypeVar("Config", bound=WorkerConfig | RouterConfig)
@@ -98,6 +99,7 @@ def load_config(
         choices = item.metadata["choices"]
         if item.name in values and choices and values[item.name] not in choices:
             raise ConfigError(f"{item.name} must be one of {', '.join(choices)}, not {values[item.name]!r}")
+        _require_bounded(item.name, values.get(item.name))
     return config_type(**typing.cast("dict[str, Any]", values))
 
 
@@ -194,6 +196,12 @@ def _yaml_problem(error: Exception) -> str:
 def _nearest(name: str, known: frozenset[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def _require_bounded(name: str, value: object) -> None:
+    """Raise ConfigError for a number that no setting means: libraries and Redis hold smaller ones, and fail."""
+    if isinstance(value, int | float) and not abs(value) <= _MOST:
+        raise ConfigError(f"{flag_of(name)} must be a number of at most {_MOST:,}, not {value}")
 
 
 def _field_type(config_type: type[Config], name: str) -> type[int] | type[float] | type[str]:

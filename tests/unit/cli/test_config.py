@@ -1,6 +1,7 @@
 """Settings: one name serves as flag, variable and file key; a wrong setting is refused before the process starts."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -59,6 +60,17 @@ def test_an_unknown_key_of_the_file_is_refused_with_the_nearest_name(tmp_path: P
     file.write_text("model: m\nblok_size: 8\n")
     with pytest.raises(ConfigError, match="unknown key 'blok_size'; did you mean block_size"):
         load_config(WorkerConfig, {"config": file}, {})
+
+
+@pytest.mark.parametrize("config_type", [WorkerConfig, RouterConfig])
+def test_no_number_is_accepted_that_overflows_a_library(config_type: type[WorkerConfig] | type[RouterConfig]) -> None:
+    """Redis refuses such a registration for ever, and gRPC raises OverflowError for such a size."""
+    numbers = [item for item in dataclasses.fields(config_type) if isinstance(item.default, int | float)]
+    assert len(numbers) > 10
+    for item in numbers:
+        for value in (1 << 31, *((math.inf, math.nan) if isinstance(item.default, float) else ())):
+            with pytest.raises(ConfigError, match=flag_of(item.name)):
+                load_config(config_type, {"model": "m", item.name: value}, {})
 
 
 def test_an_unknown_variable_is_refused_with_the_nearest_name() -> None:
