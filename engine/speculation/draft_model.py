@@ -191,7 +191,10 @@ def build_draft_model(settings: EngineSettings, target: Engine) -> tuple[DraftMo
         kv_cache_dtype="auto",
         max_model_len=0,
     )
-    engine = build_engine(own)
+    try:
+        engine = build_engine(own)
+    except ConfigError as error:
+        raise type(error)(error.message.replace("--model ", "--draft-model ")) from error
     if engine.model_info.vocab_size != target.model_info.vocab_size:
         engine.pool.close()
         raise ConfigError(

@@ -196,6 +196,14 @@ def test_a_real_draft_model_changes_no_greedy_token(tmp_path: Path) -> None:
     engine.pool.close()
 
 
+def test_a_missing_draft_model_is_refused_under_its_own_flag(tmp_path: Path) -> None:
+    FAMILIES["llama"].save(tmp_path)
+    target = build_engine(settings(tmp_path))
+    with pytest.raises(ConfigError, match=r"^--draft-model /nowhere/draft: there is no such folder"):
+        build_draft_model(settings(tmp_path, speculation="draft", draft_model="/nowhere/draft"), target)
+    target.pool.close()
+
+
 def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     FAMILIES["llama"].save(tmp_path)
     target = build_engine(settings(tmp_path))
