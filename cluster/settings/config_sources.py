@@ -29,6 +29,7 @@ _GROUPS: dict[type, str] = {
 }
 _METAVARS: dict[type, str] = {int: "N", float: "X", str: "VALUE"}
 _MOST = (1 << 31) - 1
+_MODELS = {"model", "draft_model"}  # a folder, in which no shell has replaced ~ where it follows = or stands in a file
 _NUMBERS = {"int": "a whole number", "float": "a number"}
 
 Config = TypeVar("Config", bound=WorkerConfig | RouterConfig)
@@ -95,6 +96,7 @@ def load_config(
     names = _names(config_type)
     values = {name: _converted(config_type, name, value) for name, value in values.items() if name in names}
     values.update({name: value for name, value in flags.items() if name in names})
+    values.update({name: os.path.expanduser(str(values[name])) for name in _MODELS & values.keys()})
     for item in dataclasses.fields(config_type):
         choices = item.metadata["choices"]
         if item.name in values and choices and values[item.name] not in choices:

@@ -62,6 +62,17 @@ def test_an_unknown_key_of_the_file_is_refused_with_the_nearest_name(tmp_path: P
         load_config(WorkerConfig, {"config": file}, {})
 
 
+def test_a_model_in_the_home_folder_is_found_where_no_shell_has_replaced_the_tilde(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--model=~/m` and a file of settings; routers and `tandem up` found such a folder, and workers did not."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    drafting = {"model": "~/m", "speculation": "draft", "draft_model": "~/d"}
+    config = load_config(WorkerConfig, drafting, {})
+    assert (config.model, config.draft_model) == (f"{tmp_path}/m", f"{tmp_path}/d")
+    assert load_config(RouterConfig, {"model": "acme/m~1"}, {}).model == "acme/m~1"
+
+
 @pytest.mark.parametrize("config_type", [WorkerConfig, RouterConfig])
 def test_no_number_is_accepted_that_overflows_a_library(config_type: type[WorkerConfig] | type[RouterConfig]) -> None:
     """Redis refuses such a registration for ever, and gRPC raises OverflowError for such a size."""
