@@ -5,6 +5,7 @@ image without a compiler finds a library that was built beside the sources.
 """
 
 import ctypes
+import errno
 import hashlib
 import logging
 import os
@@ -16,6 +17,8 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from cluster.process import full_disk
 
 _LOG = logging.getLogger("tandem.kernels")
 _FLAGS = ("-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
@@ -113,6 +116,8 @@ def _build(compiler: str, sources: Mapping[str, bytes], target: Path) -> None:
             os.chmod(unfinished, 0o755)
             os.replace(unfinished, target)
     except (OSError, subprocess.TimeoutExpired) as error:
+        if isinstance(error, OSError) and full_disk(error):
+            raise NotCompiled(f"{target.parent} has no space left; free some there") from error
         raise NotCompiled(f"{Path(compiler).name} could not be run: {error}") from error
 
 
@@ -159,4 +164,6 @@ def _require_ours(path: Path) -> None:
 
 def _first_error(output: str) -> str:
     lines = [line for line in output.splitlines() if line.strip()]
-    return next((line for line in lines if "error" in line), lines[0] if lines else "it gave no reason")
+    causes = (os.strerror(errno.ENOSPC), "error")  # the linker's last line has the word, and not the cause
+    found = (line for cause in causes for line in lines if cause in line)
+    return next(found, lines[0] if lines else "it gave no reason")

@@ -17,6 +17,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -77,10 +78,26 @@ def installed_version() -> str:
 def full_disk(error: OSError) -> str:
     """Return the line for a file that could not be written, or an empty string if the error is another one."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        place = f": {error.filename}" if error.filename else ""
-        return f"{os.strerror(error.errno)}{place}; free some space there, or give it more"
+        place = error.filename or "one of the disks that `df` shows as full"
+        return f"{os.strerror(error.errno)}: {place}; free some space there, or give it more"
     if "No usable temporary directory" in str(error):  # tempfile tries to write to each one
         return f"{error.strerror}; free some space in one of them, or set TMPDIR"
+    return ""
+
+
+def unused_tmpdir() -> str:
+    """Return a line about a TMPDIR in which no file can be written, such as one on a full disk: Python then uses
+    another folder and does not say so. An empty string if TMPDIR is used or not set. Raises OSError if no folder can be
+    used."""
+    named, used = os.environ.get("TMPDIR", ""), tempfile.gettempdir()
+    if not named or os.path.abspath(named) == used:
+        return ""
+    try:
+        with tempfile.TemporaryFile(dir=named) as file:
+            file.write(b"x")
+    except OSError as error:
+        why = error.strerror or str(error)
+        return f"cannot write to TMPDIR {named}: {why}; temporary files go to {used}; free some space, or correct it"
     return ""
 
 

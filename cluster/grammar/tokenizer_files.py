@@ -10,6 +10,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer
 
 from cluster.errors import ConfigError
+from cluster.process import full_disk
 
 _HUB_FILES = [
     "config.json",
@@ -35,6 +36,8 @@ def locate(model: str, revision: str = "") -> Path:
     try:
         return Path(snapshot_download(model, revision=revision or None, allow_patterns=_HUB_FILES))
     except (HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError) as error:
+        if isinstance(error, OSError) and full_disk(error):
+            raise  # the name is right
         first_line = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"--model {model}: no such folder here, and the hub gave none ({first_line}); correct the name"

@@ -19,7 +19,7 @@ from asyncio.subprocess import Process
 from pathlib import Path
 
 from cluster.errors import ConfigError
-from cluster.process import die_with_parent
+from cluster.process import die_with_parent, full_disk
 
 # What a member needs of Redis, and no more.
 RIGHTS = ("-@all", "+@read", "+@write", "+@scripting", "+@pubsub", "+@connection", "-@dangerous", "+time")
@@ -60,11 +60,15 @@ class RedisServer:
         for _ in range(_ATTEMPTS):
             folder = Path(tempfile.mkdtemp(prefix="tandem-redis-"))
             chosen = port or free_port()
-            process = await _spawn(program, chosen, folder, users_file(cluster_name, password) if password else "")
-            answers = await _answers(process, chosen, password)
-            log = (folder / "redis.log").read_text(errors="replace") if (folder / "redis.log").exists() else ""
-            # It runs without its folder, so nothing is left behind even if both processes are killed.
-            shutil.rmtree(folder, ignore_errors=True)
+            try:
+                process = await _spawn(program, chosen, folder, users_file(cluster_name, password) if password else "")
+                answers = await _answers(process, chosen, password)
+                log = (folder / "redis.log").read_text(errors="replace") if (folder / "redis.log").exists() else ""
+            except OSError as error:
+                raise _not_started(program, folder, error) from error
+            finally:
+                # It runs without its folder, so nothing is left behind even if both processes are killed.
+                shutil.rmtree(folder, ignore_errors=True)
             if answers:
                 return RedisServer(process, chosen, password)
             await _end(process)
@@ -100,6 +104,13 @@ def users_file(cluster_name: str, password: str) -> str:
     digest = hashlib.sha256(password.encode()).hexdigest()
     rights = " ".join(RIGHTS)
     return f"user default off\nuser {USER} on #{digest} resetchannels ~{keys} &{keys} {rights}\n"
+
+
+def _not_started(program: str, folder: Path, error: OSError) -> Exception:
+    """Return the error to raise. That of a full disk gets the folder's name, which a failed write does not have."""
+    if full_disk(error):
+        return OSError(error.errno, error.strerror, str(folder))
+    return ConfigError(f"cannot start {program}: {error.strerror}; correct the PATH, or give --redis URL")
 
 
 async def _spawn(program: str, port: int, folder: Path, users: str) -> Process:

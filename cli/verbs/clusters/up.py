@@ -21,7 +21,7 @@ from cluster.accounts.key_store import configured_key
 from cluster.accounts.keys import new_secret
 from cluster.auth.key_file import cluster_keys, key_path
 from cluster.errors import ConfigError
-from cluster.process import announce_ready
+from cluster.process import announce_ready, unused_tmpdir
 from cluster.registry.registration import advertised_host
 from cluster.serving.listening import cannot_listen, is_of_host, reason, refusal
 from cluster.serving.tls import load_tls
@@ -98,6 +98,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     plan, config = plan_from(arguments)
     check_before_start(plan, config)
+    if line := unused_tmpdir():
+        tell(line)
     options = ray_options(arguments)
     asyncio.run(_up(plan, local_cluster if options is None else _on_ray(options, config)))
     return 0

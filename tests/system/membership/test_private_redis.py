@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -16,7 +17,7 @@ from cluster.accounts.keys import Gate, KeySet
 from cluster.accounts.usage import TenantLimits, Usage, UsageMeter
 from cluster.auth.keys import ClusterKeys
 from cluster.clock import MonotonicClock
-from cluster.errors import RegistryUnavailable
+from cluster.errors import ConfigError, RegistryUnavailable
 from cluster.messages import Role
 from cluster.registry.redis_server import RIGHTS, RedisServer
 from cluster.registry.registry import Registry
@@ -66,6 +67,20 @@ async def test_the_redis_of_a_cluster_serves_no_client_without_its_password(url:
         for command in ("FLUSHALL", "CONFIG GET *", "ACL LIST", "KEYS *", "GET {other}:members", "SHUTDOWN"):
             with pytest.raises(NoPermissionError):
                 await insider.execute_command(*command.split())  # type: ignore[no-untyped-call]
+
+
+async def test_a_program_that_cannot_run_is_named_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, temporary = tmp_path / "redis-server", tmp_path / "temporary"
+    program.write_bytes(b"\x7fELF of another processor")
+    program.chmod(0o755)
+    temporary.mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    with pytest.raises(ConfigError, match=f"^cannot start {program}: Exec format error; .* --redis URL$"):
+        await RedisServer.start(cluster_name="tandem")
+    assert not list(temporary.iterdir())
 
 
 async def test_everything_that_members_keep_in_redis_works_with_the_rights_of_members(url: str) -> None:

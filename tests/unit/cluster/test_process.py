@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Coroutine
 from importlib import metadata
 from pathlib import Path
@@ -22,7 +23,15 @@ from cluster.errors import (
     Unhealthy,
     WorkerLost,
 )
-from cluster.process import ExitStatus, announce_ready, installed_version, lasting, run_process, stop_requested
+from cluster.process import (
+    ExitStatus,
+    announce_ready,
+    installed_version,
+    lasting,
+    run_process,
+    stop_requested,
+    unused_tmpdir,
+)
 
 DEADLINE_S = 30.0
 ROOT = Path(__file__).parents[3]
@@ -108,13 +117,29 @@ def test_the_garbage_collector_skips_objects_built_at_the_start() -> None:
         gc.unfreeze()
 
 
-def test_a_full_disk_ends_a_process_with_one_line_that_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_ends_a_process_with_one_line_that_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     async def main() -> None:
         with open("/dev/full", "w") as full:  # noqa: ASYNC230 -- every write to it fails as on a full disk
             full.write("x")
 
     assert run_process("it", main) == ExitStatus.CRASHED
-    assert capsys.readouterr().err == "it: No space left on device; free some space there, or give it more\n"
+    line = "No space left on device: one of the disks that `df` shows as full; free some space there, or give it more"
+    assert capsys.readouterr().err == f"it: {line}\n"
+
+
+@pytest.mark.parametrize(("named", "why"), [("/proc/nowhere", "No such file or directory"), ("/proc", "")])
+def test_a_tmpdir_that_cannot_be_written_is_named_with_the_folder_in_its_place(
+    named: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv("TMPDIR", named)
+    line = unused_tmpdir()
+    assert line.startswith(f"cannot write to TMPDIR {named}: {why}"), line
+    assert f"temporary files go to {tempfile.gettempdir()}; " in line
+    for usable in (str(tmp_path), ""):
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        monkeypatch.setenv("TMPDIR", usable)
+        assert unused_tmpdir() == ""
 
 
 def test_a_checkout_that_was_not_installed_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
