@@ -20,8 +20,8 @@ from cluster.settings.config import ClusterSettings, RouterConfig, WorkerConfig
 from cluster.settings.worker_settings import EngineSettings, TransferSettings, flag_of
 
 _ENVIRONMENT_PREFIX = "TANDEM_"
-# Variables that are not settings of a process: `config` names the file, and clients use `address`.
-_OTHER_VARIABLES = frozenset({"config", "address"})
+# Variables that are not settings of a process: `config` names the file, and clients use the addresses.
+_OTHER_VARIABLES = frozenset({"config", "address", "http_address"})
 _GROUPS: dict[type, str] = {
     ClusterSettings: "cluster",
     EngineSettings: "model and engine",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from cli.connection import find_address, find_http_address
 from cli.local.layout import Layout, Pools, Ports
 from cluster.errors import ConfigError
 from cluster.settings.config import RouterConfig, WorkerConfig, echo
@@ -82,6 +83,13 @@ def test_no_number_is_accepted_that_overflows_a_library(config_type: type[Worker
         for value in (1 << 31, *((math.inf, math.nan) if isinstance(item.default, float) else ())):
             with pytest.raises(ConfigError, match=flag_of(item.name)):
                 load_config(config_type, {"model": "m", item.name: value}, {})
+
+
+def test_the_variables_of_commands_are_no_unknown_settings() -> None:
+    """A shell in which commands find a cluster starts another one."""
+    environment = {"TANDEM_ADDRESS": "h:1", "TANDEM_HTTP_ADDRESS": "h:2"}
+    assert _worker(["--model", "m"], environment).model == "m"
+    assert (find_address(None, environment), find_http_address(None, environment)) == ("h:1", "h:2")
 
 
 def test_an_unknown_variable_is_refused_with_the_nearest_name() -> None:
