@@ -45,6 +45,7 @@ class LocalCluster:
         log, if the cluster is not ready after `start_timeout_s` seconds."""
         sizes = {"model": model, "prefill": prefill, "decode": decode, "colocated": colocated}
         given = [f"--{name}={value}" for name, value in sizes.items() if value is not None]
+        given.append(f"--start-timeout-s={start_timeout_s:g}")
         self._log = tempfile.TemporaryFile(mode="w+", prefix="tandem-")  # noqa: SIM115 -- closed by `close`
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tandem_serving", "up", "--port=0", "--grpc-port=0", *given, *flags],

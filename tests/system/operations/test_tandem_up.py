@@ -274,7 +274,10 @@ def test_workers_share_the_cores_and_pools_have_the_configured_sizes() -> None:
 def test_a_script_starts_a_cluster_of_its_own_and_leaves_nothing(tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
     flags = ("--cluster-key-file", str(tmp_path / "key"))
-    with LocalCluster(colocated=1, flags=flags, environment=environment) as cluster, cluster.client() as client:
+    made = LocalCluster(colocated=1, flags=flags, environment=environment, start_timeout_s=400)
+    arguments = Path(f"/proc/{made._process.pid}/cmdline").read_bytes().split(b"\0")
+    assert b"--start-timeout-s=400" in arguments, "else the cluster ends after its own 300 s"
+    with made as cluster, cluster.client() as client:
         assert client.generate(PROMPT, max_tokens=4, ignore_eos=True).result().usage.completion_tokens == 4
         assert cluster.http.startswith("http://127.0.0.1:")
     with pytest.raises(Unavailable, match="--decode must be at least 1"):
