@@ -9,7 +9,7 @@ import asyncio
 import sys
 from collections import deque
 
-from cli.local.local_cluster import LocalCluster
+from cli.local.local_cluster import LocalCluster, Plan
 from cli.table import ledger_text
 from cli.verbs.clusters import up
 from cli.verbs.clusters.up import check_before_start, plan_from, run_until_stopped, tell
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     async def act(cluster: LocalCluster) -> None:
         tell(f"router at {cluster.grpc} (gRPC) and http://{cluster.http}")
-        told.append(await _one_prompt(cluster.grpc))
+        told.append(await _one_prompt(cluster.grpc, plan))
 
     try:
         asyncio.run(run_until_stopped(plan, act, echo=lambda name, line: logs.append(f"[{name}] {line}")))
@@ -54,8 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
     return ExitStatus.OK
 
 
-async def _one_prompt(address: str) -> Result:
-    async with AsyncClient(address) as client:
+async def _one_prompt(address: str, plan: Plan) -> Result:
+    authorities, name = (plan.tls.ca_file, plan.tls.server_name or None) if plan.tls is not None else (None, None)
+    async with AsyncClient(address, plan.admin_key, tls_ca=authorities, tls_server_name=name) as client:
         print(f"\n{PROMPT}", end="", flush=True)
         generation = client.generate(PROMPT, max_tokens=MAX_TOKENS, temperature=0.0)
         async for delta in generation:

@@ -271,6 +271,15 @@ def test_workers_share_the_cores_and_pools_have_the_configured_sizes() -> None:
 
 
 @pytest.mark.slow
+def test_the_demo_answers_also_where_the_environment_asks_for_an_api_key(tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), "TANDEM_API_KEY": "k"}
+    command = (sys.executable, "-m", "cli", "demo", "--colocated", "1", "--cluster-key-file", str(tmp_path / "key"))
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert ended.returncode == 0, ended.stderr
+    assert "stopped; nothing is left running" in ended.stderr
+
+
+@pytest.mark.slow
 def test_a_script_starts_a_cluster_of_its_own_and_leaves_nothing(tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
     flags = ("--cluster-key-file", str(tmp_path / "key"))
