@@ -13,11 +13,13 @@ def refuse_taken(host: str, port: int, flag: str) -> None:
         raise cannot_listen(error, host, port, flag) from error
 
 
-def refusal(host: str, port: int) -> OSError | None:
-    """Return why the port cannot be bound, or None if it can."""
+def refusal(host: str, port: int, *, is_shared: bool = False) -> OSError | None:
+    """Return why the port cannot be bound, or None if it can. `is_shared`: other sockets that share it may have it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
             probe.bind((host, port))
         except OSError as error:

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -82,7 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         default=1,
-        help="routers; each uses the ports after those of the previous one (default: 1)",
+        help="routers; each uses the ports after those of the previous one, with --share-port the same --port"
+        " (default: 1)",
     )
     pools.add_argument(
         "--start-timeout-s",
@@ -164,7 +165,10 @@ def routers_from(count: int, config: RouterConfig) -> list[Ports]:
     """Return the ports of each router. Raises ConfigError."""
     if count < 1:
         raise ConfigError(f"a cluster needs at least one router, not --routers {count}")
-    return router_ports(Ports(config.port, config.grpc_port, config.health_port, config.metrics_port), count)
+    first = Ports(config.port, config.grpc_port, config.health_port, config.metrics_port)
+    if config.share_port == "off":
+        return router_ports(first, count)
+    return [replace(each, http=config.port) for each in router_ports(replace(first, http=0), count)]
 
 
 async def local_cluster(plan: Plan, *, say: Callable[[str], None], echo: Callable[[str, str], None]) -> LocalCluster:
@@ -273,13 +277,13 @@ def _check_ports_are_free(config: UpConfig, routers: Sequence[Ports]) -> None:
     if (error := refusal(config.host, 0)) and is_of_host(error):
         raise cannot_listen(error, config.host, 0, "--port")
     hosts = {"metrics_port": config.metrics_host}
-    asked = [
-        (flag_of(name), hosts.get(name, config.host), port)
+    shared = {"port"} if config.share_port == "on" else set()
+    refused = {
+        (flag_of(name), hosts.get(name, config.host), port): reason(error)
         for ports in routers
         for name, port in ports.by_setting().items()
-        if port
-    ]
-    refused = {each: reason(error) for each in asked if (error := refusal(*each[1:]))}
+        if port and (error := refusal(hosts.get(name, config.host), port, is_shared=name in shared))
+    }
     if not refused:
         return
     taken = ", ".join(f"{host}:{port} ({why})" for (_, host, port), why in refused.items())

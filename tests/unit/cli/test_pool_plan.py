@@ -3,6 +3,7 @@
 import pytest
 
 from cli.local.layout import PoolPlan, Ports, Slot, pool_plan, router_ports
+from cli.verbs.clusters.up import UpConfig, routers_from
 from cluster.errors import ConfigError
 from cluster.messages import Role
 from cluster.registry.scale_registry import worker_load
@@ -76,6 +77,12 @@ def test_blocks_in_use_and_waiting_requests_make_a_worker_busy() -> None:
 def test_a_slot_is_parsed_from_its_name() -> None:
     for name, slot in (("prefill-12", Slot(Role.PREFILL, 12)), ("colocated-1", Slot(Role.BOTH, 1))):
         assert (Slot.parse(name), str(slot)) == (slot, name)
+
+
+def test_routers_that_share_the_http_port_all_serve_it() -> None:
+    config = UpConfig(share_port="on", metrics_port=9090)
+    assert routers_from(2, config) == [Ports(8000, 50051, 0, 9090), Ports(8000, 50052, 0, 9091)]
+    assert routers_from(2, UpConfig(share_port="on", port=0))[1] == Ports(0, 50052)
 
 
 def test_routers_take_the_ports_after_the_first_ones() -> None:

@@ -10,6 +10,7 @@ from cluster.errors import ConfigError
 from cluster.observe.health import HealthPort, HealthStatus
 from cluster.observe.stalls import StallLimits
 from cluster.observe.telemetry import MetricsPort, Telemetry
+from cluster.serving.listening import refusal
 from cluster.serving.serving import GrpcServer
 from router.http.server import HttpServer
 
@@ -38,6 +39,16 @@ async def test_a_port_in_use_names_its_flag(flag: str) -> None:
     assert refused.value.message == (
         f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another {flag}, or 0 for a free port"
     )
+
+
+@pytest.mark.parametrize("is_first_shared", [True, False])
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_port_is_free_only_for_sockets_that_share_it_with_one_that_does(
+    is_first_shared: bool, is_shared: bool
+) -> None:
+    with socket.create_server(("127.0.0.1", 0), reuse_port=is_first_shared) as first:
+        found = refusal("127.0.0.1", first.getsockname()[1], is_shared=is_shared)
+    assert (found is None) == (is_first_shared and is_shared)
 
 
 @pytest.mark.parametrize("flag", _BINDS)
