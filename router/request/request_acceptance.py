@@ -170,7 +170,7 @@ def _parameters_digest(resolved: ResolvedRequest, model: ModelInfo) -> bytes:
     its text and looks for stop strings in it."""
     sampling, stops = resolved.sampling, resolved.stops
     fields = (
-        [model.name, model.tokenizer_digest],
+        [model.name, model.tokenizer_digest, resolved.vocab_size],
         [_as_travelled(value) for value in (sampling.temperature, sampling.top_p, sampling.min_p)],
         [sampling.top_k, sampling.num_logprobs],
         [stops.max_tokens, stops.min_tokens, sorted(stops.stop_token_ids)],

@@ -167,6 +167,7 @@ def test_the_parameters_digest_covers_every_field_of_a_resolved_request() -> Non
         "cache_salt": "other",
         "priority": 4,
         "is_batch": True,
+        "vocab_size": 51,
         "grammar": Grammar(GrammarKind.REGEX, "a"),
         "num_prompt_logprobs": 0,
     }
