@@ -16,7 +16,7 @@ from cluster.messages import NO_TENANT, LinkSpeed, MemberId, Role, TenantShare
 from cluster.outstanding_work import PromptWork
 from cluster.request_size import RequestSize, decode_shortage, handoff_shortage, prefill_shortage
 from cluster.service_times import StepWork
-from router.policies.forecast import NOTHING_UNMODELLED, Unmodelled
+from router.policies.forecast import NOTHING_UNMODELLED, PRECISION, Unmodelled
 from router.policies.work_ahead import WorkAhead
 
 # Up to these numbers of pairs and of single workers, all are compared. A prediction takes 10 us, with long queues 100.
@@ -24,6 +24,7 @@ _MAX_PAIRS, _MAX_ALONE = 36, 8
 # Above them, this many workers of each role and KV format are compared. Over 600 random fleets of 24 to 64
 # workers, 6 of each found a candidate as good as the best one in all but 4, and 8 of each in all but one.
 _NUM_PROMISING = 6
+_EQUAL_S = 0.001  # estimates that differ by less than this, or by less than `PRECISION`, are about equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,13 +253,25 @@ def _promising_alone(loads: Sequence[WorkerLoad], request: RequestFacts) -> list
 def _most_promising(
     loads: Sequence[WorkerLoad], seconds: Callable[[WorkerLoad], float], number: int = _NUM_PROMISING
 ) -> list[WorkerLoad]:
-    """Return the `number` workers of each KV format with the smallest estimates; all if a worker's speed is unknown."""
+    """Return the `number` workers of each KV format with the smallest estimates, of about equal ones the first; all if
+    a worker's speed is unknown."""
     if any(load.work is None for load in loads):
         return list(loads)
     by_format: dict[str, list[WorkerLoad]] = {}
     for load in loads:
         by_format.setdefault(load.kv_format, []).append(load)
-    return [load for each in by_format.values() for load in heapq.nsmallest(number, each, key=seconds)]
+    return [load for each in by_format.values() for load in _smallest(each, list(map(seconds, each)), number)]
+
+
+def _smallest(loads: Sequence[WorkerLoad], seconds: Sequence[float], number: int) -> Sequence[WorkerLoad]:
+    """Return the `number` workers with the smallest of these estimates, of about equal ones the first."""
+    if len(loads) <= number:
+        return loads
+    limit_s = heapq.nsmallest(number, seconds)[-1]
+    equal_s = max(PRECISION * limit_s, _EQUAL_S)
+    better = [load for load, each in zip(loads, seconds, strict=True) if each < limit_s - equal_s]
+    equal = [load for load, each in zip(loads, seconds, strict=True) if abs(each - limit_s) <= equal_s]
+    return [*better, *equal[: number - len(better)]]
 
 
 def rough_first_token_s(load: WorkerLoad, request: RequestFacts, *, is_export: bool) -> float:

@@ -45,6 +45,7 @@ _SHARPNESS = 8.0  # a target is missed with a probability of 19 % at 1.2 times t
 # miss kept most targets; with 0.1 or less two workers do everything alike and disturb each other, with 0.8 or more they
 # hardly help each other.
 _MISSES_AGAINST_ROLE = {Arrangement.BY_ROLE: 3.0, Arrangement.MIXED: 0.5}
+_MAX_COMPARED = 8  # workers of both roles of which every way is compared
 _MISSES_PER_WAIT = 0.1  # of later requests, which wait behind this one; per wait that uses up its target
 
 
@@ -58,10 +59,12 @@ class SloAware:
         self._without_speeds = PrefixAware()
         self.predict = LatestPredictions(self._recent)
         self._arrangements = Arrangements()
+        self._first = 0.0  # the place, from 0 up to 1, of the worker that goes first where only some are compared
 
     def ways(
         self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts
     ) -> Sequence[Pair]:
+        prefills, decodes = self._in_turn(prefills), self._in_turn(decodes)
         if self._targets.preferring(request.targets) == NO_TARGETS:
             return candidates(prefills, decodes, request)
         role_of = self._arrangements.role_of
@@ -86,6 +89,8 @@ class SloAware:
             return replace(placement, reason=PlacementReason.UNKNOWN_SPEED) if placement is not None else None
         if not found:
             return None
+        if len(prefills) + len(decodes) > _MAX_COMPARED:
+            self._first = self._draw()
         best, reason = self._best(found)
         ordered = [best, *sorted((candidate for candidate in found if candidate is not best), key=_order)]
         chosen, propensity = best, 1.0
@@ -112,6 +117,12 @@ class SloAware:
         if past is None:
             return None
         return self._arrangements.current if self._arrangements.placed(past, _workers(prefills, decodes)) else None
+
+    def _in_turn(self, loads: Sequence[WorkerLoad]) -> Sequence[WorkerLoad]:
+        """Return the same workers from another one on. Of a large cluster only some are compared, and of equal ones the
+        first: it must not always be the same."""
+        first = int(self._first * len(loads))
+        return [*loads[first:], *loads[:first]] if first else loads
 
     def _past_request(
         self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad], request: RequestFacts, now_s: float

@@ -181,6 +181,16 @@ def test_equals_are_drawn_evenly() -> None:
     assert choose([load("p0")], decodes).reason is PlacementReason.TIE
 
 
+@pytest.mark.parametrize("targets", [NO_TARGETS, SloTargets(1.0, 0.05)])
+def test_equals_of_a_large_fleet_are_all_drawn(targets: SloTargets) -> None:
+    """Only some of the workers are compared, and their speeds are measured, so they differ a little."""
+    speeds = random.Random(5)
+    workers = [replace(load(f"w{n}", slower=speeds.uniform(0.999, 1.001)), role=Role.BOTH) for n in range(16)]
+    auto = SloAware(targets, random.Random(3).random)
+    drawn = Counter(found.decode.id for _ in range(400) if (found := auto.choose(workers, workers, REQUEST)))
+    assert len(drawn) == 16 and min(drawn.values()) >= 10
+
+
 def test_equal_seeds_draw_equally() -> None:
     decodes = [load(f"d{number}") for number in range(4)]
     one, other = (SloAware(NO_TARGETS, random.Random(5).random) for _ in range(2))
