@@ -215,7 +215,7 @@ def _of_every_member(dice: _Dice) -> dict[str, object]:
         "cluster.auth.sessions.Session._mac": lambda session, counter, method, _: _MAC(session, counter, method, b""),
         "cluster.auth.sessions.Session.prove": lambda *about: world().proofs.prove(*about, _PROVE),
         "cluster.auth.sessions.Session.verify": lambda *about: world().proofs.verify(*about, _VERIFY),
-        "cluster.serving.serving._refuse_taken": lambda host, port: None,
+        "cluster.serving.serving.refuse_taken": lambda host, port, flag: None,
         "cluster.serving.frame_server.FrameServer.bind": _bind_frames,
         "cluster.serving.frame_server.socket": frame_calls.sockets(
             lambda *about, **_: world().connections.listen(*about)
