@@ -209,7 +209,7 @@ def test_every_member_is_restarted_by_liveness_and_routed_to_by_readiness() -> N
 
 
 def test_operators_commands_in_a_routers_pod_find_the_router_and_the_admin_key() -> None:
-    """As `kubectl exec deploy/tandem-router -- tandem scale ...` runs them."""
+    """`kubectl exec deploy/tandem-router -- tandem scale ...` has the variables and files of this container."""
     (container,) = _deployments()["tandem-router"]["spec"]["template"]["spec"]["containers"]
     variables = {item["name"]: item["value"] for item in container["env"] if "value" in item}
     assert find_address(None, variables) == f"127.0.0.1:{_port(container, 'grpc')}"
