@@ -194,26 +194,26 @@ class Pipeline:
         """Tokenize the prompt and resolve every default. A resumed request keeps the acceptance that its client sends.
 
         Raises TandemError."""
-        request = self._isolated(live.request)
+        request = live.request
         shown = self._signer.shown(request) if request.resume_from is not None else None
         rendered_at_us = shown.rendered_at_us if shown is not None else self._wall_us()
         prompt_token_ids = await self._prompts.token_ids(request, rendered_at_us)
         bad_words = await self._prompts.bad_words(request)
         live.account.enter(PhaseName.ADMIT, self._clock.now_s())
         if shown is not None:
-            return shown.resolved(request, prompt_token_ids, self._model, bad_words), shown
+            return self._isolated(request, shown.resolved(request, prompt_token_ids, self._model, bad_words)), shown
         if request.grammar is not None:
             await check_grammar_of(request, request.grammar, self._grammars)
         resolved = await self._resolved(request, prompt_token_ids, bad_words)
         stream_id = secrets.token_bytes(STREAM_ID_BYTES)
-        return resolved, accept(
+        return self._isolated(request, resolved), accept(
             request, resolved, self._model, stream_id=stream_id, rendered_at_us=rendered_at_us, timeout_s=timeout_s
         )
 
-    def _isolated(self, request: GenerateRequest) -> GenerateRequest:
-        """Return the request with a cache salt that no other tenant's requests have."""
+    def _isolated(self, request: GenerateRequest, resolved: ResolvedRequest) -> ResolvedRequest:
+        """Return the request with a cache salt that no other tenant's requests have; acceptances have the client's."""
         salt = tenant_salt(self._salt_key, request.caller.tenant, request.cache_salt)
-        return request if salt == request.cache_salt else replace(request, cache_salt=salt)
+        return resolved if salt == resolved.cache_salt else replace(resolved, cache_salt=salt)
 
     async def _resolved(
         self, request: GenerateRequest, prompt_token_ids: tuple[int, ...], bad_words: Sequence[tuple[int, ...]]

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import replace
 
 import pytest
@@ -10,14 +10,16 @@ from redis.asyncio import Redis
 
 from cluster.accounts.keys import Caller, Limits
 from cluster.accounts.usage import KeyUsage, TenantLimits, Usage, UsageMeter
-from cluster.auth.keys import ClusterKeys
+from cluster.auth.keys import ClusterKeys, Secrets
 from cluster.clock import ManualClock, MonotonicClock
 from cluster.errors import LimitReached, QueueFull, RegistryUnavailable
 from cluster.registry.redis_server import RedisServer
 from cluster.registry.registry import Registry
 from router.accounts import SharedUse, UseReports, stored_usage
+from router.requests import ResumedChoice
 from router.running import running
-from tests.system.rigs.members.router_harness import answer_to, ask, router_under_test
+from tests.system.rigs.members.router_harness import answer_to, ask, expected_tokens, router_under_test
+from tests.system.rigs.members.scripted_workers import SECRET
 
 _KEYS = ClusterKeys(b"k" * 32)
 
@@ -34,6 +36,25 @@ async def test_tenants_share_no_cached_prefix_and_a_tenant_divides_its_own_by_sa
             await answer_to(router, request)
         first, same_tenant, *others = [job.cache_salt for job in prefill.jobs]
         assert first == same_tenant and len({first, *others}) == 4
+
+
+async def test_a_tenants_stream_is_resumed_by_a_router_with_another_secret_of_the_caches() -> None:
+    """The secret was replaced and the router was started again: the tenant's salt is another, the request is not."""
+    request = replace(ask(request_id="r"), caller=Caller("acme", "k1"), num_bytes=100)
+    later = ClusterKeys(Secrets(SECRET, caches=b"c" * 32, generation=2))
+    async with router_under_test() as before, router_under_test(keys=later) as after:
+        for router in (before, after):
+            await router.add_prefill("p0")
+            await router.add_decode("d0")
+            await router.connected()
+        expected = expected_tokens(before, request)
+        async with aclosing(before.pipeline.generate(request)) as outputs:
+            (accepted,) = [output.accepted async for output in outputs if output.accepted is not None]
+        has = (ResumedChoice(tuple(expected[:2])),)
+        resumed = replace(request, resume_from=has, resume_number=1, acceptance=accepted.acceptance)
+        async with aclosing(after.pipeline.generate(resumed)) as outputs:
+            came = [i async for output in outputs for delta in output.deltas for i in delta.token_ids]
+        assert came == expected[2:]
 
 
 async def test_workers_learn_the_weight_of_a_tenant_and_a_label_without_its_name() -> None:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+from cluster.auth.keys import ClusterKeys
 from cluster.clock import Clock, MonotonicClock
 from cluster.grammar.engine import grammar_engine_id
 from cluster.member import Capacity, Member
@@ -85,8 +86,10 @@ class RouterUnderTest:
         wall_clock: Callable[[], float] = time.time,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         traces: Traces | None = None,
+        keys: ClusterKeys = KEYS,
     ) -> None:
         self.store = Store()
+        self.keys = keys
         self.telemetry = Telemetry()
         self.membership = Membership()
         self.workers: list[ScriptedWorker] = []  # registered
@@ -143,7 +146,7 @@ class RouterUnderTest:
             migrations=self.migrations,
             prefixes=prefixes,
             grammars=self.grammars,
-            keys=KEYS,
+            keys=self.keys,
             settings=settings,
             clock=MonotonicClock(),
             telemetry=self.telemetry,
