@@ -225,6 +225,9 @@ class Overview:
             )
         except grpc.aio.AioRpcError as error:
             return admin_pb2.RouterOverview(router=str(other.id), problem=error_from_rpc(error).message)
+        if len(answer.routers) != 1:
+            problem = f"it answered with the overviews of {len(answer.routers)} routers"
+            return admin_pb2.RouterOverview(router=str(other.id), problem=problem)
         return answer.routers[0]
 
     def _others(self) -> list[Member]:

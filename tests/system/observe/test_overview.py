@@ -127,6 +127,24 @@ async def watched(clock: Clock | None = None) -> AsyncIterator[tuple[RouterUnder
         await registry.close()
 
 
+class _Empty(admin_pb2_grpc.AdminServicer):
+    async def Overview(self, request: admin_pb2.OverviewRequest, context: object) -> admin_pb2.OverviewResponse:
+        return admin_pb2.OverviewResponse()
+
+
+async def test_a_router_that_answers_without_its_overview_is_listed_with_the_problem() -> None:
+    server = grpc.aio.server()
+    admin_pb2_grpc.add_AdminServicer_to_server(_Empty(), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    async with watched() as (router, overview):
+        other = replace(router.member, id=MemberId("router-1", "1"), address=address)
+        found = await overview._of_router(other, admin_pb2.OverviewRequest(), ())
+        assert (found.router, found.problem) == ("router-1@1", "it answered with the overviews of 0 routers")
+        await overview._close_channels()
+    await server.stop(None)
+
+
 async def test_callers_that_poll_in_the_same_second_share_an_answer() -> None:
     clock = ManualClock()
     async with watched(clock) as (router, overview):
