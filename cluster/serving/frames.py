@@ -9,8 +9,8 @@ ends (cluster/auth/connections.py) and then carries any number of calls at once:
     caller -> callee   CANCEL   the caller waits for no answer, because of its deadline or its own decision
 
 A side that has received nothing for `PING_AFTER_S` sends PING, and closes the connection if nothing comes within
-`PONG_WITHIN_S`. Frames are sent at once and in order. frame_server.py has the callee's end, frame_channel.py the
-caller's.
+`PONG_WITHIN_S`, unless the other end has read from what waits before the PING. Frames are sent at once and in order.
+frame_server.py has the callee's end, frame_channel.py the caller's.
 """
 
 import asyncio
@@ -170,6 +170,8 @@ class FrameConnection(asyncio.Protocol):
         self._num_unproven_bytes = 0  # received before the proof
         self._heard_s = self._loop.time()
         self._pinged_s: float | None = None  # when the ping that is not answered was sent
+        self._num_written = 0  # bytes
+        self._num_taken: int | None = None  # of these by the system, at the last look; None: no bytes waited then
         self._look_s = 0.0  # when the next look is due
         self._timer: asyncio.TimerHandle | None = None
         self._resumed: asyncio.Future[None] | None = None  # while the other end reads too slowly
@@ -205,6 +207,7 @@ class FrameConnection(asyncio.Protocol):
             return
         frame = packed(kind, number, body)
         self._largest_unsent_bytes = max(largest_bytes, len(frame))
+        self._num_written += len(frame)
         self.transport.write(frame)
 
     @property
@@ -292,9 +295,12 @@ class FrameConnection(asyncio.Protocol):
 
     def _look(self) -> None:
         """Send a ping on a silent connection, and close it if the last one was not answered in time."""
-        now_s = self._loop.time()
+        now_s, takes_bytes = self._loop.time(), self._takes_bytes()
         if self._pinged_s is not None and now_s - self._look_s < _LATE_S:
-            self.abort()
+            if takes_bytes:
+                self._look_in(PONG_WITHIN_S)
+            else:
+                self.abort()
             return
         silent_s = now_s - self._heard_s
         if silent_s < PING_AFTER_S:
@@ -303,3 +309,11 @@ class FrameConnection(asyncio.Protocol):
         self._pinged_s = now_s
         self.send(Kind.PING, 0)
         self._look_in(PONG_WITHIN_S)
+
+    def _takes_bytes(self) -> bool:
+        """Return whether the other end has read since the last look: bytes waited then, so the system's buffers were
+        full, and it has taken some of them since."""
+        num_unsent = self.transport.get_write_buffer_size() if self.transport is not None else 0
+        before, taken = self._num_taken, self._num_written - num_unsent
+        self._num_taken = taken if num_unsent else None
+        return before is not None and taken > before

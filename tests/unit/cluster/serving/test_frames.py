@@ -206,6 +206,43 @@ async def test_a_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch) ->
         assert channel.frames.connection is connection, "an end that answers stays connected"
 
 
+class _SlowTransport(asyncio.Transport):
+    """What is written waits until the test takes it."""
+
+    num_waiting = 0
+    is_aborted = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.num_waiting += len(data)
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_waiting
+
+    def is_closing(self) -> bool:
+        return self.is_aborted
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+async def test_a_ping_behind_a_large_frame_is_waited_for_as_long_as_the_other_end_reads() -> None:
+    """Over a link of 2 MB/s a frame of 16 MB takes longer than an answer may."""
+    connection, transport, loop = _Recording(), _SlowTransport(), asyncio.get_running_loop()
+    connection.connection_made(transport)
+    connection.pause_writing()
+    connection.send(Kind.MESSAGE, 1, bytes(frames.MAX_FRAME_BYTES))
+    connection._heard_s -= frames.PING_AFTER_S
+    for num_taken in (0, 10 << 20, 6 << 20):
+        assert not transport.is_aborted
+        transport.num_waiting -= num_taken
+        connection._look_s = loop.time()
+        connection._look()
+    assert connection._pinged_s is not None and not transport.is_aborted
+    connection._look_s = loop.time()
+    connection._look()
+    assert transport.is_aborted, "it has taken nothing since the last look"
+
+
 def test_a_connection_whose_opening_is_cancelled_sends_no_pings(monkeypatch: pytest.MonkeyPatch) -> None:
     """uvloop closes its socket, but never reports its loss."""
     made: list[CallerConnection] = []
