@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing, closing
 from dataclasses import replace
 from functools import partial
@@ -45,6 +45,7 @@ from router.pipeline.pipeline import Pipeline
 from router.request.divided_answers import ChatSettings
 from router.request.request_acceptance import client_of
 from router.request.validation import check_model
+from router.requests import Output
 from router.running import running
 from router.text.tokenization import Tokenization, TokenizerThreads
 from tandem.enum_words import DRAIN_OUTCOMES, MEMBER_ROLES
@@ -77,7 +78,7 @@ class CallWriting:
     write times out. One timer serves all writes of a call, because a write takes less time than to start a timer."""
 
     def __init__(self, stall_s: float, give_up: Callable[[], None]) -> None:
-        self._stall_s, self._give_up = stall_s, give_up
+        self._stall_s, self.give_up = stall_s, give_up
         self._loop = asyncio.get_running_loop()
         self._began_s: float | None = None  # the present write
         self._timer: asyncio.TimerHandle | None = None
@@ -100,7 +101,7 @@ class CallWriting:
             return
         left_s = self._began_s + self._stall_s - self._loop.time()
         if left_s <= 0:
-            self._give_up()
+            self.give_up()
         else:
             self._timer = self._loop.call_later(left_s, self._look)
 
@@ -156,14 +157,27 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             generating = self._pipeline.generate(asked, keepalive_interval_s=keepalive_interval_s)
             async with aclosing(generating) as outputs:
                 async for output in outputs:
-                    for scored in prompt_to_wire(output) if output.prompt is not None else ():
-                        with writing:
-                            yield scored
+                    if output.prompt is not None:
+                        async with aclosing(self._scored(output, writing)) as messages:
+                            async for scored in messages:
+                                with writing:
+                                    yield scored
                     message = output_to_wire(output)
                     if parts is not None:
                         parts.add_to(message, output)
                     with writing:
                         yield message
+
+    async def _scored(
+        self, output: Output, writing: CallWriting
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        """Yield the messages of an output's prompt, whose values count as buffered until the client has taken them."""
+        with self._pipeline.live_requests.whole_answer() as answer:
+            answer.add((), output.prompt)
+            answer.begin_sending(on_ended=writing.give_up)
+            for message in prompt_to_wire(output):
+                yield message
+                answer.part_sent()
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: _Context

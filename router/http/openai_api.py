@@ -201,7 +201,7 @@ class _Answers:
         )
         pipeline = PromptsOnly(self.pipeline) if body.max_tokens == 0 else self.pipeline
         if body.stream:
-            return EventStream(pipeline, requests, shape, envelope, prompts)
+            return EventStream(pipeline, self.live_requests, requests, shape, envelope, prompts)
         return WholeResponse(pipeline, self.live_requests, requests, shape, envelope, prompts)
 
 

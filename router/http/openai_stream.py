@@ -5,9 +5,10 @@ worker.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import replace
+from functools import partial
 from json.encoder import encode_basestring
 from typing import Protocol
 
@@ -16,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.errors import TandemError
 from cluster.messages import FinishReason
-from router.http.edge import ClientGone, ClientStalled, DirectChunks, chunks_of, while_connected
+from router.http.edge import ClientGone, ClientStalled, DirectChunks, SentChunks, chunks_of, while_connected
 from router.http.errors import error_body, internal_error, json_bytes
 from router.http.openai_responses import Envelope, PromptFields, Shape, UsageSoFar
 from router.request.live_requests import LiveRequests
@@ -181,10 +182,21 @@ class WholeResponse(Response):
         answer.begin_sending()
         self.headers["content-length"] = str(len(body))
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        for start in range(0, len(body), _PART_BYTES):
-            await _send_body(send, body[start : start + _PART_BYTES])
-            answer.part_sent()
+        await _in_parts(body, partial(_send_body, send), answer)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _in_parts(body: bytes, write: Callable[[bytes], Awaitable[None]], answer: WholeAnswer) -> None:
+    for start in range(0, len(body), _PART_BYTES):
+        await write(body[start : start + _PART_BYTES])
+        answer.part_sent()
+
+
+async def _write_counted(events: bytes, chunks: DirectChunks | SentChunks, scored: WholeAnswer) -> None:
+    """Write long events, as those of a prompt are. Raises ClientStalled when the router ends the stream meanwhile."""
+    scored.begin_sending()
+    await _unless_ended(scored, _in_parts(events, chunks.write, scored))
+    scored.pause_sending()
 
 
 async def _unless_ended(answer: WholeAnswer, sending: Coroutine[None, None, None]) -> None:
@@ -204,7 +216,8 @@ class EventStream(Response):
     """A response as server-sent events. The status line waits for the first token, so that a refusal has its own
     status, but no longer than `KEEPALIVE_INTERVAL_S`: then a comment is sent, which keeps connections open.
 
-    A failure after that is sent as an event `error` and ends the stream without [DONE].
+    A failure after that is sent as an event `error` and ends the stream without [DONE]. The log-probabilities of
+    prompts count as buffered tokens until the stream ends.
     """
 
     media_type = "text/event-stream"
@@ -212,6 +225,7 @@ class EventStream(Response):
     def __init__(
         self,
         pipeline: Generates,
+        live_requests: LiveRequests,
         requests: Sequence[GenerateRequest],
         shape: Shape,
         envelope: Envelope,
@@ -219,14 +233,13 @@ class EventStream(Response):
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._pipeline = pipeline
-        self._requests = requests
-        self._shape = shape
-        self._envelope = envelope
-        self._prompts = prompts
+        self._pipeline, self._live_requests, self._requests = pipeline, live_requests, requests
+        self._shape, self._envelope, self._prompts = shape, envelope, prompts
+        self._scored: WholeAnswer | None = None  # counts the values of prompts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await while_connected(scope, receive, self._send_all(scope, send))
+        with nullcontext() if self._prompts is None else self._live_requests.whole_answer() as self._scored:
+            await while_connected(scope, receive, self._send_all(scope, send))
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
         started, chunks, last = False, chunks_of(scope, send), b""
@@ -246,8 +259,10 @@ class EventStream(Response):
                             reader.begin()
                     if isinstance(events, LastEvents):
                         last = events
-                    else:
+                    elif self._scored is None or len(events) <= _PART_BYTES:
                         await chunks.write(events)
+                    else:
+                        await _write_counted(events, chunks, self._scored)
         except ClientGone:
             raise
         except Exception as error:
@@ -270,12 +285,12 @@ class EventStream(Response):
         async for output in outputs:
             if output.accepted is not None:
                 events_of.begin(output.accepted)
-            if self._prompts is not None:
-                self._prompts.add(output)
-            if self._prompts is not None and output.prompt is not None:
-                events = await asyncio.to_thread(events_of.of, output.deltas)
-            else:
+            if self._prompts is None:
                 events = events_of.of(output.deltas)
+            else:
+                async for events in self._with_prompts(output, self._prompts, events_of):
+                    yield events
+                events = b""
             if output.summary is not None:
                 usage = _plus(usage, output)
                 ledgers.append(output.summary.ledger)
@@ -286,6 +301,20 @@ class EventStream(Response):
         about = _event(self._envelope.usage_chunk(usage)) if self._envelope.include_usage else b""
         about += _event(self._envelope.ledger_chunk(ledgers)) if self._envelope.with_ledger else b""
         yield LastEvents(about + b"data: [DONE]\n\n")
+
+    async def _with_prompts(
+        self, output: Output, prompts: PromptFields, events_of: DeltaEvents
+    ) -> AsyncIterator[bytes]:
+        """Yield the events of each delta. The first one of a choice may have a hundred thousand values of its
+        prompt."""
+        prompts.add(output)
+        if self._scored is not None:
+            self._scored.add((), output.prompt)
+        for delta in output.deltas:
+            is_first = delta.first_index == 0
+            events = await asyncio.to_thread(events_of.of, (delta,)) if is_first else events_of.of((delta,))
+            if events:
+                yield events
 
 
 class _Reader:

@@ -250,13 +250,14 @@ class Outbox:
 
 
 class WholeAnswer:
-    """The deltas that are collected for a client that does not stream. Raises BuffersFull or SlowClient once it was
-    ended."""
+    """The deltas that are collected for a client that does not stream, or the scored prompts of one that does. Raises
+    BuffersFull or SlowClient once it was ended."""
 
     def __init__(self, buffers: ClientBuffers, clock: Clock) -> None:
         self._clock = clock
         self._deltas: dict[int, list[ChoiceDelta]] = {}
         self._failure: TandemError | None = None
+        self._on_ended: Callable[[], object] | None = None
         self.ended = asyncio.Event()
         self.share = buffers.add(self._on_full)
 
@@ -274,14 +275,19 @@ class WholeAnswer:
         """Return the deltas of each choice, in the order of their numbers."""
         return [self._deltas[number] for number in sorted(self._deltas)]
 
-    def begin_sending(self) -> None:
-        """Record that the client can read the response from now on, and must."""
+    def begin_sending(self, on_ended: Callable[[], object] | None = None) -> None:
+        """Record that the client can read the response from now on, and must. `on_ended` is called if it is ended."""
         self._deltas.clear()
+        self._on_ended = on_ended
         self.share.add_readable(0, self._clock.now_s())
 
     def part_sent(self) -> None:
         """Record that the client has read a part."""
         self.share.subtract_read(0, self._clock.now_s())
+
+    def pause_sending(self) -> None:
+        """Record that there is nothing more for the client to read now."""
+        self.share.subtract_read(0, self._clock.now_s(), can_read_more=False)
 
     def check_open(self) -> None:
         if self._failure is not None:
@@ -296,6 +302,8 @@ class WholeAnswer:
         self._deltas.clear()
         self.share.clear()
         self.ended.set()
+        if self._on_ended is not None:
+            self._on_ended()
 
 
 def _not_recorded(_deltas: Sequence[ChoiceDelta], _now_s: float) -> None:

@@ -56,7 +56,7 @@ def add_messages(
         shape = MessageShape(division)
         envelope = MessageEnvelope(answer_id, model.name, int(time.time()), "message", "message", False)
         if body.stream:
-            return MessageStream(pipeline, requests, shape, envelope)
+            return MessageStream(pipeline, live_requests, requests, shape, envelope)
         return WholeResponse(pipeline, live_requests, requests, shape, envelope)
 
     @app.post(

@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 
 import httpx
 import pytest
@@ -69,12 +69,12 @@ def _question(*, stream: bool) -> dict[str, object]:
     }
 
 
-def _client_that_never_reads(port: int) -> socket.socket:
+def _client_that_never_reads(port: int, question: dict[str, object]) -> socket.socket:
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.settimeout(_DEADLINE_S)
     client.connect(("127.0.0.1", port))
-    body = json.dumps(_question(stream=True) | {"n": 2}).encode()
+    body = json.dumps(question).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
     client.sendall(head.encode() + b"\r\n\r\n" + body)
     assert client.recv(15) == b"HTTP/1.1 200 OK"
@@ -95,7 +95,9 @@ async def test_a_client_that_stopped_reading_is_ended_and_a_whole_answer_with_mo
         asyncio.timeout(_DEADLINE_S),
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=_DEADLINE_S) as http,
     ):
-        with closing(await asyncio.to_thread(_client_that_never_reads, port)) as stopped:
+        with closing(
+            await asyncio.to_thread(_client_that_never_reads, port, _question(stream=True) | {"n": 2})
+        ) as stopped:
             while router.live_requests.num_buffered_tokens < 1.1 * _WEIGHT:  # noqa: ASYNC110 -- a full buffer signals no event
                 await asyncio.sleep(0.01)
             async with running(_ticking(clock)):
@@ -108,11 +110,35 @@ async def test_a_client_that_stopped_reading_is_ended_and_a_whole_answer_with_mo
             assert router.telemetry.value("tandem_requests_total", outcome="slow_client") == 1
 
 
+async def test_a_client_that_does_not_read_its_prompts_scores_is_ended_before_one_that_reads() -> None:
+    """They are one long event, which counts until its client has taken it."""
+    clock, scored = ManualClock(), {"prompt": [5] * _NUM_TOKENS, "max_tokens": 2, "prompt_logprobs": _NUM_LOGPROBS}
+    num_values = (_NUM_TOKENS - 1) * (1 + _NUM_LOGPROBS)
+    async with (
+        _served(num_values + _WEIGHT // 2, clock) as (router, port),
+        asyncio.timeout(_DEADLINE_S),
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=_DEADLINE_S) as http,
+    ):
+        question = _question(stream=True) | scored | {"logprobs": None}
+        with closing(await asyncio.to_thread(_client_that_never_reads, port, question)) as stopped:
+            assert router.live_requests.num_buffered_tokens >= num_values
+            async with running(_ticking(clock)):
+                answer = await http.post("/v1/completions", json=_question(stream=False))
+            assert answer.status_code == 200, answer.text
+            assert b"[DONE]" not in await asyncio.to_thread(_read_to_its_end, stopped)
+            assert router.telemetry.value("tandem_stalled_clients_total", surface="http") == 1
+        again = await http.post("/v1/completions", json=question)
+        assert again.status_code == 200 and again.text.endswith("data: [DONE]\n\n")
+    assert router.live_requests.num_buffered_tokens == 0
+
+
 def _read_to_its_end(client: socket.socket) -> bytes:
     parts = []
-    while (part := client.recv(1 << 16)) and not part.endswith(b"0\r\n\r\n"):
+    with suppress(ConnectionResetError):  # a connection that the router closed
+        while (part := client.recv(1 << 16)) and not part.endswith(b"0\r\n\r\n"):
+            parts.append(part)
         parts.append(part)
-    return b"".join([*parts, part])
+    return b"".join(parts)
 
 
 async def test_whole_answers_that_do_not_fit_are_refused_by_name() -> None:

@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.accounts.audit import Audit
 from cluster.accounts.keys import Gate
+from cluster.clock import ManualClock
 from cluster.member import MemberState
 from cluster.registry.registry import Registry
 from cluster.registry.scale_registry import ScaleTargets
@@ -43,6 +44,14 @@ _ADMIN_KEY = "operators"
 async def served(
     api_key: str = "", client_stall_s: float = 60.0, **settings: object
 ) -> AsyncIterator[tuple[RouterUnderTest, grpc.aio.Channel]]:
+    async with _listening(api_key, client_stall_s, **settings) as (router, address), open_channel(address) as channel:
+        yield router, channel
+
+
+@asynccontextmanager
+async def _listening(
+    api_key: str = "", client_stall_s: float = 60.0, **settings: object
+) -> AsyncIterator[tuple[RouterUnderTest, str]]:
     async with router_under_test(**settings) as router:
         gate = Gate(api_key=api_key, admin_key=_ADMIN_KEY if api_key else "")
         server = GrpcServer(
@@ -80,8 +89,7 @@ async def served(
         port = server.bind("127.0.0.1", 0)
         await server.start()
         try:
-            async with open_channel(f"127.0.0.1:{port}") as channel:
-                yield router, channel
+            yield router, f"127.0.0.1:{port}"
         finally:
             await server.stop(0)
             await registry.close()
@@ -379,3 +387,29 @@ async def test_a_call_whose_client_reads_nothing_is_cut_and_frees_its_place() ->
         assert router.telemetry.value("tandem_stalled_clients_total", surface="grpc") == 1
         assert len(router.live_requests) == 0
         call.cancel()
+
+
+async def test_a_call_whose_client_does_not_read_its_prompts_scores_is_cut_when_the_buffers_are_full() -> None:
+    num_positions, num_values, clock = 899, 899 * 21, ManualClock()
+    takes_little = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 14)]  # of what nobody reads
+    request = generate_request(max_tokens=1, prompt_logprobs=20)
+    request.token_ids.ids[:] = [5] * (num_positions + 1)
+    async with (
+        _listening(max_buffered_tokens=num_values + 1000, outbox_clock=clock) as (router, address),
+        open_channel(address) as channel,
+        grpc.aio.insecure_channel(address, options=takes_little) as slow,
+    ):
+        await router.add_prefill("p0")
+        await router.add_decode("d0")
+        await router.connected()
+        unread = inference_pb2_grpc.InferenceStub(slow).Generate(request, timeout=60)
+        async with asyncio.timeout(40):
+            while router.live_requests.num_buffered_tokens < num_values:  # noqa: ASYNC110 -- it signals no event
+                await asyncio.sleep(0.01)
+        clock.advance(1.0)
+        responses = await collect(channel, request)
+        assert sum(len(response.prompt_logprobs.tokens) for response in responses) == num_positions
+        assert router.telemetry.value("tandem_stalled_clients_total", surface="grpc") == 1
+        with pytest.raises(grpc.aio.AioRpcError):
+            await read_to_the_end(unread)
+    assert router.live_requests.num_buffered_tokens == 0

@@ -316,12 +316,19 @@ class _Prefill(worker_pb2_grpc.PrefillWorkerServicer):
 
 
 def scripted_scores(job: PrefillJob, num_wrong: int = 0) -> PromptLogprobs:
-    """Return the log-probabilities that every scripted worker has for a prompt: those of its tokens alone, and of
-    `num_wrong` that it does not have."""
-    num_tokens = len(job.token_ids) - job.num_committed - 1 + num_wrong
+    """Return the log-probabilities that every scripted worker has for a prompt: those of its tokens, of the most likely
+    tokens that the job asks for, and of `num_wrong` tokens that the prompt does not have."""
+    num_tokens, num_top = len(job.token_ids) - job.num_committed - 1 + num_wrong, job.num_prompt_logprobs or 0
     values = [-float(place) for place in range(1, num_tokens + 1)]
-    ranks = wire.pack_ids(range(1, num_tokens + 1))
-    return PromptLogprobs(1, 0, struct.pack(f"<{num_tokens}f", *values), ranks, b"", b"")
+    top = [float(-rank) for rank in range(1, num_top + 1)] * num_tokens
+    return PromptLogprobs(
+        first_position=1,
+        num_top=num_top,
+        logprobs=struct.pack(f"<{num_tokens}f", *values),
+        ranks=wire.pack_ids(range(1, num_tokens + 1)),
+        top_token_ids=wire.pack_ids(list(range(num_top)) * num_tokens),
+        top_logprobs=struct.pack(f"<{len(top)}f", *top),
+    )
 
 
 def _first_tokens(job: PrefillJob) -> tuple[SampledToken, ...]:
