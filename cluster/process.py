@@ -46,12 +46,11 @@ def run_process(
     main: Callable[[], Coroutine[None, None, None]],
     make_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
 ) -> int:
-    """Run `main` to its end and return the exit status. A known error is one line on stderr, not a stack trace."""
+    """Run `main` to its end and return the exit status. A known error is one line on stderr, not a stack trace. Until
+    `stop_requested` a signal ends the process at once, so `main` imports what takes long."""
     try:
-        with asyncio.Runner(loop_factory=make_loop) as runner:
+        with _ending_at_signals(), asyncio.Runner(loop_factory=make_loop) as runner:
             runner.run(main())
-    except KeyboardInterrupt:
-        return ExitStatus.OK
     except TandemError as error:
         sys.stderr.write(f"{name}: {error.reason}: {error.message}\n")
         return _status(error)
@@ -65,6 +64,19 @@ def run_process(
         _LOG.exception("%s crashed", name)
         return ExitStatus.CRASHED
     return ExitStatus.OK
+
+
+@contextmanager
+def _ending_at_signals() -> Iterator[None]:
+    """End the process at SIGTERM and SIGINT without a word: it has nothing to finish yet. Otherwise SIGINT would be a
+    stack trace, and the first process of a container would ignore SIGTERM."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, lambda number, _: os._exit(128 + number)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def installed_version() -> str:

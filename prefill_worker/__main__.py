@@ -2,14 +2,15 @@
 
 import sys
 
-from cluster.messages import Role
 from cluster.process import announce_ready, exit_process, reload_requested, run_process, stop_requested
-from cluster.settings.config import WorkerConfig
-from cluster.settings.reload import settings_source
-from worker.life import run_worker
 
 
 async def _main() -> None:
+    from cluster.messages import Role
+    from cluster.settings.config import WorkerConfig
+    from cluster.settings.reload import settings_source
+    from worker.life import run_worker
+
     source = settings_source(WorkerConfig, "prefill_worker", sys.argv[1:], reload_requested())
     await run_worker(source.read(), Role.PREFILL, stop=stop_requested(), announce=announce_ready, source=source)
 

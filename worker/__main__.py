@@ -2,15 +2,16 @@
 
 import sys
 
-from cluster.messages import Role
 from cluster.process import announce_ready, exit_process, reload_requested, run_process, stop_requested
-from cluster.settings.config import WorkerConfig
-from cluster.settings.config_sources import LineParser
-from cluster.settings.reload import settings_source
-from worker.life import run_worker
 
 
 async def _main() -> None:
+    from cluster.messages import Role
+    from cluster.settings.config import WorkerConfig
+    from cluster.settings.config_sources import LineParser
+    from cluster.settings.reload import settings_source
+    from worker.life import run_worker
+
     roles = LineParser(prog="python -m worker", add_help=False, allow_abbrev=False)
     roles.add_argument("--role", choices=[str(role) for role in Role if role.is_worker], default=Role.BOTH)
     chosen, others = roles.parse_known_args(sys.argv[1:])

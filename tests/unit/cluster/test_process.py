@@ -94,6 +94,22 @@ def test_the_first_signal_requests_a_stop_and_the_second_kills(number: signal.Si
         assert process.wait(DEADLINE_S) == 128 + number
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("module", ["router", "worker", "prefill_worker", "decode_worker"])
+def test_a_signal_during_the_imports_ends_a_member_without_a_word(module: str, number: signal.Signals) -> None:
+    """SIGTERM too, which the first process of a container ignores unless it handles it."""
+    program = (
+        "import os, runpy, signal, sys\n"
+        "class Signalled:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == 'grpc': os.kill(os.getpid(), {int(number)})\n"
+        "sys.meta_path.insert(0, Signalled())\n"
+        f"runpy.run_module('{module}', run_name='__main__')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, cwd=ROOT, timeout=DEADLINE_S)
+    assert (ended.returncode, ended.stderr) == (128 + number, b"")
+
+
 def test_a_process_stopped_by_sigterm_ends_with_status_ok() -> None:
     async def main() -> None:
         stop = stop_requested()
