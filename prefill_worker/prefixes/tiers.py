@@ -72,7 +72,8 @@ def _open_files(
         files = BlockFiles(Path(config.prefix_disk), fingerprint, pool.block_bytes)
         return files, files.hashes()
     except OSError as error:
-        _LOG.warning("the prefix cache has no disk tier: %s", error)
+        why = "another process uses it" if isinstance(error, BlockingIOError) else error.strerror
+        _LOG.warning("the prefix cache has no disk tier: cannot use --prefix-disk %s: %s", config.prefix_disk, why)
         return None, []
 
 

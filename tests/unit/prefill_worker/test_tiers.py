@@ -91,13 +91,22 @@ async def test_files_are_private_and_separate_for_each_layout(tmp_path: Path) ->
     other.close()
 
 
-async def test_a_folder_has_one_process_at_a_time(tmp_path: Path) -> None:
+async def test_a_folder_has_one_process_at_a_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first, second = TierBench(tmp_path, slots=3), TierBench(tmp_path, slots=3)
+    assert f"cannot use --prefix-disk {tmp_path}: another process uses it" in caplog.text
     await _fill(first, 1, 2)
     await _fill(second, 1, 2)
     assert (first.index.num_on_disk, second.index.num_on_disk) == (3, 0)
     for worker in (first, second):
         await worker.tiers.close()
+
+
+async def test_a_disk_that_cannot_be_used_is_named_with_the_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    await TierBench(tmp_path / "file" / "tier").tiers.close()
+    assert f"cannot use --prefix-disk {tmp_path}/file/tier: Not a directory" in caplog.text
 
 
 def _flip(path: Path) -> None:
