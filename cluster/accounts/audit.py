@@ -36,15 +36,21 @@ class Audit:
         self._lock = threading.Lock()  # over the next
         self._refusals: dict[tuple[str, str, str], _Refusals] = {}  # by `what`, reason and host
         self._log = _LOG
+        self._file: _AuditFile | None = None
         if path:
             try:
-                handler = _AuditFile(path, encoding="utf-8")
+                self._file = _AuditFile(path, encoding="utf-8")
             except OSError as error:
                 raise ConfigError(f"cannot write to --audit-file {path}: {error.strerror}") from error
-            handler.setFormatter(logging.Formatter("%(message)s"))
+            self._file.setFormatter(logging.Formatter("%(message)s"))
             self._log = logging.Logger("tandem.audit", logging.INFO)
-            self._log.addHandler(handler)
+            self._log.addHandler(self._file)
         self._log.setLevel(logging.INFO)
+
+    def close(self) -> None:
+        """Close the file. A process that ends need not: each line is written at once."""
+        if self._file is not None:
+            self._file.close()
 
     def record(self, *, who: Caller | None, what: str, origin: str, outcome: str, **details: object) -> None:
         """Write one line. `who`: None for an unknown caller. `what`: the method or event. `origin`: the peer's address.
