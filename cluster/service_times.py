@@ -221,15 +221,16 @@ _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 30.0
 
 
 class ServiceRate:
-    """A running mean of the time between the ends of two requests."""
+    """A running mean of the time between the ends of two requests. Time in which nothing could end does not count."""
 
     def __init__(self) -> None:
         self._last_end_s: float | None = None
         self._mean_gap_s: float | None = None
 
-    def note_end(self, now_s: float) -> None:
+    def note_end(self, now_s: float, held_s: float) -> None:
+        """Record an end. `held_s`: for how long this request had its place."""
         if self._last_end_s is not None:
-            gap_s = max(0.0, now_s - self._last_end_s)
+            gap_s = max(0.0, min(now_s - self._last_end_s, held_s))
             mean_s = gap_s if self._mean_gap_s is None else self._mean_gap_s
             self._mean_gap_s = mean_s + _SMOOTHING * (gap_s - mean_s)
         self._last_end_s = now_s

@@ -55,10 +55,10 @@ class LiveHandles:
         """Return the error with which one more job of this tenant is refused, or None."""
         return self._waiting.refusal(tenant)
 
-    def add_job(self, router: MemberId, handles: Collection[int], tenant: TenantShare) -> None:
+    def add_job(self, router: MemberId, handles: Collection[int], tenant: TenantShare, now_s: float) -> None:
         """Add the sequences of one Start call."""
         self._live.setdefault(router, set()).update(handles)
-        self._waiting.add(router, handles, tenant)
+        self._waiting.add(router, handles, tenant, now_s)
 
     def add_thawed(self, router: MemberId, handle: int) -> None:
         """Add the new handle of a thawed sequence."""
@@ -95,6 +95,7 @@ class WaitingJobs:
     def __init__(self, max_jobs: int) -> None:
         self.max_jobs = max_jobs
         self._jobs: dict[int, set[Key]] = {}
+        self._added_s: dict[int, float] = {}  # by job
         self._tenants: dict[int, TenantShare] = {}  # by job
         self._job_of: dict[Key, int] = {}
         self._next_number = 0
@@ -113,10 +114,11 @@ class WaitingJobs:
             retry_after_s=self._rate.retry_after_s(),
         )
 
-    def add(self, router: MemberId, handles: Iterable[int], tenant: TenantShare) -> None:
+    def add(self, router: MemberId, handles: Iterable[int], tenant: TenantShare, now_s: float) -> None:
         """Add the sequences of one job."""
         keys = {(router, handle) for handle in handles}
         self._jobs[self._next_number], self._tenants[self._next_number] = keys, tenant
+        self._added_s[self._next_number] = now_s
         self._job_of.update(dict.fromkeys(keys, self._next_number))
         self._next_number += 1
 
@@ -130,4 +132,4 @@ class WaitingJobs:
             job.discard((router, handle))
             if not job:
                 del self._jobs[number], self._tenants[number]
-                self._rate.note_end(now_s)
+                self._rate.note_end(now_s, now_s - self._added_s.pop(number))

@@ -113,7 +113,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         job = self._checked(job)
         if self._spans is not None:
             job = replace(job, trace_parent=trace_parent_of(context.invocation_metadata()))
-        self._handles.add_job(job.router, [s.handle for s in job.sequences], job.tenant)
+        self._handles.add_job(job.router, [s.handle for s in job.sequences], job.tenant, _now_s())
         self.outstanding.add_sequences(job.router, _outlooks(job), _prompt_work(job), _now_s())
         self._telemetry.count("tandem_decode_starts_total", source="local" if job.signed_ticket is None else "handoff")
         if job.signed_ticket is None:

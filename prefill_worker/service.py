@@ -311,7 +311,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
             call.outcome.set_result(commands.ExportFailed(event.ticket_id, event.error))
 
     def _on_finished(self, event: commands.ExportFinished) -> None:
-        self._rate.note_end(event.ended_s)
+        self._rate.note_end(event.ended_s, event.queue_s + event.prefill_s)
         self._telemetry.observe("tandem_prefill_queue_seconds", event.queue_s)
         self._telemetry.observe("tandem_prefill_seconds", event.prefill_s)
         self._telemetry.count("tandem_prefix_cached_tokens_total", event.num_cached)

@@ -308,7 +308,7 @@ class PromptExports:
         export, group = _export(sequence), sequence.group
         tail = self._lease_tail(sequence, export)
         self._end(export.ticket_id)
-        self._rate.note_end(now_s)
+        self._rate.note_end(now_s, now_s - group.admitted_s)
         self._num_finished += 1
         stops, num_output = group.job.stops, sequence.num_output + 1
         tokens = tuple(

@@ -71,9 +71,10 @@ class AdmissionControl:
     def _refusal(self, problem: str) -> Overloaded:
         return Overloaded(f"{problem}; try again", retry_after_s=self._rate.retry_after_s())
 
-    def record_end(self, now_s: float) -> None:
-        """Record that a place became free: `retry_after_s` follows the rate at which places become free."""
-        self._rate.note_end(now_s)
+    def record_end(self, now_s: float, held_s: float) -> None:
+        """Record that a place, which was held for this long, became free: `retry_after_s` follows the rate at which
+        places become free."""
+        self._rate.note_end(now_s, held_s)
 
 
 def early_refusal(

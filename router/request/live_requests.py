@@ -212,7 +212,7 @@ class LiveRequests:
             self.limits.place(caller, now_s, request.num_bytes, is_resumed=is_resumed)
             if caller.is_counted
             else nullcontext() as reservation,
-            self._placed(request_id, request, takes_over=takes_over) as row,
+            self._placed(request_id, request, now_s, takes_over=takes_over) as row,
         ):
             outbox = Outbox(self.buffers, self._clock, self._flush, request.stream_interval)
             accepted: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
@@ -228,9 +228,12 @@ class LiveRequests:
                 self._meter(live)
 
     @contextmanager
-    def _placed(self, request_id: str, request: GenerateRequest, *, takes_over: bool) -> Iterator[LiveRow]:
+    def _placed(
+        self, request_id: str, request: GenerateRequest, now_s: float, *, takes_over: bool
+    ) -> Iterator[LiveRow]:
         row = self._table.add(
             request_id,
+            now_s,
             is_resumed=request.resume_from is not None,
             takes_over=takes_over,
             num_choices=max(1, request.n),  # it is checked later

@@ -23,6 +23,7 @@ class LiveRow:
     """The row of a live request. Only the table changes it."""
 
     number: int  # unique in this router
+    arrived_s: float
     request_id: str
     is_resumed: bool
     num_choices: int = 1
@@ -54,6 +55,7 @@ class LiveTable:
     def add(
         self,
         request_id: str,
+        now_s: float,
         *,
         is_resumed: bool,
         takes_over: bool,
@@ -64,7 +66,7 @@ class LiveTable:
         """Occupy a place per choice. `takes_over`: it resumes a stream that is live here. Raises Overloaded."""
         places = self._places(tenant, weight) if tenant and not is_resumed else None
         self._admission.check_place(self._num_sequences, num_choices, takes_over=takes_over, tenant=places)
-        row = LiveRow(next(self._numbers), request_id, is_resumed, num_choices, tenant, weight)
+        row = LiveRow(next(self._numbers), now_s, request_id, is_resumed, num_choices, tenant, weight)
         self._rows[row.number] = row
         self._num_sequences += num_choices
         if tenant:
@@ -107,7 +109,7 @@ class LiveTable:
             self._tenants[row.tenant].remove(row)
             if not self._tenants[row.tenant]:
                 del self._tenants[row.tenant]
-        self._admission.record_end(now_s)
+        self._admission.record_end(now_s, now_s - row.arrived_s)
 
     def stream(self, stream_id: bytes) -> LiveRow | None:
         return self._streams.get(stream_id)

@@ -78,7 +78,7 @@ class FrozenWorker:
         """Start one more sequence that decodes here, and return its handle."""
         job = self.bench.job(range(1, 7), max_tokens=20)
         (handle,) = self.bench.admit(job)
-        self.service._handles.add_job(ROUTER, [handle], job.tenant)
+        self.service._handles.add_job(ROUTER, [handle], job.tenant, 0.0)
         self.bench.step()
         self.bench.step()
         return handle

@@ -15,7 +15,7 @@ _ROUTER, _OTHER = MemberId("router", "1"), MemberId("other", "1")
 def _arrived(*handles: int) -> LiveHandles:
     """Add choices of one prompt whose KV has been imported; their first tokens are ten times their handles."""
     live = LiveHandles(max_waiting_jobs=4)
-    live.add_job(_ROUTER, handles, NO_TENANT)
+    live.add_job(_ROUTER, handles, NO_TENANT, 0.0)
     for handle in handles:
         live.arrive(_ROUTER, handle, Arrival(10 * handle, 1.5, 0.25, 4096, "tcp"))
     return live
@@ -43,7 +43,7 @@ def test_a_start_with_only_cancelled_choices_reports_no_sequence() -> None:
 
 def test_a_prompt_prefilled_by_the_decode_worker_has_no_first_tokens_to_compare() -> None:
     live = LiveHandles(max_waiting_jobs=4)
-    live.add_job(_ROUTER, (1, 2), NO_TENANT)
+    live.add_job(_ROUTER, (1, 2), NO_TENANT, 0.0)
     event = commands.Started(_ROUTER, (1, 2), queue_s=0.5, num_cached=0)
     started = started_message(event, live.begin(_ROUTER, (1, 2), 1.0)).started
     assert (list(started.handles), started.first_token_ids, started.transport) == ([1, 2], b"", "local")
@@ -51,8 +51,8 @@ def test_a_prompt_prefilled_by_the_decode_worker_has_no_first_tokens_to_compare(
 
 def test_a_job_beyond_the_limit_is_refused_until_a_waiting_job_has_begun() -> None:
     waiting = WaitingJobs(2)
-    waiting.add(_ROUTER, (1,), NO_TENANT)
-    waiting.add(_OTHER, (1,), NO_TENANT)
+    waiting.add(_ROUTER, (1,), NO_TENANT, 0.0)
+    waiting.add(_OTHER, (1,), NO_TENANT, 0.0)
     assert isinstance(waiting.refusal(NO_TENANT), QueueFull)
     waiting.remove(_OTHER, (1,), 1.0)
     assert waiting.refusal(NO_TENANT) is None
@@ -60,7 +60,7 @@ def test_a_job_beyond_the_limit_is_refused_until_a_waiting_job_has_begun() -> No
 
 def test_a_changed_limit_applies_to_the_next_job() -> None:
     live = LiveHandles(max_waiting_jobs=1)
-    live.add_job(_ROUTER, (1,), NO_TENANT)
+    live.add_job(_ROUTER, (1,), NO_TENANT, 0.0)
     assert isinstance(live.refusal(NO_TENANT), QueueFull)
     live.limit_waiting_jobs(2)
     assert live.refusal(NO_TENANT) is None
@@ -69,9 +69,9 @@ def test_a_changed_limit_applies_to_the_next_job() -> None:
 def test_jobs_of_one_tenant_that_fill_the_queue_do_not_keep_another_one_out() -> None:
     waiting, flood, other = WaitingJobs(2), TenantShare("flood"), TenantShare("other")
     for handle in range(2):
-        waiting.add(_ROUTER, (handle,), flood)
+        waiting.add(_ROUTER, (handle,), flood, 0.0)
     assert waiting.refusal(flood) is not None and waiting.refusal(other) is None
-    waiting.add(_ROUTER, (2,), other)
+    waiting.add(_ROUTER, (2,), other, 0.0)
     assert waiting.refusal(TenantShare("third")) is not None, "there is a bound for all"
     waiting.remove(_ROUTER, (0, 1), 1.0)
     assert waiting.refusal(flood) is None
@@ -79,7 +79,7 @@ def test_jobs_of_one_tenant_that_fill_the_queue_do_not_keep_another_one_out() ->
 
 def test_a_job_waits_until_all_its_sequences_have_begun_or_ended_and_counts_once() -> None:
     waiting = WaitingJobs(1)
-    waiting.add(_ROUTER, range(100), NO_TENANT)
+    waiting.add(_ROUTER, range(100), NO_TENANT, 0.0)
     assert len(waiting) == 1
     waiting.remove(_ROUTER, range(99), 1.0)
     assert waiting.refusal(NO_TENANT) is not None
@@ -91,10 +91,10 @@ def test_a_job_waits_until_all_its_sequences_have_begun_or_ended_and_counts_once
 def test_retry_after_follows_the_rate_at_which_jobs_begin() -> None:
     waiting, now_s = WaitingJobs(1), 0.0
     for handle in range(50):
-        waiting.add(_ROUTER, (handle,), NO_TENANT)
+        waiting.add(_ROUTER, (handle,), NO_TENANT, now_s)
         now_s += 3.0
         waiting.remove(_ROUTER, (handle,), now_s)
-    waiting.add(_ROUTER, (0,), NO_TENANT)
+    waiting.add(_ROUTER, (0,), NO_TENANT, 0.0)
     refusal = waiting.refusal(NO_TENANT)
     assert refusal is not None
     assert refusal.retry_after_s == pytest.approx(3.0, rel=0.1)

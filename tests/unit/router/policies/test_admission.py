@@ -27,12 +27,22 @@ def test_retry_after_follows_the_rate_at_which_places_become_free() -> None:
     waits = []
     for gap_s in (4.0, 0.5):
         for number in range(50):
-            admission.record_end((number + 1) * gap_s)
+            admission.record_end((number + 1) * gap_s, held_s=10.0)
         with pytest.raises(Overloaded, match="1 requests") as refusal:
             admission.check_place(1)
         waits.append(refusal.value.retry_after_s)
     assert waits[0] == pytest.approx(4.0, rel=0.1)
     assert waits[1] == pytest.approx(0.5, rel=0.1)
+
+
+def test_retry_after_does_not_become_longer_while_nothing_is_served() -> None:
+    admission = AdmissionControl(1)
+    for number in range(50):
+        admission.record_end(0.5 * number, held_s=0.5)
+    admission.record_end(3600.0, held_s=0.5)
+    with pytest.raises(Overloaded) as refusal:
+        admission.check_place(1)
+    assert refusal.value.retry_after_s == pytest.approx(0.5)
 
 
 def test_retry_after_is_bounded_before_any_request_has_ended() -> None:

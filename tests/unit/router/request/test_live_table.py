@@ -14,7 +14,7 @@ def _table(max_live_requests: int = 10) -> LiveTable:
 
 
 def _served(table: LiveTable, request_id: str, stream: int, *, is_resumed: bool = False, number: int = 0) -> LiveRow:
-    row = table.add(request_id, is_resumed=is_resumed, takes_over=False)
+    row = table.add(request_id, 0.0, is_resumed=is_resumed, takes_over=False)
     table.begin_stream(row, bytes([stream]), number)
     return row
 
@@ -22,7 +22,7 @@ def _served(table: LiveTable, request_id: str, stream: int, *, is_resumed: bool 
 def test_a_live_id_is_refused_until_its_request_has_been_served() -> None:
     table = _table()
     first = _served(table, "a", 1)
-    second = table.add("a", is_resumed=False, takes_over=False)
+    second = table.add("a", 0.0, is_resumed=False, takes_over=False)
     with pytest.raises(DuplicateRequest, match="'a'"):
         table.begin_stream(second, b"2", 0)
     table.end_stream(first)
@@ -33,11 +33,11 @@ def test_a_live_id_is_refused_until_its_request_has_been_served() -> None:
 
 def test_a_request_beyond_the_limit_is_refused_and_takes_no_place() -> None:
     table = _table(2)
-    rows = [table.add(name, is_resumed=False, takes_over=False) for name in "ab"]
+    rows = [table.add(name, 0.0, is_resumed=False, takes_over=False) for name in "ab"]
     with pytest.raises(Overloaded, match="2 requests"):
-        table.add("c", is_resumed=False, takes_over=False)
+        table.add("c", 0.0, is_resumed=False, takes_over=False)
     table.remove(rows[0], 1.0)
-    table.add("c", is_resumed=False, takes_over=False)
+    table.add("c", 0.0, is_resumed=False, takes_over=False)
     assert len(table) == 2
     table.check()
 
@@ -45,16 +45,16 @@ def test_a_request_beyond_the_limit_is_refused_and_takes_no_place() -> None:
 def test_one_takeover_of_a_live_stream_has_a_place_beside_the_stream_and_a_second_is_refused() -> None:
     table = _table(1)
     _served(table, "a", 1)
-    table.add("a", is_resumed=True, takes_over=True)
+    table.add("a", 0.0, is_resumed=True, takes_over=True)
     with pytest.raises(Overloaded):
-        table.add("a", is_resumed=True, takes_over=True)
+        table.add("a", 0.0, is_resumed=True, takes_over=True)
 
 
 def test_a_resumed_request_is_admitted_under_an_id_that_another_request_holds() -> None:
     table = _table()
     first, resumed = _served(table, "a", 1), _served(table, "a", 2, is_resumed=True, number=1)
     table.end_stream(first)
-    third = table.add("a", is_resumed=False, takes_over=False)
+    third = table.add("a", 0.0, is_resumed=False, takes_over=False)
     with pytest.raises(DuplicateRequest):
         table.begin_stream(third, b"3", 0)
     table.end_stream(resumed)
@@ -76,7 +76,7 @@ def test_rows_ids_and_streams_agree_after_any_order_of_events() -> None:
         row = dice.choice(rows) if rows else None
         match dice.randrange(4):
             case 0 if len(rows) < 20:
-                rows.append(table.add(dice.choice("abcd"), is_resumed=dice.random() < 0.5, takes_over=False))
+                rows.append(table.add(dice.choice("abcd"), 0.0, is_resumed=dice.random() < 0.5, takes_over=False))
             case 1 if row is not None and row.stream_id is None:
                 try:
                     table.begin_stream(row, step.to_bytes(4, "big"), dice.randrange(3))
@@ -94,14 +94,14 @@ def test_rows_ids_and_streams_agree_after_any_order_of_events() -> None:
 
 def test_every_choice_of_a_request_has_a_place() -> None:
     table = _table(10)
-    whole = table.add("a", is_resumed=False, takes_over=False, num_choices=128)
+    whole = table.add("a", 0.0, is_resumed=False, takes_over=False, num_choices=128)
     with pytest.raises(Overloaded, match="128 requests are being served"):
-        table.add("b", is_resumed=False, takes_over=False)
+        table.add("b", 0.0, is_resumed=False, takes_over=False)
     table.remove(whole, 1.0)
-    table.add("c", is_resumed=False, takes_over=False, num_choices=6)
+    table.add("c", 0.0, is_resumed=False, takes_over=False, num_choices=6)
     with pytest.raises(Overloaded, match="6 requests"):
-        table.add("d", is_resumed=False, takes_over=False, num_choices=5)
-    table.add("e", is_resumed=False, takes_over=False, num_choices=4)
+        table.add("d", 0.0, is_resumed=False, takes_over=False, num_choices=5)
+    table.add("e", 0.0, is_resumed=False, takes_over=False, num_choices=4)
     table.check()
 
 
@@ -113,7 +113,9 @@ def test_a_flooding_tenant_keeps_no_other_out_and_both_come_to_their_shares(weig
 
     def ask(tenant: str, tenant_weight: int) -> bool:
         try:
-            rows[tenant].append(table.add("r", is_resumed=False, takes_over=False, tenant=tenant, weight=tenant_weight))
+            rows[tenant].append(
+                table.add("r", 0.0, is_resumed=False, takes_over=False, tenant=tenant, weight=tenant_weight)
+            )
         except Overloaded:
             return False
         return True
