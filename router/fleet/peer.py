@@ -101,7 +101,7 @@ class Peer(WorkerHealth):
     def prefill(self, job: PrefillJob) -> Iterator["PrefillCall"]:
         """Start a prefill. Leaving the block early cancels it."""
         work = PromptWork.of(len(job.token_ids), job.num_expected_cached)
-        with self._queued(work, job.tenant) as computed:
+        with self._queued(work, job.tenant, is_batch=job.is_batch) as computed:
             call = self._prefills.Prefill(
                 wire.prefill_job_to_wire(job), timeout=job.timeout_s, metadata=_trace_metadata(job.trace_parent)
             )
@@ -135,17 +135,22 @@ class Peer(WorkerHealth):
 
     @contextmanager
     def open_sequences(
-        self, all_progress: Sequence[SequenceProgress], prompt: PromptWork | None, tenant: TenantShare
+        self,
+        all_progress: Sequence[SequenceProgress],
+        prompt: PromptWork | None,
+        tenant: TenantShare,
+        *,
+        is_batch: bool,
     ) -> Iterator[Sequences]:
         """Reserve handles on the stream for one attempt, one per sequence. On exit, cancel sequences that have not
         ended. `prompt`: the part that the worker must compute for this tenant before their first token; None: it
-        imports the KV.
+        imports the KV. `is_batch`: they are of the batch class.
         """
         with self.stream.open_sequences(all_progress) as sequences:
             if prompt is None:
                 yield sequences
                 return
-            with self._queued(prompt, tenant) as sequences.on_first_token:
+            with self._queued(prompt, tenant, is_batch=is_batch) as sequences.on_first_token:
                 yield sequences
 
     @contextmanager
@@ -202,11 +207,11 @@ class Peer(WorkerHealth):
             raise self.loss(f"did not answer within {_OWN_CALL_S:g} s") from error
 
     @contextmanager
-    def _queued(self, work: PromptWork, tenant: TenantShare) -> Iterator[Callable[[float], None]]:
+    def _queued(self, work: PromptWork, tenant: TenantShare, *, is_batch: bool) -> Iterator[Callable[[float], None]]:
         """Count a tenant's prompt as queued at the worker. Yields a function to call with the time when it is
         computed.
         """
-        number = self.backlog.add_prompt(work, asyncio.get_running_loop().time(), tenant)
+        number = self.backlog.add_prompt(work, asyncio.get_running_loop().time(), tenant, is_batch=is_batch)
         try:
             yield partial(self.backlog.record_computed, number)
         finally:

@@ -58,6 +58,7 @@ class DecodeLeg:
                 [SequenceProgress(choice.num_missing, size, num_expected) for choice in choices],
                 prompt,
                 admitted.tenant,
+                is_batch=admitted.request.is_batch,
             )
         self.sequences = self._exit.enter_context(opened)
         self.owners = dict(zip(self.sequences.handles, choices, strict=True))

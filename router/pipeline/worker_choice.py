@@ -371,6 +371,7 @@ def facts_of(
         targets=admitted.targets,
         grammar_engine=admitted.grammar_engine,
         tenant=admitted.tenant,
+        is_batch=admitted.request.is_batch,
         cached_tokens=cached_tokens,
         excluded_pairs=excluded_pairs,
     )

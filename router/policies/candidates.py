@@ -101,6 +101,7 @@ class RequestFacts:
     targets: SloTargets = NO_TARGETS  # of this request
     grammar_engine: str = ""  # that a worker must have; empty: the request has no grammar
     tenant: TenantShare = NO_TENANT
+    is_batch: bool = False  # of the batch class, which workers serve after all others
     size: RequestSize = field(init=False, compare=False)  # of the fields above: each worker is asked whether it fits
 
     def __post_init__(self) -> None:
@@ -279,7 +280,7 @@ def rough_first_token_s(load: WorkerLoad, request: RequestFacts, *, is_export: b
     `is_export`: another worker decodes the request."""
     work = load.work
     assert work is not None, "a worker of unknown speed was estimated"
-    ahead = work.prompts.before(request.tenant, work.max_chunk)
+    ahead = work.prompts.before(request.tenant, work.max_chunk, is_batch=request.is_batch)
     own = PromptWork.of(request.num_prompt_tokens, request.cached_tokens.get(load.member, 0))
     prompts = ahead.work + own
     busy_s = work.times.seconds(StepWork(math.ceil(prompts.num_new), prompts.attended))

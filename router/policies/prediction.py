@@ -150,8 +150,8 @@ class _Predictor:
         return cached.get(load.member, 0) if cached else 0  # most requests have none
 
     def _compute(self, load: WorkerLoad) -> _Computed:
-        work = _work(load)
-        before = work.prompts.before(self._request.tenant, work.max_chunk)
+        work, request = _work(load), self._request
+        before = work.prompts.before(request.tenant, work.max_chunk, is_batch=request.is_batch)
         forecast = self._forecast(load) if before is work.prompts else Forecast(replace(work, prompts=before))
         forecast.wait(self._after_s)
         forecast.compute(PromptWork.of(self._request.num_prompt_tokens, self._num_cached(load)))

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import TypeAlias
 
 from cluster.messages import NO_TENANT, TenantShare
 from cluster.outstanding_work import NO_PROMPT, NO_SEQUENCE_WORK, OthersWork, PromptWork, SequenceWork, expected_left
@@ -24,11 +25,12 @@ DEFAULT_MAX_CHUNK = 512  # of workers that do not register theirs
 
 @dataclass(frozen=True, slots=True)
 class TenantPrompts:
-    """The prompts of one tenant that this router has at a worker."""
+    """The prompts of one tenant and one class that this router has at a worker."""
 
     tenant: TenantShare
     work: PromptWork
     is_first: bool = False  # the one that is computed now is among them
+    is_batch: bool = False  # of the batch class
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +42,19 @@ class PromptQueue:
     elapsed_s: float = 0.0  # since the worker began with the first
     tenants: tuple[TenantPrompts, ...] = ()  # of `work`, what this router sent
 
-    def before(self, newcomer: TenantShare, max_chunk: int) -> "PromptQueue":
+    def before(self, newcomer: TenantShare, max_chunk: int, *, is_batch: bool = False) -> "PromptQueue":
         """Return the prompts that the worker computes before a new one of this tenant: all of its own, and of each
-        other tenant as much as its weight allows meanwhile (cluster/fair_queue.py). The running step, of at most
-        `max_chunk` tokens, ends in any case. What other routers sent counts in full, because they do not report it by
-        tenant.
+        other tenant as much as its weight allows meanwhile (cluster/fair_queue.py); all of these before one of the
+        batch class, and none of that class before another one. The running step, of at most `max_chunk` tokens, ends
+        in any case. What other routers sent counts in full, because they do not report it by tenant and class.
         """
         passed, first = NO_PROMPT, self.first
-        own = sum((each.work.num_new for each in self.tenants if each.tenant.label == newcomer.label), 0.0)
+        of_class = [each for each in self.tenants if each.is_batch == is_batch]
+        own = sum((each.work.num_new for each in of_class if each.tenant.label == newcomer.label), 0.0)
         for other in self.tenants:
-            if other.tenant.label == newcomer.label:
+            if other.is_batch < is_batch or (other.is_batch == is_batch and other.tenant.label == newcomer.label):
                 continue
-            most = own * other.tenant.weight / newcomer.weight
+            most = own * other.tenant.weight / newcomer.weight if other.is_batch == is_batch else 0.0
             most = max(most, min(self.first.num_new, max_chunk)) if other.is_first else most
             if other.work.num_new > most:
                 share = most / other.work.num_new
@@ -106,30 +109,35 @@ class WorkAhead:
         return num_tokens / 2 * (self.step_limit.seconds(quiet_s, 0.5, 1.0) - quiet_s)
 
 
+_Sender: TypeAlias = tuple[TenantShare, bool]  # a tenant, and whether its prompts are of the batch class
+
+
 class PromptBacklog:
     """The prompts that this router sent to one worker and that are not computed yet, in the order in which they were
     sent, and the worker's latest report about the work of other routers."""
 
     def __init__(self) -> None:
         self._numbers = count()
-        self._prompts: dict[int, tuple[PromptWork, TenantShare, float]] = {}  # and when each was sent
+        self._prompts: dict[int, tuple[PromptWork, _Sender, float]] = {}  # and when each was sent
         self._work = NO_PROMPT  # of all prompts
-        self._tenants: dict[TenantShare, PromptWork] = {}
+        self._senders: dict[_Sender, PromptWork] = {}
         self._since_s = 0.0  # when the worker began with the first one
         self.others = OthersWork()
         self._reported_s = 0.0  # when this router received `others`
         self._full_until_s: dict[str, float] = {}  # by label of the tenant that was refused
         self._arrivals = PromptArrivals()
 
-    def add_prompt(self, work: PromptWork, now_s: float, tenant: TenantShare = NO_TENANT) -> int:
-        """Record that a prompt of a tenant was sent to the worker. Returns its number."""
+    def add_prompt(
+        self, work: PromptWork, now_s: float, tenant: TenantShare = NO_TENANT, *, is_batch: bool = False
+    ) -> int:
+        """Record that a prompt of a tenant, of the batch class or not, was sent to the worker. Returns its number."""
         if not self._prompts:
             self._since_s = now_s
         self._arrivals.record(work, now_s)
-        number = next(self._numbers)
-        self._prompts[number] = work, tenant, now_s
+        number, sender = next(self._numbers), (tenant, is_batch)
+        self._prompts[number] = work, sender, now_s
         self._work = self._work + work
-        self._tenants[tenant] = self._tenants.get(tenant, NO_PROMPT) + work
+        self._senders[sender] = self._senders.get(sender, NO_PROMPT) + work
         return number
 
     def record_computed(self, number: int, now_s: float) -> None:
@@ -180,11 +188,11 @@ class PromptBacklog:
         work = self._work + self.others.prompts
         began_s = self._reported_s - self.others.elapsed_s  # with its first prompt, as of the report
         if self.others.first.num_new:
-            return PromptQueue(work, self.others.first, now_s - began_s, self._by_tenant())
+            return PromptQueue(work, self.others.first, now_s - began_s, self._by_sender())
         if not self._prompts:
             return PromptQueue(work)
-        first, tenant, _ = next(iter(self._prompts.values()))
-        return PromptQueue(work, first, now_s - max(self._since_s, began_s), self._by_tenant(tenant))
+        first, sender, _ = next(iter(self._prompts.values()))
+        return PromptQueue(work, first, now_s - max(self._since_s, began_s), self._by_sender(sender))
 
     def forget_recent(self) -> None:
         """Forget which prompts came of late: the worker has another role now, and as many will not come."""
@@ -197,15 +205,19 @@ class PromptBacklog:
     def _remove(self, number: int) -> None:
         if number not in self._prompts:
             return
-        work, tenant, _ = self._prompts.pop(number)
+        work, sender, _ = self._prompts.pop(number)
         self._work = self._work + work.times(-1) if self._prompts else NO_PROMPT
-        self._tenants[tenant] = self._tenants[tenant] + work.times(-1)
-        if self._tenants[tenant].num_new <= 0:
-            del self._tenants[tenant]
+        self._senders[sender] = self._senders[sender] + work.times(-1)
+        if self._senders[sender].num_new <= 0:
+            del self._senders[sender]
 
-    def _by_tenant(self, first: TenantShare | None = None) -> tuple[TenantPrompts, ...]:
-        """Return the prompts by tenant. `first`: the tenant whose prompt is computed now; None: another router's is."""
-        return tuple(TenantPrompts(tenant, work, tenant == first) for tenant, work in self._tenants.items())
+    def _by_sender(self, first: _Sender | None = None) -> tuple[TenantPrompts, ...]:
+        """Return the prompts by tenant and class. `first`: those whose prompt is computed now; None: another router's
+        is."""
+        return tuple(
+            TenantPrompts(sender[0], work, sender == first, is_batch=sender[1])
+            for sender, work in self._senders.items()
+        )
 
 
 _NEWEST_SHARE = 0.1  # of the newest token in the pace

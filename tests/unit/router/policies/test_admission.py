@@ -19,7 +19,7 @@ from router.policies.forecast import Unmodelled
 from router.policies.prediction import Prediction, predict_all
 from router.policies.recent_prompts import RecentPrompts
 from router.policies.slo_aware import SloAware
-from router.policies.work_ahead import PromptQueue, SequenceBatch, WorkAhead
+from router.policies.work_ahead import PromptBacklog, PromptQueue, SequenceBatch, WorkAhead
 
 
 def test_retry_after_follows_the_rate_at_which_places_become_free() -> None:
@@ -116,6 +116,16 @@ def test_a_request_that_would_be_served_after_its_deadline_is_refused_with_both_
     assert isinstance(refusal, Overloaded) and not isinstance(refusal, QueueFull)
     assert "9 s" in refusal.message and "5 s" in refusal.message
     assert refusal.retry_after_s == pytest.approx(4.0)
+
+
+def test_prompts_of_the_batch_class_refuse_no_other_request() -> None:
+    backlog = PromptBacklog()
+    for _ in range(10):
+        backlog.add_prompt(PromptWork.of(1000, 0), 0.0, is_batch=True)
+    busy = replace(BUSY, work=WorkAhead(TIMES, backlog.queue(0.0), max_chunk=100))
+    assert _refusal([busy], [DECODE], 2.1) is None, "it waits for the running step and its own prompt"
+    late = _refusal([busy], [DECODE], 2.1, replace(REQUEST, is_batch=True))
+    assert late is not None and "101 s" in late.message
 
 
 def test_a_queue_that_is_full_for_one_tenant_refuses_no_request_of_another_one() -> None:

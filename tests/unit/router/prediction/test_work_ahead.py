@@ -5,7 +5,7 @@ import math
 import pytest
 
 from cluster.fair_queue import CREDIT
-from cluster.messages import MemberId, TenantShare
+from cluster.messages import NO_TENANT, MemberId, TenantShare
 from cluster.outstanding_work import OthersWork, OutstandingWork, PromptWork
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
 from engine.scheduling.policies import FirstCome
@@ -157,17 +157,35 @@ def test_a_new_prompt_waits_for_its_tenants_prompts_and_for_others_in_proportion
     assert backlog.queue(0.0).before(other, 64).work.num_new == pytest.approx(450)
 
 
+def test_prompts_of_the_batch_class_wait_for_all_others_and_nothing_waits_for_them_but_the_running_step() -> None:
+    backlog = PromptBacklog()
+    for is_batch in (True, True, False):
+        backlog.add_prompt(PromptWork.of(1000, 0), 0.0, is_batch=is_batch)
+    queue = backlog.queue(0.0)
+    before = queue.before(NO_TENANT, 64)
+    assert before.work.num_new == pytest.approx(1000 + 64) and before.first.num_new == 64
+    assert queue.before(NO_TENANT, 64, is_batch=True) is queue
+    other = TenantShare("other")
+    assert queue.before(other, 64).work.num_new == pytest.approx(64), "what of its own class it passes"
+    assert queue.before(other, 64, is_batch=True).work.num_new == pytest.approx(1000 + 64)
+
+
+@pytest.mark.parametrize("is_batch", [False, True])
 @pytest.mark.parametrize("num_before", [0, 1, 4])
-def test_the_work_before_a_prompt_is_what_the_scheduler_computes_before_it(num_before: int) -> None:
-    """A tenant's prompt comes while a flood of another one waits, and `num_before` of its own."""
+def test_the_work_before_a_prompt_is_what_the_scheduler_computes_before_it(num_before: int, is_batch: bool) -> None:
+    """A tenant's prompt comes while a flood of another one waits, and `num_before` of its own. `is_batch`: the flood is
+    of the batch class."""
     flood, other = TenantShare("flood"), TenantShare("other")
     length, chunk = 160, 64
     arrivals = [(0.0, flood)] * 20 + [(1.0, other)] * (num_before + 1)
-    prompts = [Prompt(arrives_s=at_s, num_tokens=length, tenant=tenant) for at_s, tenant in arrivals]
+    prompts = [
+        Prompt(arrives_s=at_s, num_tokens=length, tenant=tenant, is_batch=is_batch and tenant == flood)
+        for at_s, tenant in arrivals
+    ]
     run = prefill(prompts, FirstCome(), StepCost(token_s=1e-3), max_prefill_tokens=chunk)
     backlog = PromptBacklog()
     for _, tenant in [*arrivals[:14], *arrivals[20:-1]]:  # after a second, about 14 are left
-        backlog.add_prompt(PromptWork.of(length, 0), 1.0, tenant)
+        backlog.add_prompt(PromptWork.of(length, 0), 1.0, tenant, is_batch=is_batch and tenant == flood)
     predicted_s = (backlog.queue(1.0).before(other, chunk).work.num_new + length) * 1e-3
     saved_s = (8 * CREDIT + chunk) * 1e-3  # the prediction does not count what a tenant has saved up
     simulated_s = run.completion_s(prompts)[-1]
