@@ -1,7 +1,9 @@
 """Certificates for tests, made by the same code as `tandem certs`: right ones, and each kind of wrong one."""
 
 import shutil
+import tempfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import grpc
@@ -48,6 +50,17 @@ class Certificates:
 
     def loaded(self) -> ClusterTls:
         return load(self.member, self.authority)
+
+
+@cache
+def certificates_of_the_run() -> Certificates:
+    """Return certificates that all tests of this process share. Their files are removed at its end."""
+    return make_certificates(Path(_folder_of_the_run().name))
+
+
+@cache
+def _folder_of_the_run() -> "tempfile.TemporaryDirectory[str]":
+    return tempfile.TemporaryDirectory(prefix="tandem-tls-")
 
 
 def make_certificates(folder: Path) -> Certificates:

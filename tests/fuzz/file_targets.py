@@ -105,8 +105,12 @@ def _read_scale_target(data: bytes) -> str:
 
 
 @cache
+def _temporary() -> "tempfile.TemporaryDirectory[str]":
+    return tempfile.TemporaryDirectory(prefix="tandem-fuzz-")  # removed at the end of the process
+
+
 def _folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="tandem-fuzz-"))
+    return Path(_temporary().name)
 
 
 @cache

@@ -2,11 +2,8 @@
 stops."""
 
 import asyncio
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from functools import lru_cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from kvtransfer.transports.base import Channel, TransportError
 from kvtransfer.transports.tcp import transport as tcp
 from kvtransfer.transports.tcp.exporting import ANNOUNCEMENT, ANSWER, pack_endpoint, parse_endpoint
 from kvtransfer.transports.tcp.transport import TcpExporter, TcpImporter
-from tests.certificates import Certificates, make_certificates
+from tests.certificates import certificates_of_the_run
 from tests.contract.rigs.kv_pools import random_pool
 from tests.contract.rigs.namespaces import FarHost, far_host
 from tests.contract.rigs.processes.forked_process import Process, process
@@ -73,7 +70,7 @@ class Relay:
 
 @asynccontextmanager
 async def relayed(reader: str, source: KvPool, target: KvPool) -> AsyncIterator[tuple[TcpImporter, bytes, Relay]]:
-    tls = _certificates().loaded() if reader == "tls" else None
+    tls = certificates_of_the_run().loaded() if reader == "tls" else None
     host = "127.0.0.1"
     exporter = TcpExporter(
         memory=source,
@@ -94,11 +91,6 @@ async def relayed(reader: str, source: KvPool, target: KvPool) -> AsyncIterator[
         await importer.close()
         await relay.stop()
         await exporter.close()
-
-
-@lru_cache
-def _certificates() -> Certificates:
-    return make_certificates(Path(tempfile.mkdtemp(prefix="tandem-tls-")))
 
 
 @pytest.mark.parametrize("readers", [("loop", "tls"), ("thread",)], ids="-".join)

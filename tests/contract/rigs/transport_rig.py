@@ -1,9 +1,6 @@
 """Every transport between two pools in one process, as the contract tests run them."""
 
-import tempfile
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +21,7 @@ from kvtransfer.transports.shm import transport as shm
 from kvtransfer.transports.shm.transport import ShmExporter, ShmImporter
 from kvtransfer.transports.tcp import transport as tcp
 from kvtransfer.transports.tcp.transport import TcpExporter, TcpImporter
-from tests.certificates import Certificates, make_certificates
+from tests.certificates import certificates_of_the_run
 from tests.contract.rigs.host_access import ExportedPool, HostAccess
 from tests.contract.rigs.proofs import PROOFS
 from tests.contract.rigs.socket_nccl import SocketNccl
@@ -85,11 +82,6 @@ def tls_exporter(source: KvPool, tls: ClusterTls) -> TcpExporter:
         send_timeout_s=5.0,
         tls=tls.server_context,
     )
-
-
-@lru_cache
-def certificates_of_the_run() -> Certificates:
-    return make_certificates(Path(tempfile.mkdtemp(prefix="tandem-tls-")))
 
 
 def over_shm(source: KvPool, target: KvPool) -> tuple[ExporterTransport, ImporterTransport]:

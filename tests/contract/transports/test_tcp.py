@@ -11,12 +11,11 @@ import torch
 from kvtransfer.transports.base import TransportError
 from kvtransfer.transports.tcp.exporting import ANNOUNCEMENT, ANSWER, MAGIC, pack_endpoint
 from kvtransfer.transports.tcp.transport import TcpExporter, TcpImporter
-from tests.certificates import SERVER_NAME, load
+from tests.certificates import SERVER_NAME, certificates_of_the_run, load
 from tests.contract.rigs.kv_pools import random_pool
 from tests.contract.rigs.proofs import PROOFS
 from tests.contract.rigs.transport_rig import (
     EPOCH,
-    certificates_of_the_run,
     over_shm,
     over_tcp,
     over_tls,

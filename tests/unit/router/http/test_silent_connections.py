@@ -5,11 +5,8 @@ together a bound. The tests use real sockets only, so the promise holds for any 
 import asyncio
 import socket
 import ssl
-import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, closing, suppress
-from functools import lru_cache
-from pathlib import Path
 
 import pytest
 from starlette.types import Receive, Scope, Send
@@ -19,7 +16,7 @@ from cluster.serving import serving
 from cluster.serving.serving import _SERVER_OPTIONS
 from router.http.connection import HttpLimits
 from router.http.server import HttpServer
-from tests.certificates import Certificates, make_certificates
+from tests.certificates import certificates_of_the_run
 from tests.input import readable
 
 pytestmark = pytest.mark.uvloop  # the event loop of a router
@@ -27,11 +24,6 @@ _DEADLINE_S = 60.0
 _BOUND = 5
 _GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 _SURFACES = pytest.mark.parametrize("is_tls", [False, True], ids=["http", "https"])
-
-
-@lru_cache
-def _certificates() -> Certificates:
-    return make_certificates(Path(tempfile.mkdtemp(prefix="tandem-tls-")))
 
 
 async def _app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -43,7 +35,7 @@ async def _app(scope: Scope, receive: Receive, send: Send) -> None:
 
 @asynccontextmanager
 async def _served(is_tls: bool, limits: HttpLimits, max_connections: int) -> AsyncIterator[tuple[int, Telemetry]]:
-    tls, telemetry, stop = _certificates().loaded() if is_tls else None, Telemetry(), asyncio.Event()
+    tls, telemetry, stop = certificates_of_the_run().loaded() if is_tls else None, Telemetry(), asyncio.Event()
     server = HttpServer(host="127.0.0.1", port=0, tls=tls, limits=limits)
     serving = asyncio.create_task(
         server.serve(_app, max_connections=max_connections, telemetry=telemetry, stop=stop, grace_s=1.0)
@@ -77,7 +69,7 @@ def _client_hello() -> bytes:
 
 
 def _shaken(client: socket.socket) -> socket.socket:
-    context = ssl.create_default_context(cafile=str(_certificates().authority.cert))
+    context = ssl.create_default_context(cafile=str(certificates_of_the_run().authority.cert))
     return context.wrap_socket(client, server_hostname="127.0.0.1")
 
 
@@ -192,7 +184,7 @@ async def test_silent_grpc_connections_are_bounded_and_closed(
     assert "grpc.server_handshake_timeout_ms" in dict(_SERVER_OPTIONS)
     options = dict(_SERVER_OPTIONS) | {"grpc.server_handshake_timeout_ms": handshake_ms}
     monkeypatch.setattr(serving, "_SERVER_OPTIONS", tuple(options.items()))
-    credentials = _certificates().loaded().public_credentials() if is_tls else None
+    credentials = certificates_of_the_run().loaded().public_credentials() if is_tls else None
     server = serving.GrpcServer(
         service_names=["tandem.v1.Inference"], telemetry=Telemetry(), credentials=credentials, max_calls=_BOUND
     )
