@@ -23,6 +23,7 @@ class SocketNccl:
         self._let_go = threading.Event()
         self._ended = threading.Event()
         self.communicators: list[SocketCommunicator] = []
+        self.num_connects = 0  # hanging ones too
 
     def version(self) -> int:
         return self._version
@@ -36,6 +37,7 @@ class SocketNccl:
         return secrets.token_hex(64).encode()
 
     def connect(self, unique_id: bytes, rank: int) -> "SocketCommunicator":
+        self.num_connects += 1
         self.wait_for_ever_if("connect")
         if self.fail == "connect":
             raise NcclFailed("unhandled cuda error")
