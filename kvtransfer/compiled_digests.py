@@ -8,7 +8,7 @@ without a compiler finds it beside the sources.
 import ctypes
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from cluster.compiled_library import CompiledLibrary, NotCompiled
+from kvtransfer.thread_work import submit
 
 _SPLIT_BYTES = 2 << 20  # more than this is worth another thread
 _MAX_SEEDS = 4  # the public coefficients, and those of the secrets of one rotation
@@ -141,12 +142,15 @@ class CompiledDigests:
         if self._helpers is None:
             self._helpers = ThreadPoolExecutor(torch.get_num_threads(), "kv-digests")
         bounds = [num_rows * part // num_parts for part in range(num_parts + 1)]
-        helping = [self._helpers.submit(run, *bounds[part : part + 2]) for part in range(1, num_parts)]
+        helping: list[Future[None]] = []
         try:
+            for part in range(1, num_parts):
+                helping.append(submit(self._helpers, run, *bounds[part : part + 2]))
             run(*bounds[:2])
         finally:
-            for part in helping:
-                part.result()
+            wait(helping)  # after an error too: no part may write to rows that the caller has returned
+        for ended in helping:
+            ended.result()
 
     def _pieces(self, row_bytes: int) -> tuple[int, int]:
         """Return the pieces of a row with those of its folds, and the number of folds."""

@@ -20,6 +20,7 @@ from kvtransfer.counters import TransferCounters
 from kvtransfer.digests import PUBLIC, digest_blocks
 from kvtransfer.importer.links import LinkTable
 from kvtransfer.protocol.import_state import FallBackReason
+from kvtransfer.thread_work import submit
 from kvtransfer.transports.base import Channel, DigestingChannel, ImporterTransport, TransportError
 from kvtransfer.wire.wire_format import WireFormat
 
@@ -154,15 +155,13 @@ class BlockReader:
         if len(local_block_ids) * self._wire.memory.block_bytes <= self._wire.short_bytes:
             await self._read_piece(remote_block_ids, local_block_ids)
             return self._verify_and_decode(tuple(local_block_ids), unverified)
-        loop = asyncio.get_running_loop()
         start = 0
         while start < len(remote_block_ids):
             piece = slice(start, start + self._size.num_blocks)
             start = piece.stop
             await self._read_piece(remote_block_ids[piece], local_block_ids[piece])
-            self._verifying.append(
-                loop.run_in_executor(self._verifier, self._verify_and_decode, tuple(local_block_ids[piece]), unverified)
-            )
+            verifying = submit(self._verifier, self._verify_and_decode, tuple(local_block_ids[piece]), unverified)
+            self._verifying.append(asyncio.wrap_future(verifying))
         await asyncio.wait(self._verifying)
         verified, self._verifying = self._verifying, []
         return tuple(chain.from_iterable(piece.result() for piece in verified))
@@ -205,7 +204,7 @@ class BlockReader:
 
     def _verify_and_decode(self, block_ids: tuple[int, ...], unverified: frozenset[int]) -> tuple[bytes, ...]:
         """Compute digests and decode. A block with a wrong digest is read again later, or dropped with the hand-off."""
-        if self._is_destroyed:  # an executor that failed to start a thread may still run the call later
+        if self._is_destroyed:  # it had to wait for the verifying thread
             raise TransportError("the channel was destroyed")
         wanted = [block_id for block_id in block_ids if block_id not in unverified]
         digests = dict(zip(wanted, digest_blocks(self._wire.memory, wanted, self._seed), strict=True))

@@ -21,6 +21,7 @@ import torch
 from cluster.shared_memory import DriverRefused, driver_result, map_pages, unmap_pages
 from kvtransfer.digests import copy_digested
 from kvtransfer.memory import ExportedMemory, PoolMemory, ids_to_device, side_stream, use_device
+from kvtransfer.thread_work import submit
 from kvtransfer.transports.base import TransportError, TransportSetup
 from kvtransfer.transports.proven_connections import ConnectionProofs
 from kvtransfer.transports.shm.pool_file import (
@@ -119,12 +120,12 @@ class CudaIpcImporter(PoolFileImporter[Mapping]):
             source: Mapping, source_ids: Sequence[int], target_ids: Sequence[int], seed: bytes
         ) -> Future[tuple[bytes, ...]]:
             ids = tuple(source_ids), tuple(target_ids)
-            return self._threads.submit(self._access.copy_digested, source, *ids, seed)
+            return submit(self._threads, self._access.copy_digested, source, *ids, seed)
 
         return DigestingPoolFileChannel(pool, self.start_copy, start_digested_copy, self._channels.discard)
 
     def start_copy(self, source: Mapping, source_ids: Sequence[int], target_ids: Sequence[int]) -> Future[None]:
-        return self._threads.submit(self._access.copy, source, tuple(source_ids), tuple(target_ids))
+        return submit(self._threads, self._access.copy, source, tuple(source_ids), tuple(target_ids))
 
 
 class CudaMapping:

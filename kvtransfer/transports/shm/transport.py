@@ -16,6 +16,7 @@ import numpy.typing as npt
 from cluster.shared_memory import has_fixed_size
 from kvtransfer.digests import compiled_digests
 from kvtransfer.memory import SHORT_BYTES, HostMemory, PoolMemory, runs
+from kvtransfer.thread_work import submit
 from kvtransfer.transports.base import TransportError, TransportSetup
 from kvtransfer.transports.proven_connections import ConnectionProofs
 from kvtransfer.transports.shm.pool_file import (
@@ -96,7 +97,7 @@ class ShmImporter(PoolFileImporter[_Pool]):
         ) -> Future[_Digests] | _Digests:
             if len(target_ids) * self._block_bytes <= SHORT_BYTES:
                 return digesting.copy(source, source_ids, target, target_ids, seed)
-            return self._threads.submit(digesting.copy, source, tuple(source_ids), target, tuple(target_ids), seed)
+            return submit(self._threads, digesting.copy, source, tuple(source_ids), target, tuple(target_ids), seed)
 
         return DigestingPoolFileChannel(pool, self.start_copy, start_digested_copy, self._channels.discard)
 
@@ -118,7 +119,7 @@ class ShmImporter(PoolFileImporter[_Pool]):
         if self._memory.is_pool and len(target_ids) * self._block_bytes <= SHORT_BYTES:
             self._copy(source, source_ids, target_ids)
             return None
-        return self._threads.submit(self._copy, source, tuple(source_ids), tuple(target_ids))
+        return submit(self._threads, self._copy, source, tuple(source_ids), tuple(target_ids))
 
     def _copy(self, source: _Pool, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
         rows = self._memory.incoming(target_ids)

@@ -1,6 +1,8 @@
 """Tests of the promises that only `shm` makes: what is mapped, for how long, and which pools are offered."""
 
+import asyncio
 import os
+import threading
 import weakref
 from dataclasses import dataclass
 
@@ -115,6 +117,44 @@ async def test_a_pool_that_its_exporter_could_truncate_is_not_mapped() -> None:
         await importer.close()
         await exporter.close()
         os.close(unsealed)
+
+
+async def test_a_copy_for_which_no_thread_could_be_started_never_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The executor has queued the copy by then, and a thread that is busy now would run it later: the channel is
+    destroyed before that, so the blocks may be another request's."""
+    monkeypatch.setattr(shm, "SHORT_BYTES", 0)
+    source, target = random_pool(4, seed=1), random_pool(4, seed=2)
+    exporter, importer = ShmExporter(memory=source, proofs=PROOFS), ShmImporter(memory=target, proofs=PROOFS)
+    await exporter.start()
+    channel = await importer.open_channel(EPOCH, exporter.grant(EPOCH))
+    before, begun, go_on = target.raw.clone(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        assert go_on.wait(20)
+
+    importer._threads.submit(hold)
+    assert begun.wait(20)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(RuntimeError, match="new thread"):
+            await channel.read((0, 1), (2, 3))
+        if isinstance(channel, DigestingChannel):
+            other = await importer.open_channel(EPOCH, exporter.grant(EPOCH))
+            assert isinstance(other, DigestingChannel)
+            with pytest.raises(RuntimeError, match="new thread"):
+                await other.read_digested((0, 1), (2, 3), PUBLIC)
+            await other.destroy()
+    await channel.destroy()
+    go_on.set()
+    await asyncio.to_thread(importer._threads.shutdown)  # everything that it has queued has run
+    assert torch.equal(target.raw, before), "the copy ran after its channel was destroyed"
+    await importer.close()
+    await exporter.close()
+
+
+def no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 @dataclass

@@ -137,3 +137,39 @@ def test_without_a_compiler_the_reference_computes(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("CC", "no-such-compiler")
     assert digests.compiled_digests.__wrapped__() is None
     assert compiled_module.main(str(tmp_path)) == 1
+
+
+def test_a_copy_that_fails_ends_only_when_no_part_of_it_writes(
+    compiled: CompiledDigests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of a copy run on helper threads. Its caller frees the rows when it ends, by whatever error."""
+    monkeypatch.setattr(compiled_module, "_SPLIT_BYTES", PIECE)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def write(part: compiled_module._Digests, width: int) -> None:
+        if threading.current_thread() is copying:
+            return
+        if part.num_rows == 1:
+            assert begun.wait(20)
+            raise MemoryError
+        begun.set()
+        assert go_on.wait(20)
+        ended.set()
+
+    monkeypatch.setattr(compiled, "_digest_rows", write)
+    rows, target = random_rows(4, PIECE), aligned(4, PIECE)  # the last part has two rows
+    failures: list[bool] = []
+
+    def copy() -> None:
+        with pytest.raises(MemoryError):
+            compiled.copy(rows, range(4), target, range(4))
+        failures.append(ended.is_set())
+
+    copying = threading.Thread(target=copy)
+    copying.start()
+    assert begun.wait(20)
+    copying.join(0.2)
+    go_on.set()
+    copying.join(20)
+    assert failures == [True], "the copy ended while a part of it was writing"

@@ -188,3 +188,24 @@ async def test_destroy_waits_for_blocks_that_are_being_verified(pools: tuple[KvP
         await asyncio.gather(reading, return_exceptions=True)
 
     assert decoded == len(wire.decoded)
+
+
+async def test_a_piece_for_which_no_thread_could_be_started_is_never_decoded(
+    pools: tuple[KvPool, KvPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The executor has queued it by then, and another hand-off may start a thread before the channel is destroyed."""
+    source, target = pools
+    wire = _Gated(target)
+    wire.gate.set()
+    with ThreadPoolExecutor(1) as verifier:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", _no_thread)
+            with pytest.raises(RuntimeError, match="new thread"):
+                await BlockReader(_Channel(source, target), wire, verifier, _unmeasured).read(range(3), range(3))
+        verifier.submit(int)  # another hand-off's: it starts the thread
+
+    assert not wire.decoded
+
+
+def _no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
