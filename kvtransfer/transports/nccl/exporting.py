@@ -21,7 +21,7 @@ from kvtransfer.transports.base import TransportError
 from kvtransfer.transports.nccl import messages
 from kvtransfer.transports.nccl.communicator_life import CommunicatorLife, CommunicatorLimits
 from kvtransfer.transports.nccl.library import EXPORTER_RANK, NcclFailed, NcclLibrary, Piece
-from kvtransfer.transports.nccl.link import NcclLink
+from kvtransfer.transports.nccl.link import NcclLink, error_text
 from kvtransfer.transports.proven_connections import MAX_UNPROVEN, PROVE_S, ConnectionProofs
 from kvtransfer.transports.sockets import ConnectionLimits, ConnectionThreads, tune
 
@@ -135,8 +135,8 @@ class NcclExporter:
             with contextlib.suppress(OSError):
                 messages.send(connection, messages.Refused(str(error)))
             link.abort("")
-        except (TransportError, OSError) as error:
-            link.abort(str(error))
+        except Exception as error:  # noqa: BLE001  # any error: the communicator may still send from the pool
+            link.abort(error_text(error))
         else:
             link.abort("the importer is gone", failed=False)
 

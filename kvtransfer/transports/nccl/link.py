@@ -254,3 +254,9 @@ def _is_done(communicator: Communicator) -> bool:
         return communicator.is_done()
     except NcclFailed:
         return False  # a device that reports an error proves nothing
+
+
+def error_text(error: Exception) -> str:
+    """Return the text about an error that ends a link."""
+    is_named = isinstance(error, TransportError | OSError)
+    return str(error) if is_named else f"{type(error).__name__}: {error}"

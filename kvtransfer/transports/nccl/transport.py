@@ -39,7 +39,7 @@ from kvtransfer.transports.nccl.library import (
     cupy_nccl,
     why_not_loadable,
 )
-from kvtransfer.transports.nccl.link import LoneThread, NcclLink
+from kvtransfer.transports.nccl.link import LoneThread, NcclLink, error_text
 from kvtransfer.transports.proven_connections import ConnectionProofs, Opening, connect
 
 _Address = tuple[str, int]
@@ -246,9 +246,9 @@ class NcclChannel:
             self.link.receive(number, pieces)
         except messages.Refusal:
             raise
-        except (TransportError, OSError) as error:
-            self.link.abort(str(error))
-            raise TransportError(str(error)) from error
+        except Exception as error:  # any error: the library may have begun to write
+            self.link.abort(error_text(error))
+            raise TransportError(error_text(error)) from error
 
 
 def _ask(connection: socket.socket, read: messages.Read, pieces: Sequence[Piece], timeout_s: float) -> None:
@@ -275,9 +275,9 @@ def _agree(link: NcclLink, hello: messages.Hello, limits: CommunicatorLimits) ->
         link.withdraw()
         link.abort("")
         raise
-    except (TransportError, OSError) as error:
-        link.abort(str(error))
-        raise TransportError(str(error)) from error
+    except Exception as error:  # any error: a link that has not ended allows no other one
+        link.abort(error_text(error))
+        raise TransportError(error_text(error)) from error
 
 
 def _make_communicator(link: NcclLink, hello: messages.Hello, limits: CommunicatorLimits) -> None:

@@ -27,9 +27,9 @@ from kvtransfer.transports.nccl.library import (
 from kvtransfer.transports.nccl.messages import UNIQUE_ID_BYTES
 from kvtransfer.transports.nccl.transport import NcclImporter
 from tests.contract.rigs.kv_pools import random_pool
+from tests.contract.rigs.nccl_sides import NUM_BLOCKS, epoch, until
 from tests.contract.rigs.processes.nccl_process import LIMITS, NUM_EPOCHS, device_pool
 from tests.contract.rigs.proofs import PROOFS
-from tests.contract.transports.test_nccl import NUM_BLOCKS, epoch, until
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 60.0

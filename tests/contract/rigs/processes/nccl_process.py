@@ -14,8 +14,8 @@ from kvtransfer.transports.nccl.communicator_life import CommunicatorLimits
 from kvtransfer.transports.nccl.exporting import NcclExporter
 from kvtransfer.transports.nccl.library import cupy_nccl
 from tests.contract.rigs.kv_pools import LAYOUT, random_pool
+from tests.contract.rigs.nccl_sides import NUM_BLOCKS, epoch
 from tests.contract.rigs.proofs import PROOFS
-from tests.contract.transports.test_nccl import NUM_BLOCKS, epoch
 
 NUM_EPOCHS = 8
 LIMITS = CommunicatorLimits(agree_s=10.0, initialise_s=30.0, warm_s=20.0, transfer_s=20.0, retry_s=300.0)
