@@ -9,8 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from cluster.messages import LayoutFingerprint
+from kvtransfer.digests import digest_tensor
 from prefill_worker.prefixes.tier_storage import BadBlockFile, BlockFiles, StoredBlock
 from tests.prefill_jobs import prefill_job
 from tests.unit.prefill_worker.tier_bench import BLOCK_BYTES, LAYOUT, TierBench, prompt
@@ -152,6 +154,29 @@ async def test_a_changed_file_is_a_miss_and_never_enters_the_pool(
     await _fill(worker, 4, 5)
     assert await worker.ask(*prompt(1)) == 12  # the block was computed and written again
     await worker.tiers.close()
+
+
+async def test_a_file_whose_bytes_and_digest_were_changed_together_is_taken_for_its_block(tmp_path: Path) -> None:
+    """As docs/security.md says: digests of files have no key, also with --kv-verify keyed."""
+    worker = TierBench(tmp_path, slots=3, kv_verify="keyed")
+    await _fill(worker, 1, 2, 3)
+    job = prefill_job(prompt(1))
+    chain = worker.tiers.chain(job)
+    path = next(tmp_path.glob(f"*/{chain.hashes[0].hex()}"))
+    genuine = path.read_bytes()
+    forged = bytes(range(256)) * (BLOCK_BYTES // 256 + 1)
+    old, new = (_digest(data) for data in (genuine[-BLOCK_BYTES:], forged[:BLOCK_BYTES]))
+    path.write_bytes(genuine[:-BLOCK_BYTES].replace(old, new) + forged[:BLOCK_BYTES])
+
+    await worker.tiers.fetch(job, chain)
+
+    assert worker.outcomes("fetch") == {"ok": 3}
+    assert list(forged[:BLOCK_BYTES]) in worker.pool.raw.tolist()
+    await worker.tiers.close()
+
+
+def _digest(data: bytes) -> bytes:
+    return digest_tensor(torch.tensor([list(data)], dtype=torch.uint8))[0]
 
 
 async def test_changed_host_memory_is_a_miss() -> None:
