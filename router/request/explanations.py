@@ -28,6 +28,7 @@ _JUDGED_EVERY = 100  # requests: how slow is slow
 MAX_ATTEMPTS = 8  # of one request: the first one and the last ones
 MAX_FOUND = 10  # requests of one label: the newest ones
 _MOST_PER_S = 50  # lines of the log
+_ANSWER_PREFIXES = ("cmpl-", "chatcmpl-", "msg_")  # of the ids of HTTP answers
 
 
 def is_named(name: str, request_id: str, label: str, trace_id: str) -> bool:
@@ -35,7 +36,7 @@ def is_named(name: str, request_id: str, label: str, trace_id: str) -> bool:
 
     The label of each of several prompts in one HTTP request has a number appended, and the name without it finds all of
     them."""
-    plain = name.removeprefix("chat").removeprefix("cmpl-") if name.startswith(("cmpl-", "chatcmpl-")) else name
+    plain = next((name.removeprefix(prefix) for prefix in _ANSWER_PREFIXES if name.startswith(prefix)), name)
     shared, _, number = label.rpartition("-")
     return bool(plain) and (
         name in (request_id, label, trace_id) or plain == label or (number.isdigit() and plain == shared)

@@ -58,6 +58,7 @@ def test_a_request_is_found_by_its_id_and_by_its_label() -> None:
         ("mine", ["r2", "r1", "r0"]),
         ("cmpl-mine", ["r2", "r1", "r0"]),
         ("chatcmpl-mine", ["r2", "r1", "r0"]),
+        ("msg_mine", ["r2", "r1", "r0"]),
         ("mine-1", ["r2"]),
         ("min", []),
         ("cmpl-", []),
