@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,12 +15,13 @@ import grpc
 from cluster.accounts.key_store import RecordedKeys
 from cluster.accounts.keys import Gate, new_key
 from cluster.accounts.usage import KeyUsage
-from cluster.errors import InvalidRequest, Unavailable
+from cluster.errors import InvalidRequest, SlowClient, Unavailable
 from cluster.messages import MAX_PROFILE_S, Role
 from cluster.observe.telemetry import Telemetry
 from cluster.observe.trace_context import TRACE_PARENT_KEY, RequestTrace
 from cluster.protocol.field_rules import LONGEST_S
 from cluster.registry.scale_target import POOLS
+from cluster.serving.rpc_errors import abort
 from router.fleet.fleet import Fleet
 from router.grpc_api.admin_wire import (
     caller_from_wire,
@@ -53,6 +54,9 @@ from tandem.keepalive import KEEPALIVE_KEY
 from tandem.routers import ROUTERS_KEY
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 
+_Context = grpc.aio.ServicerContext[Any, Any]
+_GENERATE = "/tandem.v1.Inference/Generate"
+
 
 class WriteTimeout:
     """Ends the call of a gRPC client that reads nothing of its response for `stall_s`. router/http/edge.py does this
@@ -61,16 +65,26 @@ class WriteTimeout:
     def __init__(self, stall_s: float, telemetry: Telemetry) -> None:
         self._stall_s = stall_s
         self._telemetry = telemetry
+        self._telling: set[asyncio.Task[None]] = set()
 
-    def of_call(self) -> "CallWriting":
+    def of_call(self, context: _Context) -> "CallWriting":
         """Return the timeout of the call that the present task serves."""
         task = asyncio.current_task()
         assert task is not None
-        return CallWriting(self._stall_s, partial(self._give_up, task))
+        return CallWriting(self._stall_s, partial(self._give_up, task, context))
 
-    def _give_up(self, call: "asyncio.Task[object]") -> None:
+    def _give_up(self, call: "asyncio.Task[object]", context: _Context) -> None:
         self._telemetry.count("tandem_stalled_clients_total", surface="grpc")
+        telling = asyncio.create_task(_tell(context))
+        self._telling.add(telling)
+        telling.add_done_callback(self._telling.discard)
         call.cancel()
+
+
+async def _tell(context: _Context) -> None:
+    """End the call with an error, which its client gets once it reads again. Until then the call stays open."""
+    with suppress(grpc.aio.AbortError, grpc.aio.BaseError):  # the latter: the call has ended
+        await abort(context, SlowClient("the client took too little of the response; read faster"), _GENERATE)
 
 
 class CallWriting:
@@ -111,9 +125,6 @@ _LOOK_AGAIN_S = 1.0
 _LEAST_KEEPALIVE_INTERVAL_S = 0.1
 _AUTHORIZATION = "authorization"
 
-_Context = grpc.aio.ServicerContext[Any, Any]
-
-
 _NO_PARSERS = ChatSettings()
 
 
@@ -153,7 +164,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         divide = partial(AnswerParts.asked_for, request.chat, chats=self._chats, tokenization=self._tokenization)
         # The text that the client of a resumed request has is divided again, which takes time.
         asked, parts = await self._threads.run(divide, asked) if asked.resume_from else divide(asked)
-        with closing(self._stalls.of_call()) as writing:
+        with closing(self._stalls.of_call(context)) as writing:
             generating = self._pipeline.generate(asked, keepalive_interval_s=keepalive_interval_s)
             async with aclosing(generating) as outputs:
                 async for output in outputs:

@@ -3,7 +3,7 @@
 import asyncio
 import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -22,6 +22,7 @@ from router.accounts import KeyInterceptor
 from router.grammars import compile_turns
 from router.grpc_api.service import AdminService, InferenceService, WriteTimeout, address_of
 from router.operator_commands import MemberCommands, ScaleTargetView
+from router.request.live_table import STOPPED_S
 from tandem.enum_words import MEMBER_ROLES
 from tandem.keepalive import KEEPALIVE_KEY
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -374,42 +375,54 @@ async def test_an_operator_sees_every_live_request_its_phase_and_its_workers() -
         assert not (await admin.Requests(admin_pb2.RequestsRequest(), timeout=5)).requests
 
 
+@asynccontextmanager
+async def _reading_little(address: str) -> AsyncIterator[grpc.aio.Channel]:
+    """Connect a client that takes 16 KiB of what it does not read."""
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 14)]
+    async with grpc.aio.insecure_channel(address, options=options) as channel:
+        yield channel
+
+
 async def test_a_call_whose_client_reads_nothing_is_cut_and_frees_its_place() -> None:
-    async with served(client_stall_s=0.5) as (router, channel):
+    async with _listening(client_stall_s=0.5) as (router, address), _reading_little(address) as channel:
         await router.add_decode("d0")
         await router.connected()
-        request = generate_request(max_tokens=1000, n=64, logprobs=20)  # more than flow control lets through unread
+        request = generate_request(max_tokens=200, n=8, logprobs=20)
         call = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=60)
         async with asyncio.timeout(40):
-            with suppress(grpc.aio.AioRpcError):  # a machine that stops this process here ends the call before
-                await call.read()
+            await call.read()
             await router.pipeline.drain()
         assert router.telemetry.value("tandem_stalled_clients_total", surface="grpc") == 1
         assert len(router.live_requests) == 0
-        call.cancel()
+        with pytest.raises(grpc.aio.AioRpcError) as told:
+            await read_to_the_end(call)
+        assert reason_of(told.value) == "slow_client"
 
 
 async def test_a_call_whose_client_does_not_read_its_prompts_scores_is_cut_when_the_buffers_are_full() -> None:
     num_positions, num_values, clock = 899, 899 * 21, ManualClock()
-    takes_little = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 14)]  # of what nobody reads
     request = generate_request(max_tokens=1, prompt_logprobs=20)
     request.token_ids.ids[:] = [5] * (num_positions + 1)
     async with (
         _listening(max_buffered_tokens=num_values + 1000, outbox_clock=clock) as (router, address),
         open_channel(address) as channel,
-        grpc.aio.insecure_channel(address, options=takes_little) as slow,
+        _reading_little(address) as slow,
     ):
         await router.add_prefill("p0")
         await router.add_decode("d0")
         await router.connected()
         unread = inference_pb2_grpc.InferenceStub(slow).Generate(request, timeout=60)
         async with asyncio.timeout(40):
-            while router.live_requests.num_buffered_tokens < num_values:  # noqa: ASYNC110 -- it signals no event
+            while not any(
+                share.stopped_s(clock.now_s()) >= STOPPED_S for share in router.live_requests.buffers._shares
+            ):
+                clock.advance(STOPPED_S / 10)
                 await asyncio.sleep(0.01)
-        clock.advance(1.0)
+        assert router.live_requests.num_buffered_tokens >= num_values
         responses = await collect(channel, request)
         assert sum(len(response.prompt_logprobs.tokens) for response in responses) == num_positions
         assert router.telemetry.value("tandem_stalled_clients_total", surface="grpc") == 1
-        with pytest.raises(grpc.aio.AioRpcError):
+        with pytest.raises(grpc.aio.AioRpcError) as told:
             await read_to_the_end(unread)
+        assert reason_of(told.value) == "slow_client"
     assert router.live_requests.num_buffered_tokens == 0
