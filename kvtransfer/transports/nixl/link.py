@@ -129,8 +129,8 @@ class NixlLink:
             while not self._agent.is_complete(read.number):
                 if time.monotonic() > until_s:
                     return False
-        except NixlError as error:
-            read.error = str(error)
+        except Exception as error:  # noqa: BLE001  # any error: the read may have started, so the thread ends the agent
+            read.error = str(error) if isinstance(error, NixlError) else f"{type(error).__name__}: {error}"
             return False
         return True
 
