@@ -201,16 +201,20 @@ class DeploymentFollower:
 
     async def _look(self, following: Following) -> None:
         await self._refuse_other_owners()
+        await self._report(following)  # first: a process that was replaced scales nothing
+        version = following.target.version
         for role in DEPLOYMENTS:
             await self._pools.scale(role, following.target.size(role))
-        wrong = problems(self._deployments, following.target)
-        if not wrong:
-            self._reached = following.target.version
-        version = following.target.version
-        if other := await following.report(self._reached, "; ".join(wrong)):
-            raise ConfigError(f"{other} follows the scale target now")
+        if not problems(self._deployments, following.target):
+            self._reached = version
+        await self._report(following)
         if following.target.version != version:
             self._wake.set()
+
+    async def _report(self, following: Following) -> None:
+        wrong = problems(self._deployments, following.target)
+        if other := await following.report(self._reached, "; ".join(wrong)):
+            raise ConfigError(f"{other} follows the scale target now")
 
     async def _refuse_other_owners(self) -> None:
         await refuse_other_owners(self._api, self._namespace, DEPLOYMENTS.values())

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 
 import pytest
+from redis.asyncio import Redis
 
 from cluster.errors import ConfigError, Unavailable
 from cluster.messages import Role
@@ -195,6 +196,21 @@ async def test_the_operator_refuses_to_start_where_another_process_follows_the_t
     with pytest.raises(ConfigError, match="tandem up on a laptop follows the scale target"):
         await follower(fake, registry).run()
     assert (fake.replicas("tandem-prefill"), fake.replicas("tandem-decode")) == (2, 2)
+
+
+async def test_an_operator_that_another_process_has_replaced_scales_no_pool(
+    fake: FakeApiServer, registry: Registry, redis_url: str, cluster_name: str
+) -> None:
+    running = asyncio.create_task(follower(fake, registry).run())
+    await reached(ScaleTargets(registry), running)
+    fake.fail_next(*[503] * 5)  # while it is busy with these, its registration expires and another one follows
+    fake.set_deployment("tandem-decode", 5)
+    async with Redis.from_url(redis_url) as client:
+        await client.delete(f"{{{cluster_name}}}:scale:follower")
+    assert await Following(registry, "the next operator", ScaleTarget(2, 5)).report(0) == ""
+    with pytest.raises(ConfigError, match="the next operator follows the scale target now"):
+        await asyncio.wait_for(running, _DEADLINE_S)
+    assert fake.replicas("tandem-decode") == 5, "the other process owns the pools"
 
 
 async def test_a_forbidden_call_reports_the_message_of_the_api_server(fake: FakeApiServer) -> None:
