@@ -242,15 +242,15 @@ class Supervisor(KeptMembers[_Kept]):
             await child.close()
 
     async def _retire(self, kept: _Kept, grace_s: float) -> None:
-        became = "was not running"
-        if kept.child is not None:
-            kept.child.terminate()
+        became, child = "was not running", kept.child  # which is None once it has ended, maybe as its time passes
+        if child is not None:
+            child.terminate()
             try:
                 async with asyncio.timeout(grace_s):
-                    became = _retirement(await kept.child.wait())
+                    became = _retirement(await child.wait())
             except TimeoutError:
                 became = "did not leave in time and was killed"
-                kept.child.kill()
+                child.kill()
         elif kept.task is not None:  # between two starts
             kept.task.cancel()
         if kept.task is not None:

@@ -188,6 +188,20 @@ async def test_a_retired_child_ends_in_order_and_its_name_is_free(watched: Watch
     assert watched.supervisor.staying() == {"one": True}
 
 
+async def test_a_retired_child_may_end_as_its_time_passes(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched.supervisor.start([child("one", WILL_NOT_LEAVE)])
+    await watched.ready("one")
+    kept = watched.supervisor._kept["one"]
+
+    async def ended_late() -> None:
+        kept.child = None
+        raise TimeoutError
+
+    monkeypatch.setattr(kept.child, "wait", ended_late)
+    watched.supervisor.retire("one", DEADLINE_S)
+    assert await watched.told() == "one did not leave in time and was killed"
+
+
 async def test_a_retired_child_is_killed_if_it_ignores_sigterm_and_removed_if_it_is_restarting(
     watched: Watched,
 ) -> None:
