@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 import yaml
 
-from tests.system.operations.documented_commands import ELSEWHERE, GROUPS, OF_A_TEXT, documented, plain, recipe
+from tests.system.operations.test_documented_commands import ELSEWHERE, GROUPS, OF_A_TEXT, documented, plain, recipe
 from tests.system.rigs.processes.up_command import ROOT
 
 

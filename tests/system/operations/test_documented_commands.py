@@ -1,9 +1,8 @@
 """The commands of the documentation as they are written: here in order, each group on a cluster of its own, or by the
 test that a table names. Commands that cannot run here are in the table too, with the reason.
 
-    .venv/bin/python -m pytest -m slow tests/system/operations/documented_commands.py
+    .venv/bin/python -m pytest -m slow tests/system/operations/test_documented_commands.py
 
-No run of all tests collects this file yet: it does once these have run twenty times beside a busy loop on each core.
 Replaced are only addresses, the model that its reader has, and numbers that make a command long.
 """
 
@@ -79,7 +78,7 @@ ELSEWHERE = {
     "tandem estimate": "tests/system/operations/test_tandem_up.py",
     "tandem up --ray auto": "tests/system/ray/test_ray_nodes.py tests/system/ray/test_ray.py",
     "tandem scale decode=4": "tests/system/ray/test_ray_nodes.py",
-    "make demo": "tests/system/operations/documented_commands.py",
+    "make demo": "tests/system/operations/test_documented_commands.py",
     "make test": "tests/unit/project/test_documented_commands.py",
     "make check": "tests/unit/project/test_documented_commands.py",
     "make chaos": "tests/chaos/test_chaos.py",
