@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from cli import connection
+from cluster.errors import ConfigError
 from tandem.client import Client
 from tandem.errors import TandemError
 from tandem.options import GenerateOptions
@@ -69,9 +70,12 @@ class _Conversation:
 
 
 def _answer(conversation: _Conversation, text: str, *, is_terminal: bool) -> None:
-    """Answer one message. In a terminal a failure is printed and the conversation continues. Raises TandemError."""
+    """Answer one message. In a terminal a failure is printed and the conversation continues. Raises TandemError, and
+    ConfigError for a value that no message can carry."""
     try:
         conversation.stream(text)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     except TandemError as error:
         if not is_terminal:
             raise
@@ -79,10 +83,12 @@ def _answer(conversation: _Conversation, text: str, *, is_terminal: bool) -> Non
 
 
 def _read(prompt: str) -> str | None:
-    """Return the user's next line; None at the end. Ctrl-C drops the line that is being written."""
+    """Return the user's next line; None at the end. Ctrl-C drops the line that is being written. Raises ConfigError."""
     while True:
         try:
             return input(prompt)
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"stdin is not {error.encoding} text, from byte {error.start} on") from error
         except EOFError:
             if prompt:
                 print()

@@ -3,16 +3,18 @@
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from cli import connection
 from cli.table import ledger_text
 from cluster.errors import ConfigError
-from tandem.client import Generation
+from tandem.client import Client, Generation
 from tandem.options import GenerateOptions
 from tandem.results import Result
 
 HELP = "continue a prompt and stream the text"
+_LONGEST_S = 1e9  # as long as for ever, and a deadline that gRPC can represent
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -157,15 +159,22 @@ def _add_grammars(sampling: "argparse._ArgumentGroup") -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     text, token_ids, messages = _prompt(arguments)
+    if not arguments.timeout_s > 0:
+        raise ConfigError(f"--timeout-s must be positive, not {arguments.timeout_s:g}")
     with connection.open_client(arguments) as client:
         try:
             generation = client.generate(
-                text, token_ids=token_ids, messages=messages, timeout_s=arguments.timeout_s, **_options(arguments)
+                text,
+                token_ids=token_ids,
+                messages=messages,
+                timeout_s=min(arguments.timeout_s, _LONGEST_S),
+                **_options(arguments),
             )
         except ValueError as error:  # a value that no message can carry, such as a negative token id
             raise ConfigError(str(error)) from error
         with generation:
-            result = generation.result() if arguments.json else _stream(generation)
+            texts = _Texts(client, arguments.model)
+            result = generation.result() if arguments.json else _stream(generation, texts)
     if arguments.json:
         json.dump(result_object(result), sys.stdout, ensure_ascii=False)
         sys.stdout.write("\n")
@@ -199,17 +208,35 @@ def result_object(result: Result) -> dict[str, object]:
     }
 
 
-def _stream(generation: Generation) -> Result:
+class _Texts:
+    """Shows tokens as their text, or by their ids where the model has no tokenizer."""
+
+    def __init__(self, client: Client, model: str | None) -> None:
+        self._client, self._model = client, model
+        self._has_tokenizer: bool | None = None  # None: not asked yet
+
+    def of(self, text: str, token_ids: Sequence[int]) -> str:
+        if text or not token_ids or self._shows_text():
+            return text
+        return "".join(f"{token_id} " for token_id in token_ids)
+
+    def _shows_text(self) -> bool:
+        if self._has_tokenizer is None:
+            models = self._client.models()
+            self._has_tokenizer = any(each.has_tokenizer for each in models if self._model in (None, "", each.id))
+        return self._has_tokenizer
+
+
+def _stream(generation: Generation, texts: _Texts) -> Result:
     """Stream the first choice, then print the others one after the other, so that their texts are not mixed."""
     for delta in generation:
         if delta.choice == 0:
-            # without a tokenizer there is no text: show the token ids
-            sys.stdout.write(delta.text or "".join(f"{token_id} " for token_id in delta.token_ids if not delta.text))
+            sys.stdout.write(texts.of(delta.text, delta.token_ids))
             sys.stdout.flush()
     sys.stdout.write("\n")
     result = generation.result()
     for number, choice in enumerate(result.choices[1:], start=1):
-        print(f"--- choice {number}\n{choice.text or ' '.join(map(str, choice.token_ids))}")
+        print(f"--- choice {number}\n{texts.of(choice.text, choice.token_ids)}")
     return result
 
 
@@ -221,10 +248,17 @@ def _prompt(
         raise ConfigError("give either a prompt or --prompt-token-ids")
     if arguments.prompt_token_ids is not None:
         return None, arguments.prompt_token_ids, None
-    text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    text = _read() if arguments.prompt == "-" else arguments.prompt
     if arguments.chat:
         return None, None, [{"role": "user", "content": text}]
     return text, None, None
+
+
+def _read() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"stdin is not {error.encoding} text, from byte {error.start} on") from error
 
 
 def _options(arguments: argparse.Namespace) -> GenerateOptions:

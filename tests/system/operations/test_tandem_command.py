@@ -62,6 +62,28 @@ def test_streamed_text_is_the_text(tandem: Command) -> None:
     assert (status, streamed) == (0, json.loads(whole)["text"] + "\n")
 
 
+@pytest.mark.parametrize("text", ["grün", "日本語😀"])
+def test_tokens_without_a_text_of_their_own_do_not_show_as_ids(tandem: Command, text: str) -> None:
+    """As the end, and the parts of a character of several tokens."""
+    assert tandem("generate", "hi", "--regex", text, "--n", "2") == (0, f"{text}\n--- choice 1\n{text}\n")
+
+
+@pytest.mark.parametrize("verb", [("generate", "-"), ("chat",)])
+def test_input_that_is_no_text_is_answered_in_one_line(
+    tandem: Command, monkeypatch: pytest.MonkeyPatch, verb: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff\n"), encoding="utf-8"))
+    assert tandem(*verb) == (2, "tandem: stdin is not utf-8 text, from byte 2 on\n")
+
+
+def test_a_conversation_with_a_value_that_no_message_can_carry_is_refused_in_one_line(
+    tandem: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    status, output = tandem("chat", "--max-tokens", "-1")
+    assert (status, len(output.splitlines())) == (2, 1) and "-1" in output
+
+
 def test_a_conversation_from_a_pipe_is_answered_message_by_message(
     tandem: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,6 +281,8 @@ def test_measurements_of_link_checks_are_published(tandem: Command) -> None:
     [
         (("generate",), "either a prompt or --prompt-token-ids"),
         (("generate", PROMPT, "--temperature", "9"), "temperature"),
+        (("generate", PROMPT, "--timeout-s", "nan"), "--timeout-s must be positive, not nan"),
+        (("generate", PROMPT, "--timeout-s", "0"), "--timeout-s must be positive, not 0"),
         (("generate", "--prompt-token-ids", "-1"), "token_ids must be integers from 0"),
         (("generate", "--prompt-token-ids", "999999"), "999999"),
         (("generate", PROMPT, "--model", "another"), "another"),
