@@ -4,7 +4,7 @@ import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 from tandem.enum_words import CHAT_ROLES, GRAMMAR_KINDS, TOOL_CHOICE_MODES
 from tandem.v1 import inference_pb2
@@ -100,8 +100,9 @@ def generate_request(
     messages: Iterable[Message] | None,
     options: AllOptions,
 ) -> inference_pb2.GenerateRequest:
-    """Return the request message. Raises ValueError for a value that the message cannot hold, and TypeError for a value
-    of the wrong type or an unknown option."""
+    """Return the request message. An option that is None counts as not given. Raises ValueError for a value that the
+    message cannot hold, and TypeError for a value of the wrong type or an unknown option."""
+    options = cast(AllOptions, {name: value for name, value in options.items() if value is not None})
     _check_prompt(prompt, token_ids, messages)
     _check_options(options, has_messages=messages is not None)
     stop = options.get("stop", ())

@@ -20,7 +20,7 @@ from tandem.errors import (
     Unavailable,
     UnknownModel,
 )
-from tandem.options import generate_request
+from tandem.options import AllOptions, generate_request
 from tandem.results import (
     Choice,
     Ledger,
@@ -101,6 +101,15 @@ def test_every_option_reaches_the_router() -> None:
     assert sampling.seed == 2**64 - 1
     assert (stop.max_tokens, stop.min_tokens, stop.ignore_eos, list(stop.stop)) == (5, 2, True, ["\n"])
     assert tuple(stop.stop_token_ids) == (9,)
+
+
+def test_an_option_that_is_none_counts_as_not_given() -> None:
+    given: Any = dict.fromkeys(AllOptions.__annotations__)
+    prompts: Any = ("x", None, None), (None, None, [{"role": "user", "content": "x"}])
+    for prompt in prompts:
+        plain, none = generate_request(*prompt, {}), generate_request(*prompt, given)
+        plain.request_id = none.request_id
+        assert none == plain
 
 
 @pytest.mark.parametrize(
