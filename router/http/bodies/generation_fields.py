@@ -50,9 +50,13 @@ class ResponseFormat(StrictBody):
     json_schema: JsonSchemaFormat | None = None
 
     def grammar(self) -> Grammar | None:
+        """Return the grammar of the answer. Raises InvalidRequest."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            problem = "the type json_schema needs it" if self.json_schema is None else f"the type {self.type} has none"
+            raise InvalidRequest(f"response_format.json_schema: {problem}", param="response_format.json_schema")
         if self.type == "text":
             return None
-        schema = self.json_schema.schema_ if self.type == "json_schema" and self.json_schema is not None else None
+        schema = self.json_schema.schema_ if self.json_schema is not None else None
         return _json_grammar(_ANY_OBJECT if schema is None else schema)
 
 

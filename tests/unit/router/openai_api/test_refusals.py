@@ -145,6 +145,16 @@ def test_messages_that_cannot_be_rendered_are_refused_with_their_position(
             {"messages": USER, "response_format": {"type": "structural_tag", "format": {}}},
             "response_format.type: must be 'text', 'json_object' or 'json_schema', not 'structural_tag'",
         ),
+        (
+            "chat/completions",
+            {"messages": USER, "response_format": {"type": "json_schema"}},
+            "response_format.json_schema: the type json_schema needs it",
+        ),
+        (
+            "chat/completions",
+            {"messages": USER, "response_format": {"type": "json_object", "json_schema": {"schema": {}}}},
+            "response_format.json_schema: the type json_object has none",
+        ),
         ("completions", {"prompt": []}, "prompt: must be a string"),
         ("completions", {"prompt": [1, "a"]}, "prompt: must be a string"),
         ("completions", {"prompt": ["a"] * 129}, "at most 128"),
