@@ -55,14 +55,19 @@ _EXTRAS = {"up": "local", "demo": "local"}  # of verbs that start members
 
 def run(arguments: Sequence[str] | None) -> int:
     """Run a command and return its exit status. An expected error is one line on stderr."""
+    _open_missing_files()
     try:
-        return _run(arguments)
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()
     except BrokenPipeError:  # the reader of our output closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return ExitStatus.OK
     except OSError as error:
         if not (line := full_disk(error)):
             raise
+        _discard_output()
         sys.stderr.write(f"tandem: {line}\n")
         return ExitStatus.CRASHED
     except ConfigError as error:
@@ -77,6 +82,19 @@ def run(arguments: Sequence[str] | None) -> int:
             raise
         sys.stderr.write(f"tandem: {line}\n")
         return ExitStatus.CONFIG
+
+
+def _open_missing_files() -> None:
+    """Open an empty file as stdin and stdout where the caller has closed them (`tandem status >&-`)."""
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)  # noqa: SIM115 -- until the process ends
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 -- as above
+
+
+def _discard_output() -> None:
+    """Send what is left of the output nowhere: Python would try to write it again at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(arguments: Sequence[str] | None) -> int:

@@ -1,0 +1,25 @@
+"""What the commands do where their output or their input cannot be used."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.system.rigs.processes.up_command import DEADLINE_S, ROOT
+
+_FULL = "tandem: No space left on device: one of the disks that `df` shows as full; free some space there, or give it"
+
+
+@pytest.mark.parametrize(
+    ("redirection", "status", "told"), [(">/dev/full", 1, _FULL), ("| true", 0, ""), (">&-", 0, ""), ("<&-", 0, "")]
+)
+def test_a_command_ends_in_order_whatever_becomes_of_its_output(redirection: str, status: int, told: str) -> None:
+    """Its output is short enough to be written at its end only."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = f"set -o pipefail; '{sys.executable}' -m cli estimate --help {redirection}"
+    ended = subprocess.run(
+        ("bash", "-c", command), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert ended.returncode == status, ended.stderr
+    assert ended.stderr.startswith(told) and len(ended.stderr.splitlines()) == bool(told)
