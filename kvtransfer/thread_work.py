@@ -30,8 +30,15 @@ def submit(
         except BaseException as error:  # noqa: BLE001  # the future's owner handles it
             future.set_exception(error)
 
+    def end(queued: "Future[None]") -> None:
+        """End the future also where `run` did not: the executor was shut down, or had no memory to call it."""
+        if queued.cancelled():
+            future.cancel()
+        elif (error := queued.exception()) is not None and not future.done():
+            future.set_exception(error)
+
     try:
-        executor.submit(run)
+        executor.submit(run).add_done_callback(end)
     except BaseException:
         if future.cancel():
             raise
