@@ -105,9 +105,9 @@ def test_every_option_reaches_the_router() -> None:
 
 def test_an_option_that_is_none_counts_as_not_given() -> None:
     given: Any = dict.fromkeys(AllOptions.__annotations__)
-    prompts: Any = ("x", None, None), (None, None, [{"role": "user", "content": "x"}])
-    for prompt in prompts:
-        plain, none = generate_request(*prompt, {}), generate_request(*prompt, given)
+    conversation = [{"role": "user", "content": "x"}]
+    for text, messages in (("x", None), (None, conversation)):
+        plain, none = generate_request(text, None, messages, {}), generate_request(text, None, messages, given)
         plain.request_id = none.request_id
         assert none == plain
 
