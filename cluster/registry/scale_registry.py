@@ -75,10 +75,10 @@ end
 """
     + _ANSWER
 )
-# ARGV: id, name, reached, problem, TTL in ms, the sizes, version, and of each worker that it counts by its role the id
-# and the pool. Writes nothing where another one follows. The target stands afterwards: its own where there was none, or
-# where it did not follow before (reached is 0). Workers are counted as before, or else as it says. Also returns the id
-# and the pool of each.
+# ARGV: id, name, reached, problem, TTL in ms, the sizes, version, 1 if it has followed before, and of each worker that
+# it counts by its role the id and the pool. Writes nothing where another one follows. The target stands afterwards: its
+# own where there was none, or where nobody follows and it did not before. Workers are counted as before, or else as it
+# says. Also returns 1 if it follows, and the id and the pool of each worker.
 _FOLLOW = (
     """
 local holder = redis.call('HGET', KEYS[2], 'id')
@@ -89,13 +89,13 @@ if not holder or holder == ARGV[1] then
     if redis.call('EXISTS', KEYS[1]) == 0 then
         redis.call('HSET', KEYS[1], 'prefill', ARGV[6], 'decode', ARGV[7], 'colocated', ARGV[8], 'version', ARGV[9])
         redis.call('DEL', KEYS[4])
-    elseif not holder and ARGV[3] == '0' then
+    elseif not holder and ARGV[10] == '0' then
         redis.call('HSET', KEYS[1], 'prefill', ARGV[6], 'decode', ARGV[7], 'colocated', ARGV[8])
         redis.call('HINCRBY', KEYS[1], 'version', 1)
         redis.call('DEL', KEYS[4])
     end
     local kept = {}
-    for number = 10, #ARGV, 2 do
+    for number = 11, #ARGV, 2 do
         kept[ARGV[number]] = true
         redis.call('HSETNX', KEYS[4], ARGV[number], ARGV[number + 1])
     end
@@ -107,6 +107,7 @@ end
 """
     + _READ
     + """
+answer[#answer + 1] = redis.call('HGET', KEYS[2], 'id') == ARGV[1] and '1' or '0'
 for _, word in ipairs(redis.call('HGETALL', KEYS[4])) do answer[#answer + 1] = word end
 return answer
 """
@@ -165,6 +166,7 @@ class Following:
         self._registry = registry
         self._id = secrets.token_hex(8)
         self._name = name
+        self._has_followed = False
         self.target = first  # as it was read last
         self.roles: Mapping[str, Role] = {}  # likewise: for which each worker counts, by member id
 
@@ -175,12 +177,14 @@ class Following:
         ttl_ms = round(3000 * self._registry.ttl_s)
         sizes = [self.target.size(role) for role in POOLS.values()]
         arguments: list[str | int] = [self._id, self._name, reached, problem, ttl_ms, *sizes, self.target.version]
+        arguments.append(int(self._has_followed))
         for worker, started in (workers or {}).items():
             arguments += [worker, pool_name(self.roles.get(worker, started))]
         answer = await self._registry.evaluate(_FOLLOW, _NAMES, arguments)
-        found, roles = _target(answer[:_NUM_FIELDS]), answer[_NUM_FIELDS:]
-        if found is None or found.follower != self._name:
+        found, (follows, *roles) = _target(answer[:_NUM_FIELDS]), answer[_NUM_FIELDS:] or ["0"]
+        if found is None or follows != "1":
             return found.follower if found is not None else "another one"
+        self._has_followed = True
         self.target = replace(found, follower=self._name)
         self.roles = {
             worker: POOLS[pool] for worker, pool in zip(roles[::2], roles[1::2], strict=True) if pool in POOLS

@@ -53,6 +53,27 @@ async def test_a_follower_receives_a_target_at_once_and_the_operator_its_progres
         assert target.problem == ""
 
 
+async def test_of_two_processes_of_one_name_one_follows(registry: Registry) -> None:
+    """Two containers on one host may both be called "tandem up on HOST, process 1"."""
+    one, other = Following(registry, "same", ScaleTarget(1, 2)), Following(registry, "same", ScaleTarget(2, 2))
+    assert await one.report(1) == ""
+    assert await other.report(0) == "same"
+    assert await one.report(1) == ""
+
+
+async def test_a_follower_whose_registration_expired_keeps_the_target_that_was_set_since(
+    registry: Registry, redis_url: str, cluster_name: str
+) -> None:
+    """Also one that has reached no target yet."""
+    follower = Following(registry, "one", ScaleTarget(1, 2))
+    await follower.report(0)
+    await ScaleTargets(registry).set({Role.DECODE: 7})
+    async with Redis.from_url(redis_url) as client:
+        assert await client.delete(f"{{{cluster_name}}}:scale:follower") == 1
+    assert await follower.report(0) == ""
+    assert (follower.target.prefill, follower.target.decode) == (1, 7)
+
+
 async def test_concurrent_targets_change_only_the_pools_that_they_name(registry: Registry) -> None:
     targets, follower = ScaleTargets(registry), following(registry)
     await follower.report(reached=1)
