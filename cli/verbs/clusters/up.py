@@ -113,7 +113,7 @@ def check_before_start(plan: Plan, config: UpConfig) -> None:
     cluster_keys(config)
     configured_key(config.api_key, config.api_key_file, "--api-key")
     configured_key("", config.metrics_key_file, "--metrics-key")
-    Audit(config.audit_file).close()
+    Audit(config.audit_file).close()  # it can be opened
     if config.tool_call_parser or config.reasoning_parser:
         from router.tools.formats import AnswerFormat  # only here: its import takes longer than the other checks
 

@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from cli import connection
+from cli.text_input import expecting_text
 from cluster.errors import ConfigError
 from tandem.client import Client
 from tandem.errors import TandemError
@@ -53,12 +54,16 @@ class _Conversation:
 
     def stream(self, text: str) -> None:
         """Print the answer as it comes. If Ctrl-C stops the answer, its part so far stays in the conversation; a failed
-        turn is removed from it. Raises TandemError.
+        turn is removed from it. Raises TandemError, and ConfigError for a value that no message can carry.
         """
         asked = [*self._messages, {"role": "user", "content": text}]
         parts: list[str] = []
         try:
-            with self._client.generate(messages=asked, **self._options) as generation:
+            generation = self._client.generate(messages=asked, **self._options)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        try:
+            with generation:
                 for delta in generation:
                     parts.append(delta.text)
                     sys.stdout.write(delta.text)
@@ -74,8 +79,6 @@ def _answer(conversation: _Conversation, text: str, *, is_terminal: bool) -> Non
     ConfigError for a value that no message can carry."""
     try:
         conversation.stream(text)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
     except TandemError as error:
         if not is_terminal:
             raise
@@ -86,9 +89,8 @@ def _read(prompt: str) -> str | None:
     """Return the user's next line; None at the end. Ctrl-C drops the line that is being written. Raises ConfigError."""
     while True:
         try:
-            return input(prompt)
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"stdin is not {error.encoding} text, from byte {error.start} on") from error
+            with expecting_text():
+                return input(prompt)
         except EOFError:
             if prompt:
                 print()

@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 from cli import connection
 from cli.table import ledger_text
+from cli.text_input import expecting_text
 from cluster.errors import ConfigError
 from tandem.client import Client, Generation
 from tandem.options import GenerateOptions
@@ -248,17 +249,11 @@ def _prompt(
         raise ConfigError("give either a prompt or --prompt-token-ids")
     if arguments.prompt_token_ids is not None:
         return None, arguments.prompt_token_ids, None
-    text = _read() if arguments.prompt == "-" else arguments.prompt
+    with expecting_text():
+        text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     if arguments.chat:
         return None, None, [{"role": "user", "content": text}]
     return text, None, None
-
-
-def _read() -> str:
-    try:
-        return sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"stdin is not {error.encoding} text, from byte {error.start} on") from error
 
 
 def _options(arguments: argparse.Namespace) -> GenerateOptions:

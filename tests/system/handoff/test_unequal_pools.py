@@ -13,7 +13,6 @@ from cluster.errors import NoWorkerLargeEnough, TandemError, WorkerTooSmall
 from cluster.member import Capacity
 from cluster.registry.scale_target import ScaleTarget
 from router.requests import GenerateRequest, ResumedChoice
-from tests.system.membership.test_router_service import collect, generate_request, reason_of, served
 from tests.system.placement.test_waiting_for_workers import _http, _question
 from tests.system.rigs.members.migration_stage import Stage, stage
 from tests.system.rigs.members.router_harness import (
@@ -26,6 +25,7 @@ from tests.system.rigs.members.router_harness import (
     router_under_test,
 )
 from tests.system.rigs.members.scripted_decode import ScriptedDecode
+from tests.system.rigs.members.served_router import collect, generate_request, reason_of, served
 
 # `ask()` has a prompt of 4 tokens and asks for 8.
 LARGE = Capacity(num_blocks=100, block_size=4, max_num_seqs=8, max_model_len=1000)

@@ -16,10 +16,10 @@ from cluster.process import ExitStatus, die_with_parent
 from cluster.registry.registry import Registry
 from cluster.serving.serving import open_channel
 from tandem.v1 import inference_pb2_grpc
-from tests.system.membership.test_router_service import generate_request
 from tests.system.rigs.members.router_harness import DEMO_MODEL
 from tests.system.rigs.members.scripted_decode import ScriptedDecode
 from tests.system.rigs.members.scripted_workers import SECRET, Store
+from tests.system.rigs.members.served_router import generate_request
 
 _FLAGS = ("--model", str(DEMO_MODEL), "--port", "0", "--grpc-port", "0")
 

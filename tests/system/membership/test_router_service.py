@@ -4,121 +4,35 @@ import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.accounts.audit import Audit
-from cluster.accounts.keys import Gate
 from cluster.clock import ManualClock
 from cluster.member import MemberState
-from cluster.registry.registry import Registry
-from cluster.registry.scale_registry import ScaleTargets
-from cluster.serving.rpc_errors import REASON, RETRY_AFTER_S
-from cluster.serving.serving import GrpcServer, open_channel
-from router.accounts import KeyInterceptor
+from cluster.serving.rpc_errors import RETRY_AFTER_S
+from cluster.serving.serving import open_channel
 from router.grammars import compile_turns
-from router.grpc_api.service import AdminService, InferenceService, WriteTimeout, address_of
-from router.operator_commands import MemberCommands, ScaleTargetView
+from router.grpc_api.service import address_of
 from router.request.live_table import STOPPED_S
 from tandem.enum_words import MEMBER_ROLES
 from tandem.keepalive import KEEPALIVE_KEY
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
-from tests.system.rigs.members.overview_rig import overview_of
 from tests.system.rigs.members.router_harness import (
-    PROMPT,
-    RouterUnderTest,
     ask,
     expected_tokens,
     pass_time,
-    router_under_test,
 )
-from tests.system.rigs.members.scripted_workers import connect
-
-_MAX_MESSAGE_BYTES = 100_000
-_ADMIN_KEY = "operators"
-
-
-@asynccontextmanager
-async def served(
-    api_key: str = "", client_stall_s: float = 60.0, **settings: object
-) -> AsyncIterator[tuple[RouterUnderTest, grpc.aio.Channel]]:
-    async with _listening(api_key, client_stall_s, **settings) as (router, address), open_channel(address) as channel:
-        yield router, channel
-
-
-@asynccontextmanager
-async def _listening(
-    api_key: str = "", client_stall_s: float = 60.0, **settings: object
-) -> AsyncIterator[tuple[RouterUnderTest, str]]:
-    async with router_under_test(**settings) as router:
-        gate = Gate(api_key=api_key, admin_key=_ADMIN_KEY if api_key else "")
-        server = GrpcServer(
-            service_names=["tandem.v1.Inference", "tandem.v1.Admin"],
-            telemetry=router.telemetry,
-            max_message_bytes=_MAX_MESSAGE_BYTES,
-            interceptors=[KeyInterceptor(gate, Audit())],
-        )
-        stalls = WriteTimeout(client_stall_s, router.telemetry)
-        inference = InferenceService(
-            pipeline=router.pipeline, tokenization=router.tokenization, stalls=stalls, gate=gate
-        )
-        inference_pb2_grpc.add_InferenceServicer_to_server(inference, server.grpc)
-        drains = MemberCommands(
-            router=router.member.id,
-            fleet=router.fleet,
-            connect=connect,
-            stop=asyncio.Event(),
-            drained=asyncio.get_running_loop().create_future(),
-        )
-        registry = Registry(url="redis://127.0.0.1:1/0", cluster_name="nobody", ttl_s=5.0)  # it does not answer
-        scaling = ScaleTargetView(ScaleTargets(registry), router.fleet.set_scale_target)
-        admin = AdminService(
-            pipeline=router.pipeline,
-            fleet=router.fleet,
-            migrations=router.migrations,
-            commands=drains,
-            scaling=scaling,
-            overview=overview_of(router, scaling, registry, str(settings.get("placement", "least-loaded"))),
-            placement=str(settings.get("placement", "least-loaded")),
-            explore=float(str(settings.get("explore", 0.0))),
-            gate=gate,
-        )
-        admin_pb2_grpc.add_AdminServicer_to_server(admin, server.grpc)
-        port = server.bind("127.0.0.1", 0)
-        await server.start()
-        try:
-            yield router, f"127.0.0.1:{port}"
-        finally:
-            await server.stop(0)
-            await registry.close()
-
-
-def generate_request(max_tokens: int = 8, **fields: object) -> inference_pb2.GenerateRequest:
-    return inference_pb2.GenerateRequest(
-        token_ids=inference_pb2.TokenIds(ids=PROMPT),
-        sampling=inference_pb2.SamplingParams(temperature=0, seed=1),
-        stop=inference_pb2.StopConditions(max_tokens=max_tokens),
-        **fields,  # type: ignore[arg-type]
-    )
-
-
-async def collect(
-    channel: grpc.aio.Channel, request: inference_pb2.GenerateRequest, **options: object
-) -> list[inference_pb2.GenerateResponse]:
-    stub = inference_pb2_grpc.InferenceStub(channel)
-    return [response async for response in stub.Generate(request, **{"timeout": 20, **options})]
-
-
-async def read_to_the_end(call: "grpc.aio.UnaryStreamCall[Any, Any]") -> None:
-    while await call.read() is not grpc.aio.EOF:
-        pass
-
-
-def reason_of(error: grpc.aio.AioRpcError) -> str:
-    return str(dict(error.trailing_metadata() or ()).get(REASON, ""))
+from tests.system.rigs.members.served_router import (
+    MAX_MESSAGE_BYTES,
+    collect,
+    generate_request,
+    listening,
+    read_to_the_end,
+    reason_of,
+    served,
+)
 
 
 async def test_a_generation_streams_and_ends_with_usage_and_ledger() -> None:
@@ -239,7 +153,7 @@ async def test_a_malformed_or_oversized_message_is_a_clear_error_and_the_router_
             await raw(b"\xff\xff\xff", timeout=10).read()
         assert malformed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         with pytest.raises(grpc.aio.AioRpcError, match="larger than max") as oversized:
-            await collect(channel, inference_pb2.GenerateRequest(text="x" * (_MAX_MESSAGE_BYTES + 4)))
+            await collect(channel, inference_pb2.GenerateRequest(text="x" * (MAX_MESSAGE_BYTES + 4)))
         assert oversized.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert len(await collect(channel, generate_request())) > 1
 
@@ -384,7 +298,7 @@ async def _reading_little(address: str) -> AsyncIterator[grpc.aio.Channel]:
 
 
 async def test_a_call_whose_client_reads_nothing_is_cut_and_frees_its_place() -> None:
-    async with _listening(client_stall_s=0.5) as (router, address), _reading_little(address) as channel:
+    async with listening(client_stall_s=0.5) as (router, address), _reading_little(address) as channel:
         await router.add_decode("d0")
         await router.connected()
         request = generate_request(max_tokens=200, n=8, logprobs=20)
@@ -404,7 +318,7 @@ async def test_a_call_whose_client_does_not_read_its_prompts_scores_is_cut_when_
     request = generate_request(max_tokens=1, prompt_logprobs=20)
     request.token_ids.ids[:] = [5] * (num_positions + 1)
     async with (
-        _listening(max_buffered_tokens=num_values + 1000, outbox_clock=clock) as (router, address),
+        listening(max_buffered_tokens=num_values + 1000, outbox_clock=clock) as (router, address),
         open_channel(address) as channel,
         _reading_little(address) as slow,
     ):

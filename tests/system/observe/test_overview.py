@@ -19,9 +19,9 @@ from router.running import running
 from tandem.enum_words import REQUEST_PHASES, plain_object
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.polling import until
-from tests.system.membership.test_router_service import collect, generate_request, served
 from tests.system.rigs.members.overview_rig import overview_of
 from tests.system.rigs.members.router_harness import RouterUnderTest, answer_to, ask, router_under_test
+from tests.system.rigs.members.served_router import collect, generate_request, served
 
 
 async def overview(channel: grpc.aio.Channel, **fields: object) -> admin_pb2.OverviewResponse:

@@ -64,7 +64,7 @@ def test_streamed_text_is_the_text(tandem: Command) -> None:
 
 @pytest.mark.parametrize("text", ["grün", "日本語😀"])
 def test_tokens_without_a_text_of_their_own_do_not_show_as_ids(tandem: Command, text: str) -> None:
-    """As the end, and the parts of a character of several tokens."""
+    """The end has no text, and of a character of several tokens only the last one has."""
     assert tandem("generate", "hi", "--regex", text, "--n", "2") == (0, f"{text}\n--- choice 1\n{text}\n")
 
 

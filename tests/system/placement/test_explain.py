@@ -21,8 +21,8 @@ from router.policies.effect import LEAST_EXPLORED
 from tandem import channel
 from tandem.client import Client
 from tandem.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
-from tests.system.membership.test_router_service import collect, generate_request, reason_of, served
 from tests.system.rigs.members.router_harness import RouterUnderTest
+from tests.system.rigs.members.served_router import collect, generate_request, reason_of, served
 from tests.system.rigs.processes.terminal_program import TerminalProgram
 from tests.system.rigs.processes.up_command import Up
 

@@ -13,7 +13,6 @@ from cluster.accounts.audit import Audit
 from cluster.accounts.keys import Gate
 from cluster.observe.telemetry import Telemetry
 from router.http.openai_api import build_app
-from tests.system.membership.test_router_service import collect, generate_request, reason_of, served
 from tests.system.rigs.members.router_harness import (
     RouterUnderTest,
     answer_to,
@@ -22,6 +21,7 @@ from tests.system.rigs.members.router_harness import (
     pass_time,
     router_under_test,
 )
+from tests.system.rigs.members.served_router import collect, generate_request, reason_of, served
 
 
 @asynccontextmanager

@@ -207,7 +207,7 @@ async def test_a_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class _SlowTransport(asyncio.Transport):
-    """What is written waits until the test takes it."""
+    """A connection whose bytes wait until the test takes them."""
 
     num_waiting = 0
     is_aborted = False
