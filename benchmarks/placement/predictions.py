@@ -27,7 +27,7 @@ def errors_of(requests: Iterable[admin_pb2.RequestExplanation]) -> dict[str, lis
     """Return the relative errors of "ttft" and "itl"."""
     errors: dict[str, list[float]] = {"ttft": [], "itl": []}
     for request in requests:
-        if request.outcome != "ok" or len(request.placements) != 1:
+        if request.outcome != "ok" or len(request.placements) != 1 or request.placements[0].failure:
             continue
         (placement,) = request.placements
         for candidate in placement.candidates:

@@ -189,6 +189,9 @@ def timelines_to_wire(requests: Iterable[Explanation], origin_s: float) -> list[
 def _timeline_to_wire(request: Explanation, origin_s: float) -> admin_pb2.RequestTimeline:
     first_s = request.first_token_s
     last = request.attempts[-1].placement if request.attempts else None
+    prefill, decode = request.workers
+    if last is not None and not (prefill or decode):
+        prefill, decode = str(last.prefill or ""), str(last.decode)
     return admin_pb2.RequestTimeline(
         request_id=request.request_id,
         label=request.label,
@@ -207,8 +210,8 @@ def _timeline_to_wire(request: Explanation, origin_s: float) -> admin_pb2.Reques
         ledger=ledger_to_wire(request.ledger) if request.ledger is not None else None,
         num_placements=len(request.attempts),
         placement_reason=last.reason if last is not None else "",
-        prefill_member=str(last.prefill or "") if last is not None else "",
-        decode_member=str(last.decode) if last is not None else "",
+        prefill_member=prefill,
+        decode_member=decode,
     )
 
 

@@ -179,6 +179,7 @@ class TicketImport:
             raise failure from error
         self._retry_budget.record_failure(failure)
         self._admitted.account.add_reason(_REISSUED)
+        self._retry_budget.explain(_REISSUED)
         self._admitted.dispatched(prefill=self._exporter, decode=decode.member.id)
         self._context.telemetry.count("tandem_tickets_reissued_total", leg=failure.leg, reason=failure.reason)
         self._tried.add(decode.member.id)

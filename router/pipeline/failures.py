@@ -6,8 +6,8 @@ Only a failure that another attempt may avoid becomes AttemptFailed. An invalid 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import TracebackType
 
 from cluster.errors import (
@@ -28,6 +28,7 @@ from cluster.messages import MemberId
 from cluster.observe.telemetry import Telemetry
 from cluster.service_times import bounded_retry_s
 from router.fleet.fleet import Fleet
+from router.policies.placement import Placement
 from router.request.admitted_request import AdmittedRequest
 from router.request.choice import Choice, OutOfOrder
 
@@ -35,6 +36,7 @@ PREFILL, HANDOFF, DECODE = "prefill", "handoff", "decode"
 FIRST_TOKEN_MISMATCH = "first_token_mismatch"
 FIRST_TOKEN_COUNT = "first_token_count"  # the decode worker named more or fewer than it started
 TOKEN_OUT_OF_ORDER = "token_out_of_order"
+_CALLED_OFF = "hedge_called_off"  # the suspect worker had the next token first
 _DECODE_SIDE = frozenset({HandOffReason.NOT_ENOUGH_BLOCKS, HandOffReason.IMPORTER_LOST})
 # A lapsed lease is not among them: the importer that renewed it too late was stopped or busy itself.
 _OF_PAIR = frozenset(
@@ -182,8 +184,8 @@ _PAUSE_S = 0.5  # before the attempts that were refunded: calls may fail at once
 class RetryBudget:
     """The number of failed attempts in a row, for choices of one request that are attempted together.
 
-    It also reports each failure to the request's ledger, the fleet, the metrics and the log. It never retries by
-    itself.
+    It also reports each failure to the request's ledger and explanation, the fleet, the metrics and the log. It never
+    retries by itself.
     """
 
     def __init__(self, admitted: AdmittedRequest, *, max_attempts: int, fleet: Fleet, telemetry: Telemetry) -> None:
@@ -197,6 +199,23 @@ class RetryBudget:
         self._last_loss: MemberId | None = None  # its worker, if it is one of `_losses`
         self._losses = Counter[MemberId]()  # failures that were counted because this router lost the worker
         self._refunded = Counter[MemberId]()
+        self._placement: Placement | None = None  # of the present attempt
+
+    @contextmanager
+    def attempting(self, placement: Placement) -> Iterator[None]:
+        """Within the `with` block an attempt with this placement is made, and failures are its own."""
+        self._placement = placement
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self._admitted.execution.is_over:
+                self.explain(_CALLED_OFF)
+            raise
+
+    def explain(self, reason: str) -> None:
+        """Add why the present attempt ended, or did not continue at its workers, to the explanation of the request."""
+        if self._placement is not None:
+            self._admitted.account.placements.record_failure(self._placement, reason)
 
     @property
     def is_exhausted(self) -> bool:
@@ -216,6 +235,7 @@ class RetryBudget:
         self._last_cost = self._cost(failure)
         self._tries += self._last_cost
         self._admitted.failed(failure.name, failure.member)
+        self.explain(failure.name)
         self._telemetry.count("tandem_retries_total", leg=failure.leg, reason=failure.reason)
         self._last_loss = failure.member if self._last_cost and isinstance(failure.error, WorkerLost) else None
         if self._last_loss is not None:
@@ -237,6 +257,7 @@ class RetryBudget:
         if failure is not None:
             self.record_failure(failure)
         self._admitted.account.add_reason(name)
+        self.explain(name)
 
     def refund(self) -> None:
         """Count the failure that was recorded last and the one that it caused as one attempt."""

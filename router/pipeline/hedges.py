@@ -258,5 +258,6 @@ class _Watch:
     async def call_off(self) -> None:
         """Cancel the hedge. It has no effect without a hedge, or if the hedge has taken over."""
         if self._hedge is not None and await self._hedge.call_off():
+            self._admitted.continues_without_hedge()
             self._hedge_failure = self._hedge_failure or self._hedge.failure
             self._hedge = None

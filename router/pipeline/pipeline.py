@@ -296,13 +296,12 @@ class Pipeline:
             claim(choices, admitted.execution)
             attempt = Attempt(admitted, choices, retry_budget, hedges, self._attempt_context)
             try:
-                await self._run(attempt, admitted, choices, placement, local_reason)
+                with retry_budget.attempting(placement):
+                    await self._run(attempt, admitted, choices, placement, local_reason)
             except Overtaken as overtaken:
-                admitted.account.placements.record_failure(placement, overtaken.name)
                 retry_budget.record_hedge(overtaken.name, overtaken.failure)
                 await overtaken.end()
             except AttemptFailed as failure:
-                admitted.account.placements.record_failure(placement, failure.name)
                 num_gained = sum(choice.num_committed for choice in choices) - num_committed
                 if num_gained > len(choices):  # more than the first tokens of prefill: decode worked
                     retry_budget.reset()

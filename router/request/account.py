@@ -138,7 +138,7 @@ class RequestAccount:
         self._telemetry.count("tandem_prompt_tokens_total", num_prompt_tokens)
         self._telemetry.observe("tandem_prompt_length_tokens", num_prompt_tokens)
 
-    def set_workers(self, prefill: str = "", decode: str = "") -> None:
+    def set_workers(self, prefill: str, decode: str) -> None:
         """Record the workers of the present attempt."""
         self.prefill_member, self.decode_member = prefill, decode
 
@@ -263,6 +263,7 @@ class RequestAccount:
             ledger=self._final if self._final is not None else self._ledger_of(intervals),
             spans=_spans(intervals),
             trace_id=self.trace_id,
+            workers=(self.prefill_member, self.decode_member),
         )
 
     def _mean_itl_s(self) -> float | None:

@@ -81,6 +81,7 @@ class AdmittedRequest:
         self._clock = clock
         self._attempts = itertools.count(1)
         self._keeps_queue_position = keeps_queue_position
+        self._workers = "", ""  # of the present attempt of this execution: prefill, decode
         self._num_claimed = 0  # tokens that the client of a resumed request has
         self._prefilling: dict[MemberId, tuple[float, float]] = {}  # on decode workers: since when, after which queue
         self._shortages: dict[int, NoWorkerLargeEnough] = {}  # by the number of the first choice that waits
@@ -234,7 +235,7 @@ class AdmittedRequest:
     def dispatched(self, *, prefill: MemberId | None = None, decode: MemberId | None = None) -> None:
         """Record the workers to which an attempt was sent. An interrupted stream stays in phase `retry` until its next
         token."""
-        self.account.set_workers(str(prefill or ""), str(decode or ""))
+        self._set_workers(str(prefill or ""), str(decode or ""))
         if not self._has_tokens:
             self._enter(PhaseName.PREFILL_QUEUE)
 
@@ -259,7 +260,7 @@ class AdmittedRequest:
         now_s, worker = self._clock.now_s(), str(decode)
         self._found(started.num_cached)
         self.account.add_member(worker)
-        self.account.decode_member = worker
+        self._set_workers(self._workers[0], worker)
         self.account.add_hand_off(started.hand_off(worker, now_s))
         if started.first_tokens:
             self.account.add_worker_time(worker, now_s, queue_s=started.queue_s, compute_s=0.0)
@@ -289,11 +290,20 @@ class AdmittedRequest:
         if self._has_tokens:
             self._enter(PhaseName.RETRY)
 
+    def continues_without_hedge(self) -> None:
+        """Record that a hedge was called off: the workers of this execution serve the request as before."""
+        self.account.set_workers(*self._workers)
+
     def failed(self, reason: str, member: MemberId) -> None:
         self.failed_members.add(member)
         self.account.add_reason(reason)
-        self.account.set_workers()
+        if any(choice.execution is self.execution for choice in self.choices):  # else a hedge serves the request
+            self._set_workers("", "")
         self._enter(PhaseName.RETRY)
+
+    def _set_workers(self, prefill: str, decode: str) -> None:
+        self._workers = prefill, decode
+        self.account.set_workers(prefill, decode)
 
     def _found(self, num_cached: int) -> None:
         """Record the cached tokens of the first prefill only: a later attempt may find blocks that an earlier one

@@ -50,7 +50,7 @@ class PlacedAttempt:
     placement: Placement
     at_s: float  # when it was placed, by the router's monotonic clock
     is_batch: bool = False  # it is of the batch class, which waits for all other work
-    failure: str = ""  # why it failed or was overtaken, as the ledger lists it
+    failure: str = ""  # why it failed, was overtaken or continued elsewhere, as the ledger lists it
 
 
 class PlacementLog:
@@ -69,9 +69,12 @@ class PlacementLog:
         self._attempts.append(PlacedAttempt(placement, at_s, is_batch))
 
     def record_failure(self, placement: Placement, reason: str) -> None:
-        """Record why the attempt with this placement ended early."""
+        """Record why the attempt with this placement ended early, or did not continue at its workers; after the reasons
+        that it has already."""
         self._attempts = [
-            replace(attempt, failure=reason) if attempt.placement is placement else attempt
+            replace(attempt, failure=", ".join(filter(None, (attempt.failure, reason))))
+            if attempt.placement is placement
+            else attempt
             for attempt in self._attempts
         ]
 
@@ -100,6 +103,7 @@ class Explanation:
     ledger: Ledger | None = None
     spans: tuple[Span, ...] = ()  # its phases in their order, at most MAX_SPANS
     trace_id: str = ""  # empty: the router makes no spans
+    workers: tuple[str, str] = "", ""  # that serve it, or served it last: prefill, decode; empty: none
     number: int = 0  # of an ended request, from 1 on
 
 

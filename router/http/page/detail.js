@@ -104,7 +104,7 @@ function workerTimes(request) {
 
 function placementParts(placement, number, total) {
   const title = total > 1 ? `Why these workers, attempt ${number + 1}` : "Why these workers";
-  const failure = placement.failure ? [html("p", { class: "is-fault" }, `failed: ${placement.failure}`)] : [];
+  const failure = placement.failure ? [html("p", { class: "is-fault" }, `ended early: ${placement.failure}`)] : [];
   const said = `${REASONS[placement.reason] ?? placement.reason}, ${durationText(placement.after_s)} after arrival`;
   const names = ["prefill", "decode", "ahead", "cached", "TTFT", "ITL"];
   const heading = html("tr", {}, ...names.map((name, index) => html("th", { class: index > 1 ? "number" : "" }, name)));

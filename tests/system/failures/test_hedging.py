@@ -13,6 +13,7 @@ import pytest
 
 from cluster.errors import QueueFull
 from router.policies.breakers import BreakerPolicy
+from router.request.explanations import Explanation
 from router.requests import GenerateRequest
 from tests.polling import until
 from tests.system.rigs.members.router_harness import (
@@ -53,6 +54,12 @@ async def _end(router: RouterUnderTest, task: "asyncio.Task[Answer]", request: G
     for choice in range(request.n):
         assert answer.token_ids[choice] == expected_tokens(router, request, choice)
     return answer
+
+
+def _explained(router: RouterUnderTest) -> Explanation:
+    """Return the explanation of the request that has ended."""
+    (ended,) = router.live_requests.explanations.since(0, 10, until=10)
+    return ended
 
 
 async def _missed(router: RouterUnderTest, worker: ScriptedWorker, number: int) -> None:
@@ -107,6 +114,9 @@ async def test_a_hedge_takes_over_with_its_first_token_and_later_messages_of_the
         answer = await _end(router, task, request)
         assert answer.summary.ledger.reasons == ("decode_hedged",)
         assert _count(router, "decode", "taken_over") == 1
+        explained = _explained(router)
+        assert [attempt.failure for attempt in explained.attempts] == ["decode_hedged", *[""] * n]
+        assert explained.workers == (str(prefill.id), str(other.id))
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -120,6 +130,10 @@ async def test_a_decode_worker_that_wakes_before_its_hedge_has_a_token_continues
         answer = await _end(router, task, request)
         assert answer.summary.ledger.reasons == ()
         assert (_count(router, "decode", "called_off"), _count(router, "decode", "taken_over")) == (1, 0)
+        explained = _explained(router)
+        assert explained.attempts[0].failure == ""
+        assert {attempt.failure for attempt in explained.attempts[1:]} <= {"hedge_called_off"}
+        assert explained.workers == (str(prefill.id), str(stopped.id))
         await asyncio.wait_for(prefill.cancelled.wait(), _DEADLINE_S)
         assert 2 <= len(prefill.jobs) <= 1 + n, "each choice has its own tokens by now"
         await other.until(lambda: not other.running and not other.progress)
@@ -145,6 +159,9 @@ async def test_a_prefill_worker_that_wakes_before_its_hedge_has_a_token_continue
         assert answer.summary.ledger.reasons == ()
         await asyncio.wait_for(other.cancelled.wait(), _DEADLINE_S)
         assert _count(router, "prefill", "called_off") == 1
+        explained = _explained(router)
+        assert [attempt.failure for attempt in explained.attempts] == ["", "hedge_called_off"]
+        assert explained.workers[0] == str(stopped.id)
 
 
 async def test_an_exporter_that_stops_before_its_blocks_have_arrived_is_hedged() -> None:

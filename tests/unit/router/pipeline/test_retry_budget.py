@@ -28,6 +28,8 @@ from router.pipeline.failures import (
     RetryBudget,
     failed_sequences,
 )
+from router.policies.hedging import Execution
+from router.policies.placement import Placement, PlacementReason
 from router.request.account import RequestAccount
 from router.running import ChangeSignal
 
@@ -42,6 +44,7 @@ class _Live:
 
     def __init__(self) -> None:
         self.account = RequestAccount(Telemetry(), ManualClock().now_s())
+        self.execution = Execution()
 
     def failed(self, reason: str, member: MemberId) -> None:
         self.account.add_reason(reason)
@@ -133,6 +136,32 @@ def test_a_ticket_is_reissued_only_while_an_attempt_without_hand_off_is_left() -
 
     assert not retry_budget.leaves_two_attempts_after(_failure())
     assert retry_budget.leaves_two_attempts_after(_failure(error=Draining("it leaves")))
+
+
+def test_the_placement_of_an_attempt_is_explained_with_what_ended_it() -> None:
+    live = _Live()
+    retry_budget = _retry_budget(3, live)
+    first, second = (Placement(_EXPORTER, _IMPORTER, PlacementReason.TIE) for _ in range(2))
+    for number, placement in enumerate((first, second)):
+        live.account.placements.add(placement, float(number))
+    with retry_budget.attempting(first):
+        retry_budget.record_failure(_failure())
+        retry_budget.explain("ticket_reissued")
+    with retry_budget.attempting(second):
+        retry_budget.record_hedge("decode_hedged", None)
+    explained = [attempt.failure for attempt in live.account.placements.attempts]
+    assert explained == ["decode_worker_lost, ticket_reissued", "decode_hedged"]
+
+
+@pytest.mark.parametrize(("is_over", "explained"), [(True, "hedge_called_off"), (False, "")])
+def test_a_cancelled_attempt_is_explained_only_as_a_hedge_that_was_called_off(is_over: bool, explained: str) -> None:
+    live = _Live()
+    placement = Placement(_EXPORTER, _IMPORTER, PlacementReason.TIE)
+    live.account.placements.add(placement, 0.0)
+    live.execution.is_over = is_over
+    with pytest.raises(asyncio.CancelledError), _retry_budget(3, live).attempting(placement):
+        raise asyncio.CancelledError
+    assert [attempt.failure for attempt in live.account.placements.attempts] == [explained]
 
 
 def test_attempts_are_bounded_and_counted_from_zero_once_decode_has_worked() -> None:
