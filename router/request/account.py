@@ -57,7 +57,18 @@ class _Delivered:
     """The tokens of one choice that the client was given."""
 
     num_tokens: int
+    num_first: int  # that came first, and together
+    first_s: float  # when it was given these
     last_s: float  # when it was given the last ones
+
+    @property
+    def num_later(self) -> int:
+        return self.num_tokens - self.num_first
+
+    @property
+    def later_s(self) -> float:
+        """Return the time in which it was given the tokens after the first ones."""
+        return self.last_s - self.first_s
 
 
 class RequestAccount:
@@ -96,6 +107,7 @@ class RequestAccount:
         self._delivered: dict[int, _Delivered] = {}  # by choice, once its client has a token
         self.placements = PlacementLog()
         self.has_missed_targets = False  # of latency; set when it is published
+        self.has_moved = False  # a sequence of it was frozen, to continue at another worker
         self.hand_offs: list[HandOff] = []
         self.prefill_steps: list[PrefillSteps] = []
         self.trace: RequestTrace | None = None  # None: this router makes no spans
@@ -144,9 +156,13 @@ class RequestAccount:
 
     def predict(self, ttft_s: float, itl_s: float, now_s: float, modelled: ModelledRequest | None = None) -> None:
         """Record the times that placement predicted from `now_s` on. The first prediction of a request counts.
-        `modelled` learns from the measured times, unless the request is retried."""
+        `modelled` learns from the measured times, unless the request is retried, hedged or moved."""
         if self._predicted is None:
             self._predicted, self._modelled = (ttft_s, itl_s, now_s), modelled
+
+    def teach_nothing(self) -> None:
+        """No model learns from the times of this request from now on: a hedge may serve it."""
+        self._modelled = None
 
     def add_member(self, member: str) -> None:
         """Record a worker that serves the request. Members are listed once, in the order in which they joined."""
@@ -189,15 +205,15 @@ class RequestAccount:
 
     def record_delivery(self, deltas: Sequence[ChoiceDelta], now_s: float) -> None:
         """Record that the client was given these deltas."""
-        if self._first_token_s is None:
-            self._first_token_s = now_s
         for delta in deltas:
             num_tokens = len(delta.token_ids)
-            if not num_tokens:
+            if not num_tokens:  # text that the client of a resumed request had missed
                 continue
             delivered = self._delivered.get(delta.choice)
             if delivered is None:
-                self._delivered[delta.choice] = _Delivered(num_tokens, now_s)
+                self._delivered[delta.choice] = _Delivered(num_tokens, num_tokens, now_s, now_s)
+                if self._first_token_s is None:
+                    self._first_token_s = now_s
             else:
                 self._unpublished_itl_s.append((now_s - delivered.last_s) / num_tokens)
                 delivered.num_tokens += num_tokens
@@ -257,7 +273,7 @@ class RequestAccount:
             began_s=self.began_s,
             num_prompt_tokens=self.num_prompt_tokens,
             num_tokens=self.num_tokens,
-            first_token_s=self._first_token_s if self._delivered else None,
+            first_token_s=self._first_token_s,
             itl_s=self._mean_itl_s(),
             attempts=self.placements.attempts,
             ledger=self._final if self._final is not None else self._ledger_of(intervals),
@@ -267,11 +283,9 @@ class RequestAccount:
         )
 
     def _mean_itl_s(self) -> float | None:
-        """Return the mean seconds between the tokens of a choice; None: no choice has two."""
-        longer = [each for each in self._delivered.values() if each.num_tokens > 1]
-        num_later = sum(each.num_tokens - 1 for each in longer)
-        decoding_s = sum(each.last_s - (self._first_token_s or 0.0) for each in longer)
-        return decoding_s / num_later if num_later else None
+        """Return the mean seconds between the tokens of a choice; None: the client was given none after another."""
+        num_later = sum(each.num_later for each in self._delivered.values())
+        return sum(each.later_s for each in self._delivered.values()) / num_later if num_later else None
 
     def publish(self, ended: Explanation) -> None:
         """Add the ended request to the metrics. `ended`: its explanation."""
@@ -319,21 +333,21 @@ class RequestAccount:
         return max(seconds, key=seconds.__getitem__)
 
     def _publish_errors(self) -> None:
-        """Compare the prediction with what the client experienced. A request that was retried is not compared."""
-        if self._predicted is None or self._first_token_s is None:
+        """Compare the prediction with what the client experienced. A request that was retried is not compared, nor is
+        one of the batch class, which waits for others; the time between tokens only if no sequence moved."""
+        if self._predicted is None or self._first_token_s is None or self._is_batch:
             return
         ttft_s, itl_s, at_s = self._predicted
         if (real_s := self._first_token_s - at_s) > 0:
             self._telemetry.observe("tandem_ttft_prediction_error_ratio", abs(ttft_s - real_s) / real_s)
-        for delivered in self._delivered.values():
-            decoding_s = delivered.last_s - self._first_token_s
-            if delivered.num_tokens >= _LEAST_TOKENS_COMPARED and decoding_s > 0:
-                real_s = decoding_s / (delivered.num_tokens - 1)
+        for delivered in () if self.has_moved else self._delivered.values():
+            if delivered.num_tokens >= _LEAST_TOKENS_COMPARED and delivered.later_s > 0:
+                real_s = delivered.later_s / delivered.num_later
                 self._telemetry.observe("tandem_itl_prediction_error_ratio", abs(itl_s - real_s) / real_s)
 
     def _teach(self) -> None:
         """Update the model of the time between tokens from a request with one choice."""
-        if self._modelled is None or self._received_s is None or len(self._delivered) != 1:
+        if self._modelled is None or self.has_moved or self._received_s is None or len(self._delivered) != 1:
             return
         first_s, last_s = self._received_s
         if self._num_received >= _LEAST_TOKENS_COMPARED:

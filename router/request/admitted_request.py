@@ -283,10 +283,12 @@ class AdmittedRequest:
 
     def moving(self) -> None:
         """Record that a sequence is frozen: its client waits for the transfer."""
+        self.account.has_moved = True
         self._enter(PhaseName.TRANSFER)
 
     def waits_for_hedge(self) -> None:
         """Record that a worker is suspect and a hedge starts."""
+        self.account.teach_nothing()
         if self._has_tokens:
             self._enter(PhaseName.RETRY)
 

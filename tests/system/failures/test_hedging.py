@@ -13,6 +13,7 @@ import pytest
 
 from cluster.errors import QueueFull
 from router.policies.breakers import BreakerPolicy
+from router.request.account import RequestAccount
 from router.request.explanations import Explanation
 from router.requests import GenerateRequest
 from tests.polling import until
@@ -121,8 +122,10 @@ async def test_a_hedge_takes_over_with_its_first_token_and_later_messages_of_the
 
 @pytest.mark.parametrize("n", [1, 2])
 async def test_a_decode_worker_that_wakes_before_its_hedge_has_a_token_continues_and_the_hedge_is_cancelled(
-    n: int,
+    n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    hedged: list[RequestAccount] = []
+    monkeypatch.setattr(RequestAccount, "teach_nothing", lambda account: hedged.append(account))
     async with _router() as router:
         task, prefill, stopped, other = await _stopped_decode(router, request := ask(n=n, max_tokens=12))
         await _reached(prefill.before_first_tokens)
@@ -134,6 +137,7 @@ async def test_a_decode_worker_that_wakes_before_its_hedge_has_a_token_continues
         assert explained.attempts[0].failure == ""
         assert {attempt.failure for attempt in explained.attempts[1:]} <= {"hedge_called_off"}
         assert explained.workers == (str(prefill.id), str(stopped.id))
+        assert len(hedged) == 1, "no model learns from the times of the suspect worker or of the hedge"
         await asyncio.wait_for(prefill.cancelled.wait(), _DEADLINE_S)
         assert 2 <= len(prefill.jobs) <= 1 + n, "each choice has its own tokens by now"
         await other.until(lambda: not other.running and not other.progress)

@@ -11,6 +11,7 @@ from cluster.errors import (
     TooManyFrozen,
 )
 from cluster.member import Capacity
+from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
 from router.pipeline.migration import MigrationCount
 from tests.system.rigs.members.migration_stage import KEPT, MOVED, NOTHING, none_frozen, stage
 from tests.system.rigs.members.router_harness import ask, expected_tokens
@@ -31,6 +32,19 @@ async def test_a_moved_stream_continues_at_the_target_unnoticed_by_its_client() 
         assert len(on.prefill.jobs) == 1
         assert on.count("moved") == 1
         assert on.router.telemetry.value("tandem_retries_total", leg="decode", reason="worker_lost") == 0
+
+
+async def test_the_tokens_of_a_moved_stream_are_not_compared_with_those_that_were_predicted() -> None:
+    async with stage(placement="auto") as on:
+        for worker in (on.prefill, on.source):
+            worker.service_times = ServiceTimes(PrefillTimes(0.0, 0.01, 0.0, 0.0), DecodeTimes(0.01, 0.0, 0.0, 0.0))
+        await on.router.knows_speeds()
+        async with on.streaming(request := ask(max_tokens=20)) as answering:
+            await on.joined()
+            assert await on.migrate() == MOVED
+            await on.complete(answering, request)
+        errors = [on.router.telemetry.value(f"tandem_{name}_prediction_error_ratio") for name in ("ttft", "itl")]
+        assert errors == [1, 0]
 
 
 async def test_every_choice_moves_by_itself() -> None:

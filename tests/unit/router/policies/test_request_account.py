@@ -119,7 +119,64 @@ def test_predictions_are_compared_with_the_first_token_and_with_the_mean_time_be
     assert "tandem_itl_prediction_error_ratio_sum 0.5" in text  # 0.1 s predicted, 0.2 s real
 
 
-def _learned(reasons: tuple[str, ...] = (), outcome: str = "ok") -> Unmodelled:
+def _deliver(account: RequestAccount, choice: int, first_index: int, num_tokens: int, at_s: float) -> None:
+    account.record_delivery([ChoiceDelta(choice, first_index, (1,) * num_tokens, "text")], at_s)
+
+
+def test_the_time_between_tokens_of_each_choice_begins_with_its_own_first_tokens() -> None:
+    """The second choice waits 6 s for a slot, and its first two tokens come together."""
+    telemetry = Telemetry()
+    account = RequestAccount(telemetry, 0.0, targets=SloTargets(itl_s=0.15))
+    account.record_admission(4)
+    account.predict(ttft_s=1.0, itl_s=0.1, now_s=0.0)
+    _deliver(account, 0, 0, 1, at_s=1.0)
+    _deliver(account, 0, 1, 10, at_s=2.0)
+    _deliver(account, 1, 0, 2, at_s=7.0)
+    _deliver(account, 1, 2, 10, at_s=8.0)
+    ended = account.explanation("", 8.0, "ok")
+    account.publish(ended)
+    assert ended.itl_s == pytest.approx(0.1)
+    assert telemetry.value("tandem_itl_prediction_error_ratio") == 2
+    assert "tandem_itl_prediction_error_ratio_sum 0.0" in telemetry.render().decode()
+    assert telemetry.value("tandem_slo_misses_total", latency="itl", phase="tokenize") == 0
+
+
+def test_text_that_the_client_of_a_resumed_request_had_missed_is_no_token() -> None:
+    account = RequestAccount(Telemetry(), 0.0)
+    _deliver(account, 0, 5, 0, at_s=0.1)
+    _deliver(account, 0, 5, 1, at_s=3.0)
+    _deliver(account, 0, 6, 10, at_s=4.0)
+    ended = account.explanation("", 4.0, "ok")
+    assert ended.first_token_s == 3.0
+    assert ended.itl_s == pytest.approx(0.1)
+    assert account.ledger(4.0).ttft_s == 3.0
+
+
+def test_tokens_that_all_came_together_have_no_time_between_them() -> None:
+    account = RequestAccount(Telemetry(), 0.0)
+    _deliver(account, 0, 0, 20, at_s=5.0)
+    assert account.explanation("", 5.0, "ok").itl_s is None
+
+
+@pytest.mark.parametrize(("has_moved", "is_batch", "compared"), [(True, False, (1, 0)), (False, True, (0, 0))])
+def test_moved_sequences_and_the_batch_class_are_not_compared(
+    has_moved: bool, is_batch: bool, compared: tuple[int, int]
+) -> None:
+    telemetry = Telemetry()
+    account = RequestAccount(telemetry, 0.0, is_batch=is_batch)
+    account.record_admission(4)
+    account.predict(ttft_s=1.0, itl_s=0.1, now_s=0.0)
+    _deliver(account, 0, 0, 1, at_s=1.0)
+    account.has_moved = has_moved
+    _deliver(account, 0, 1, 10, at_s=30.0)
+    account.publish(account.explanation("", 30.0, "ok"))
+    found = [telemetry.value(f"tandem_{name}_prediction_error_ratio") for name in ("ttft", "itl")]
+    assert tuple(found) == compared
+
+
+def _learned(
+    reasons: tuple[str, ...] = (), outcome: str = "ok", *, has_moved: bool = False, is_hedged: bool = False
+) -> Unmodelled:
     """Serve three requests that took 1 s longer than modelled, and twice as long between tokens."""
     worker = UnmodelledTimes()
     for number in range(3):
@@ -129,7 +186,10 @@ def _learned(reasons: tuple[str, ...] = (), outcome: str = "ok") -> Unmodelled:
         account.predict(1.0, 0.1, sent_s, ModelledRequest(0.5, 0.1, sent_s, worker, worker))
         for reason in reasons:
             account.add_reason(reason)
+        if is_hedged:
+            account.teach_nothing()
         account.record_token(sent_s + 1.0)
+        account.has_moved = has_moved
         for index in range(1, 11):
             account.record_token(sent_s + 1.0 + 0.2 * index)
         # The client reads late, which teaches nothing.
@@ -149,8 +209,15 @@ def test_models_learn_nothing_from_retried_requests() -> None:
     assert _learned(reasons=("worker_lost",)) == NOTHING_UNMODELLED
 
 
-def test_models_learn_nothing_about_tokens_from_requests_that_were_cut_off() -> None:
+def test_models_learn_nothing_from_hedged_requests() -> None:
+    assert _learned(is_hedged=True) == NOTHING_UNMODELLED
+
+
+def test_models_learn_nothing_about_tokens_from_requests_that_were_cut_off_or_moved() -> None:
     assert _learned(outcome="cancelled").itl_factor == 1.0
+    learned = _learned(has_moved=True)
+    assert learned.here_s == pytest.approx(0.5)
+    assert learned.itl_factor == 1.0
 
 
 def test_few_tokens_and_retried_or_failed_requests_are_not_compared() -> None:
