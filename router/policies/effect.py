@@ -8,8 +8,10 @@ of 1 / probability remove this confounding: Horvitz and Thompson (1952), normali
 1971) and applied to the errors of the predictions of the two candidates (the augmented estimator of Robins, Rotnitzky
 and Zhao, 1994). Wrong predictions make the interval wider, never the estimate wrong. The 95 % interval is the
 delete-one jackknife (Efron and Stein, 1981) with a t quantile whose degrees of freedom count the requests that
-contribute to it. In simulations with known effects it contains the truth in about 95 % of cases, and in 90 % where few
-explored requests have very skewed times (tests/unit/router/policies/test_effect.py).
+contribute to it. A client that gives up before its first token counts with the time that it waited, so the effect on
+patient clients is larger; without such requests it could have the wrong sign. In simulations with known effects it
+contains the truth in about 95 % of cases, and in 90 % where few explored requests have very skewed times
+(tests/unit/router/policies/test_effect.py).
 
 The time between tokens and the goodput are *predicted* only: a request slows down the sequences that run beside it, so
 concurrent requests do not differ by their own candidate alone.
@@ -123,7 +125,7 @@ class Trial:
 
     is_pair: bool  # what was drawn
     propensity: float  # the probability with which it was drawn
-    ttft_s: float  # real, from placement to the first token
+    ttft_s: float  # real, from placement until its client had the first token or gave up
     pair_s: float  # the predicted time to first token of the pair
     alone_s: float  # the same of the worker alone
 
@@ -136,8 +138,8 @@ class DisaggregationEffect:
         self._contrasts: deque[_Contrast] = deque(maxlen=MAX_CONTRASTS)
 
     def add(self, placement: Placement, ttft_s: float | None) -> None:
-        """Record a request by the placement of its first attempt. `ttft_s`: from its placement to its first token;
-        None: it ended without a token, and only its predictions count."""
+        """Record a request by the placement of its first attempt. `ttft_s`: from its placement until its client had the
+        first token or gave up; None: it failed without a token, and only its predictions count."""
         contrast = _contrast(placement.considered)
         if contrast is not None:
             self._contrasts.append(contrast)

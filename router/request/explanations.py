@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import dropwhile, islice, takewhile
 from typing import NamedTuple
 
+from cluster.errors import Cancelled, DeadlineExceeded
 from router.policies.effect import Comparison, DisaggregationEffect
 from router.policies.placement import Placement
 from router.requests import Ledger
@@ -28,6 +29,7 @@ _JUDGED_EVERY = 100  # requests: how slow is slow
 MAX_ATTEMPTS = 8  # of one request: the first one and the last ones
 MAX_FOUND = 10  # requests of one label: the newest ones
 _MOST_PER_S = 50  # lines of the log
+_GAVE_UP = (Cancelled.reason, DeadlineExceeded.reason)
 _ANSWER_PREFIXES = ("cmpl-", "chatcmpl-", "msg_")  # of the ids of HTTP answers
 
 
@@ -138,8 +140,7 @@ class Explanations:
         first = ended.attempts[0]
         if first.is_batch:  # its time to first token depends on others' work, whichever workers it has
             return
-        waited_s = None if ended.first_token_s is None else ended.first_token_s - first.at_s
-        self._effect.add(first.placement, waited_s)
+        self._effect.add(first.placement, _waited_s(ended, first.at_s))
 
     def find(self, name: str, live: Iterable[Explanation] = ()) -> list[Explanation]:
         """Return the requests with this id or label, the newest first: at most `MAX_FOUND`. `live`: requests that have
@@ -169,6 +170,16 @@ class Explanations:
     def comparison(self) -> Comparison:
         """Return the effect of disaggregation, estimated from the last requests."""
         return self._effect.compare()
+
+
+def _waited_s(ended: Explanation, placed_s: float) -> float | None:
+    """Return for how long the client waited for its first token, or until it gave up: without the requests that were
+    given up, workers whose first tokens are late would look quick. None: the request failed, however soon."""
+    if ended.first_token_s is not None:
+        return ended.first_token_s - placed_s
+    if ended.outcome in _GAVE_UP and ended.ledger is not None:
+        return ended.began_s + ended.ledger.wall_s - placed_s
+    return None
 
 
 def _newer(kept: deque[Explanation], number: int, most: int, until: int) -> list[Explanation]:

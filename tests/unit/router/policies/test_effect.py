@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import mean
 
 import pytest
@@ -25,6 +26,8 @@ from router.policies.effect import (
 )
 from router.policies.placement import Candidate, Placement, PlacementReason
 from router.policies.prediction import Prediction
+from router.request.explanations import Explanation, Explanations, PlacedAttempt
+from router.requests import Ledger
 
 PAIR, ALONE = (MemberId("p0", "1"), MemberId("d0", "1")), (None, MemberId("d0", "1"))
 Times = tuple[float, float]  # of one request: at the pair, at the worker alone
@@ -105,6 +108,40 @@ def test_an_unweighted_comparison_has_the_wrong_sign_and_the_weighted_one_the_ri
     assert mean(effect.mean_s for effect in effects) == pytest.approx(TRUTH_S, abs=0.003)
     assert mean(effect.sign(0.0) == 1 for effect in effects) <= 0.01
     assert mean(effect.alone_s for effect in effects) == pytest.approx(0.3, abs=0.005)
+
+
+def _ended(number: int, placement: Placement, ttft_s: float, patience_s: float) -> Explanation:
+    """Return a request that its client gave up after this time, if it had no token by then."""
+    has_token = ttft_s < patience_s
+    ledger = Ledger((), patience_s, patience_s, (), "", 0, ())
+    attempts = (PlacedAttempt(placement, 0.0),)
+    outcome, first_token_s = ("ok", ttft_s) if has_token else ("cancelled", None)
+    return Explanation(f"r{number}", "", outcome, 0.0, 4, int(has_token), first_token_s, None, attempts, ledger)
+
+
+def test_clients_that_give_up_do_not_make_late_workers_look_quick() -> None:
+    """Half of the requests at workers alone take 3 s, and no client waits longer than 1.2 s."""
+    draws, explanations = random.Random(1), Explanations()
+    for number in range(1000):
+        explored = draws.random() < 0.1
+        alone_s = draws.choice((0.4, 3.0))
+        explanations.add(_ended(number, placed(explored=explored), alone_s if explored else 0.5, patience_s=1.2))
+    found = explanations.comparison().ttft
+    assert found.num_requests == 1000
+    assert found.high_s < 0
+    assert found.mean_s == pytest.approx(0.5 - (0.4 + 1.2) / 2, abs=0.1)
+
+
+def test_requests_that_failed_do_not_make_their_workers_look_quick() -> None:
+    draws, explanations = random.Random(1), Explanations()
+    for number in range(1000):
+        explored = draws.random() < 0.1
+        ended = _ended(number, placed(explored=explored), 2.0 if explored else 1.0, patience_s=3.0)
+        if explored and draws.random() < 0.5:
+            soon = Ledger((), 0.01, 0.01, (), "", 0, ())
+            ended = replace(ended, outcome="worker_lost", first_token_s=None, ledger=soon)
+        explanations.add(ended)
+    assert explanations.comparison().ttft.mean_s == pytest.approx(-1.0)
 
 
 def test_wrong_predictions_widen_the_interval_and_good_ones_narrow_it() -> None:
