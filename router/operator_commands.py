@@ -92,11 +92,12 @@ class MemberCommands:
         member = self._member(name)
         if not member.role.is_worker:
             raise InvalidRequest(f"{member.id.id} is a router; only workers have a role that can be changed")
-        async with self._changing_role:  # else two operators could take the role from the last two workers that decode
+        async with self._changing_role:  # the second of two changes looks at the fleet after the first one
             return await self._change_role(member, role)
 
     async def _change_role(self, member: Member, role: Role) -> RoleChange:
-        # A worker that may not get work now does not count: the registration of one that died remains for a while.
+        # The registry refuses the last worker too, also if two routers ask at once; but there, unlike here, a worker
+        # that has died counts for as long as its registration remains.
         if not role.decodes and all(load.member == member.id for load in self._fleet.decode_loads()):
             raise InvalidRequest(
                 f"{member.id.id} is the last worker that decodes; give another worker the role decode or both first"

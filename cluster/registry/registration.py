@@ -8,7 +8,7 @@ import asyncio
 import logging
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -33,6 +33,9 @@ class Registration:
         self._registry, self._on_role = registry, on_role
         self._writing = asyncio.Lock()  # writes on two connections to Redis could change their order
         self._changes: set[asyncio.Task[Role]] = set()  # of the role, in progress
+        self._registered_role: Role | None = (
+            None  # while the registry may not have the present one, the one that it has
+        )
         self._state = member.state
         self._is_unhealthy = False
         self.member = member
@@ -82,7 +85,8 @@ class Registration:
 
     async def set_role(self, role: Role) -> Role:
         """Register another role as `set_state` does, and move the scale target with it where its follower counts roles.
-        Return the former role. Raises Fenced, and InvalidRequest if the target has no room for the change."""
+        Return the former role. Raises Fenced, and InvalidRequest if no other ready worker would decode or the target
+        has no room for the change; if that is found with a later renewal, the member returns to its former role."""
         changing = asyncio.create_task(self._change_role(role), name="change the role")
         self._changes.add(changing)
         changing.add_done_callback(self._on_changed)
@@ -132,13 +136,20 @@ class Registration:
     async def _change_role(self, role: Role) -> Role:
         async with self._writing:  # a role that may be refused is in no other renewal
             former = self.member.role
+            if self._registered_role is None:
+                self._registered_role = former
             self._set_role(role)
             try:
-                await self._write_state(may_refuse=True)
+                await self._write_state()
             except InvalidRequest:
-                self._set_role(former)
+                self._take_back_role()
                 raise
             return former
+
+    def _take_back_role(self) -> None:
+        assert self._registered_role is not None, "only a role that is not registered yet is refused"
+        self._set_role(self._registered_role)
+        self._registered_role = None
 
     def _on_changed(self, changing: "asyncio.Task[Role]") -> None:
         self._changes.discard(changing)
@@ -147,20 +158,35 @@ class Registration:
 
     async def _register_state(self) -> None:
         async with self._writing:
-            await self._write_state()
+            await self._write_or_take_back(self._write_state)
 
-    async def _write_state(self, *, may_refuse: bool = False) -> None:
+    async def _write_state(self) -> None:
         state = MemberState.UNHEALTHY if self._is_unhealthy else self._state
         self.member = self.member.with_state(state)
         try:
-            await self._registry.renew(self.member, may_refuse=may_refuse)
+            await self._write()
         except RegistryUnavailable as error:
             fields = {"state": state, "role": self.member.role, "error": str(error)}
             _LOG.warning("the registry does not have this member's new state yet", extra=fields)
 
     async def _renew(self) -> None:
         async with self._writing:
-            await self._registry.renew(self.member)
+            await self._write_or_take_back(self._write)
+
+    async def _write_or_take_back(self, write: Callable[[], Awaitable[None]]) -> None:
+        """Write, and again with the registered role if the registry refuses the new one."""
+        try:
+            await write()
+        except InvalidRequest as error:
+            refused = self.member.role
+            self._take_back_role()
+            fields = {"role": self.member.role, "refused_role": refused, "error": str(error)}
+            _LOG.warning("the registry refuses this member's new role; it returns to its former one", extra=fields)
+            await write()
+
+    async def _write(self) -> None:
+        await self._registry.renew(self.member, may_refuse=self._registered_role is not None)
+        self._registered_role = None
 
 
 async def check_registry(registry: Registry, settings: ClusterSettings) -> None:

@@ -30,7 +30,7 @@ from cluster.member import Member
 from cluster.messages import MemberId, Role
 from cluster.observe.telemetry import Telemetry
 from cluster.registry.redis_client import REDIS_ERRORS, Answer, cancellable, open_redis, problem, words
-from cluster.registry.scale_target import CHANNEL, COUNTED_ROLES, MOVE_TARGET, POOLS, TARGET, UNMOVABLE, pool_name
+from cluster.registry.scale_target import CHANGE_ROLE, CHANNEL, COUNTED_ROLES, POOLS, TARGET, UNMOVABLE, pool_name
 from cluster.registry.signed_records import SignedRecords, reported_refusals
 from cluster.settings.config import ClusterSettings
 
@@ -92,7 +92,7 @@ return {type(counted) == 'string' and counted or ''}
 )
 _RENEW = (
     _COMPARE
-    + MOVE_TARGET
+    + CHANGE_ROLE
     + _WRITE
     + """
 local now = redis.call('TIME')
@@ -213,8 +213,8 @@ class Registry:
     async def renew(self, member: Member, *, may_refuse: bool = False) -> None:
         """Extend the registration and replace its content; restore it if it had expired. If the role is another one and
         the follower of the scale target counts this worker, the target moves with it in the same step. Raises Fenced if
-        another incarnation has registered since, and InvalidRequest if the renewal `may_refuse` a role with which the
-        target cannot move."""
+        another incarnation has registered since, and InvalidRequest if the renewal `may_refuse` a role with which no
+        ready worker would decode or the target cannot move."""
         asked_s = time.time()
         answer = await self._as_holder(self._renew, member, "1" if may_refuse else "")
         with self._understood():

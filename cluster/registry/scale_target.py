@@ -13,17 +13,41 @@ NO_DECODE_WORKER = "decode or colocated must be at least 1: every request ends o
 TARGET, COUNTED_ROLES, CHANNEL = "scale:target", "scale:roles", "scale"
 # Why a role cannot change, by the word of the script.
 UNMOVABLE = {
+    "alone": "{} is the last worker that decodes: no other one is registered as ready; give another worker the role"
+    " decode or both first",
     "undecodable": "{} is the last worker that decodes of the scale target; give another worker the role decode or both"
     " first",
     "leaving": "the scale target has no worker of the pool of {} any more, so it is about to be drained; scale first",
 }
 _MOST = 256  # workers of one pool; a larger number is taken for a typing error
 _NAMES = {role: name for name, role in POOLS.items()}
-# A part of the script that renews a registration (cluster/registry/registry.py), with its KEYS and ARGV: where the
-# follower of the scale target counts this worker, another role moves the target by one: from the pool for
+# CHANGE_ROLE is the part about a new role of the script that renews a registration (cluster/registry/registry.py), with
+# its KEYS, ARGV and functions. A role that may be refused is refused if no ready worker would decode. Redis decides,
+# because two routers may ask two workers at once, and each knows another worker that decodes.
+_KEEP_A_DECODER = """
+if ARGV[9] == '1' and ARGV[7] == 'prefill' then
+    local registered = function(id)
+        local is_one, member = pcall(function()
+            local found = cjson.decode(cjson.decode(text(KEYS[1]:sub(1, -1 - #ARGV[1]) .. id)).body)
+            return {decodes = found.role == 'decode' or found.role == 'both', ready = found.state == 'ready'}
+        end)
+        return is_one and member or nil
+    end
+    local former = registered(ARGV[1])
+    if not former or former.decodes then
+        local is_kept = false
+        for _, id in ipairs(redis.pcall('SMEMBERS', KEYS[3])) do
+            local other = id ~= ARGV[1] and registered(id)
+            is_kept = is_kept or other and other.decodes and other.ready
+        end
+        if not is_kept then return {'alone'} end
+    end
+end
+"""
+# Where the follower of the scale target counts this worker, another role moves the target by one: from the pool for
 # which the worker was counted to that of its role. A pool of the target never gets less than no worker, nor the cluster
 # less than one that decodes: then the target stays, and a change that may be refused is, by one word.
-MOVE_TARGET = """
+_MOVE_TARGET = """
 local counted = redis.pcall('HGET', KEYS[6], ARGV[1])
 if type(counted) == 'string' and counted ~= ARGV[7] and redis.call('EXISTS', KEYS[5]) == 1 then
     local size = function(pool)
@@ -44,6 +68,7 @@ if type(counted) == 'string' and counted ~= ARGV[7] and redis.call('EXISTS', KEY
     end
 end
 """
+CHANGE_ROLE = _KEEP_A_DECODER + _MOVE_TARGET
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ _FIRST = ScaleTarget(1, 2)
 @pytest.fixture
 async def registry(redis_url: str, cluster_name: str) -> AsyncIterator[Registry]:
     made = Registry(url=redis_url, cluster_name=cluster_name, ttl_s=60.0, keys=KEYS, timeout_s=60.0)
+    await joined(made, "decode-0")  # so that a change of another worker leaves one that decodes
     yield made
     await made.close()
 
@@ -37,7 +38,7 @@ async def follower(registry: Registry) -> Following:
 
 
 async def joined(registry: Registry, name: str, role: Role = Role.DECODE, incarnation: str = "first") -> Registration:
-    made = Registration(registry, member(name, incarnation, role))
+    made = Registration(registry, member(name, incarnation, role, state=MemberState.READY))
     await made.join()
     return made
 
@@ -81,20 +82,23 @@ async def test_a_role_that_redis_gets_with_a_later_renewal_moves_the_target_then
 async def test_of_two_changes_at_once_the_one_that_leaves_no_decode_worker_is_refused(
     registry: Registry, follower: Following
 ) -> None:
+    await joined(registry, "stranger")  # it decodes, and the target does not count it
     workers = [await joined(registry, name) for name in ("decode-0", "decode-1")]
     outcomes = await asyncio.gather(*(each.set_role(Role.PREFILL) for each in workers), return_exceptions=True)
     (refusal,) = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-    assert isinstance(refusal, InvalidRequest) and "is the last worker that decodes" in refusal.message
+    assert (
+        isinstance(refusal, InvalidRequest) and "is the last worker that decodes of the scale target" in refusal.message
+    )
     assert await sizes(registry) == (2, 1, 0, 2)
     assert sorted(each.member.role for each in workers) == [Role.DECODE, Role.PREFILL]
-    assert sorted(found.role for found in await registry.members()) == [Role.DECODE, Role.PREFILL]
+    assert sorted(found.role for found in await registry.members()) == [Role.DECODE, Role.DECODE, Role.PREFILL]
 
 
 async def test_a_refused_change_has_no_effect_also_if_its_caller_leaves_or_asks_twice(
     registry: Registry, follower: Following
 ) -> None:
-    await (await joined(registry, "decode-0")).set_role(Role.PREFILL)
     last = await joined(registry, "decode-1")
+    await (await joined(registry, "decode-0")).set_role(Role.PREFILL)
     asked = [asyncio.create_task(last.set_role(Role.PREFILL)) for _ in range(3)]
     await asyncio.sleep(0)  # the first one is on its way to Redis
     asked[0].cancel()
