@@ -7,9 +7,11 @@ pins the pool blocks that they read or write. Every block is compared with its d
 A file has a header and the block's bytes. The header names the layout (weights, shapes, dtype), the block's hash, its
 digest, its length and its provenance, so a file of another model, a truncated one and a damaged one are recognised. A
 file is renamed into place when it is complete, is readable by its owner only, and is named by the keyed hash of its
-block, which reveals nothing of a prompt. One process uses a folder at a time.
+block, which reveals nothing of a prompt. One process uses a folder at a time. Its digest has no key, so a folder that
+another user owns is refused, and a file that another user owns is not a block.
 """
 
+import errno
 import fcntl
 import hashlib
 import logging
@@ -185,12 +187,14 @@ class BlockFiles:
     """The files of blocks on disk, in a folder per layout. Every method may raise OSError."""
 
     def __init__(self, folder: Path, fingerprint: LayoutFingerprint, block_bytes: int) -> None:
-        """Create and lock the folder. Raises BlockingIOError if another process uses it."""
+        """Create and lock the folder. Raises BlockingIOError if another process uses it, and PermissionError if it
+        belongs to another user."""
         self._layout = hashlib.blake2b(repr(fingerprint).encode(), digest_size=16).digest()
         self._folder = folder / self._layout.hex()
         self._block_bytes = block_bytes
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        _make_private(self._folder)
+        self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -209,8 +213,8 @@ class BlockFiles:
                 if entry.name.endswith(_DRAFT):
                     os.unlink(entry.path)
                 elif _BLOCK_NAME.fullmatch(entry.name):  # a file of another name is not ours
-                    status = entry.stat()
-                    if status.st_size == self.file_bytes(self._block_bytes):
+                    status = entry.stat(follow_symlinks=False)
+                    if status.st_size == self.file_bytes(self._block_bytes) and status.st_uid == os.getuid():
                         found.append((status.st_mtime_ns, bytes.fromhex(entry.name)))
         return [block_hash for _, block_hash in sorted(found)]
 
@@ -249,3 +253,17 @@ class BlockFiles:
 
     def _path(self, block_hash: bytes) -> Path:
         return self._folder / block_hash.hex()
+
+
+def _make_private(folder: Path) -> None:
+    """Check that the folder belongs to this user, and close it to all others. It may have been open to them: Kubernetes
+    lets the group of a pod write to the folders of its volumes. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        found = os.fstat(descriptor)
+        if found.st_uid != os.getuid():
+            raise PermissionError(errno.EPERM, f"{folder} belongs to another user ({found.st_uid})", str(folder))
+        if found.st_mode & 0o077:
+            os.fchmod(descriptor, 0o700)
+    finally:
+        os.close(descriptor)

@@ -17,6 +17,9 @@ from prefill_worker.prefixes.tier_storage import BadBlockFile, BlockFiles, Store
 from tests.prefill_jobs import prefill_job
 from tests.unit.prefill_worker.tier_bench import BLOCK_BYTES, LAYOUT, TierBench, prompt
 
+_ANOTHER_USER = 12_345
+only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+
 
 async def _fill(worker: TierBench, *numbers: int) -> None:
     """Compute these prompts. After two of them the pool holds no block of an earlier one."""
@@ -91,6 +94,46 @@ async def test_files_are_private_and_separate_for_each_layout(tmp_path: Path) ->
     other = BlockFiles(tmp_path, LayoutFingerprint("other", "c", "float32", "t"), BLOCK_BYTES)
     assert other.hashes() == []
     other.close()
+
+
+@only_root
+async def test_a_folder_that_another_user_made_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Another user of the machine can make the folder first where --prefix-disk is open to all, such as /tmp."""
+    await TierBench(tmp_path, slots=3).tiers.close()
+    (folder,) = tmp_path.iterdir()
+    os.chown(folder, _ANOTHER_USER, -1)
+    worker = TierBench(tmp_path, slots=3)
+    assert f"cannot use --prefix-disk {tmp_path}: {folder} belongs to another user" in caplog.text
+    await _fill(worker, 1, 2)
+    assert worker.index.num_on_disk == 0
+    assert [path.name for path in folder.iterdir()] == ["lock"]
+    await worker.tiers.close()
+
+
+async def test_a_link_in_place_of_the_folder_is_not_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    await TierBench(tmp_path / "tier", slots=3).tiers.close()
+    (folder,) = (tmp_path / "tier").iterdir()
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    await TierBench(tmp_path / "tier", slots=3).tiers.close()
+    assert f"cannot use --prefix-disk {tmp_path}/tier: " in caplog.text
+
+
+@only_root
+async def test_a_folder_that_was_open_to_others_is_closed_and_their_files_are_no_blocks(tmp_path: Path) -> None:
+    worker = TierBench(tmp_path, slots=3)
+    await _fill(worker, 1, 2)
+    await worker.tiers.close()
+    (folder,) = tmp_path.iterdir()
+    blocks = [path for path in folder.iterdir() if path.name != "lock"]
+    folder.chmod(0o777)
+    again = TierBench(tmp_path, slots=3)
+    assert (folder.stat().st_mode & 0o777, again.index.num_on_disk) == (0o700, len(blocks))
+    await again.tiers.close()
+    os.chown(blocks[0], _ANOTHER_USER, -1)
+    third = TierBench(tmp_path, slots=3)
+    assert third.index.num_on_disk == len(blocks) - 1
+    await third.tiers.close()
 
 
 async def test_a_folder_has_one_process_at_a_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
