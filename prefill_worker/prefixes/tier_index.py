@@ -125,6 +125,12 @@ class TierIndex:
             if is_demoted:
                 self._disk[store.demoted] = None
 
+    def uncounted(self, stores: Iterable[Store]) -> tuple[bytes, ...]:
+        """Return the blocks that these ended stores were to write to disk or to delete there, except for those that are
+        counted on disk again."""
+        meant = (h for store in stores for h in (store.demoted, *store.dropped) if h is not None)
+        return tuple(h for h in meant if h not in self._disk and h not in self._moving)
+
     def only_in_host(self) -> tuple[Place, ...]:
         """Return the blocks that are not on disk, the most recently used first, as many as disk has room for."""
         places = [Place(h, held.slot) for h, held in self._host.items() if held.is_whole and h not in self._disk]

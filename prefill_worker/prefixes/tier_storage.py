@@ -72,6 +72,7 @@ class TierStorage:
         self._scratch = torch.zeros(1, pool.block_bytes, dtype=torch.uint8)  # used by the fetching thread only
         self._stream = torch.cuda.Stream(pool.raw.device) if pool.raw.is_cuda else None  # type: ignore[no-untyped-call]
         self._last_logged = ""
+        self._unremoved: dict[bytes, None] = {}  # files to delete; used by the storing thread only
 
     def demote(self, stores: Sequence[Store]) -> list[str]:
         """Write the blocks that these slots hold to disk. Return the outcome for each."""
@@ -111,13 +112,19 @@ class TierStorage:
         return len(places)
 
     def remove(self, block_hashes: Sequence[bytes]) -> None:
-        """Delete the files of these blocks."""
-        for block_hash in block_hashes:
+        """Delete the files of these blocks, and those that an earlier call could not delete. Ends at the first failure;
+        the next call goes on."""
+        if self._files is None:
+            return
+        self._unremoved.update(dict.fromkeys(block_hashes))
+        for block_hash in list(self._unremoved):
             try:
-                if self._files is not None:
-                    self._files.remove(block_hash)
+                self._files.remove(block_hash)
             except OSError as error:
                 self._log(error)
+                self._unremoved[block_hash] = self._unremoved.pop(block_hash)  # the others are tried before it
+                return
+            del self._unremoved[block_hash]
 
     def close(self) -> None:
         if self._files is not None:
@@ -134,6 +141,7 @@ class TierStorage:
         except OSError as error:
             self._log(error)
             return UNWRITABLE
+        self._unremoved.pop(block_hash, None)
         return OK
 
     def _fetch(self, place: Place, block_id: int) -> tuple[str, bool]:
@@ -228,7 +236,7 @@ class BlockFiles:
                 file.write(header)
                 file.write(data)
             os.replace(draft, path)
-        except OSError:
+        except BaseException:
             draft.unlink(missing_ok=True)
             raise
 

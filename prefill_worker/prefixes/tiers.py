@@ -281,8 +281,13 @@ class PrefixTiers:
         if fetched is not None:
             self._note_rate(fetched, fetch.places)
         if lost is not None:
-            with suppress(RuntimeError):  # no thread can be started now; the next copy's thread removes it
-                self._storer.submit(self._resources.storage.remove, (lost,))
+            self._remove((lost,))
+
+    def _remove(self, block_hashes: Sequence[bytes]) -> None:
+        """Delete the files of these blocks, after all earlier work of the storing thread."""
+        if block_hashes:
+            with suppress(RuntimeError, MemoryError):  # no thread can be started now; that of the next copy removes it
+                self._storer.submit(self._resources.storage.remove, block_hashes)
 
     def _count_fetched(self, fetched: Fetched, places: Sequence[Place]) -> None:
         self._tokens_fetched += fetched.num_blocks * self._resources.block_size
@@ -296,17 +301,19 @@ class PrefixTiers:
         """
         index, storage = self._resources.index, self._resources.storage
         stores = index.begin_store(hashes[first:])
-        demoted, stored = ["failed"] * len(stores), frozenset[bytes]()
+        demoted, stored = None, frozenset[bytes]()
         try:
             demoted = await asyncio.wrap_future(self._storer.submit(storage.demote, stores))
             stored = await self._copy_out(stores, hashes, first)
         except Exception:  # noqa: BLE001 - a tier is best-effort: its failure is logged and counted
             _LOG.exception("blocks were not stored in a tier")
         finally:
-            for store, outcome in zip(stores, demoted, strict=True):
+            for store, outcome in zip(stores, demoted or ["failed"] * len(stores), strict=True):
                 index.end_store(store, is_stored=store.block_hash in stored, is_demoted=outcome == OK)
                 if store.demoted is not None:
                     self._count("demote", outcome, 1)
+            if demoted is None:  # its thread may have done a part of the work, or may do it later
+                self._remove(index.uncounted(stores))
             self._count("store", OK, len(stored))
             self._count("store", "failed", len(stores) - len(stored))
 

@@ -134,3 +134,17 @@ class SubmitFaults:
             raise self._error("injected")
 
         return fail
+
+
+class CallFaults:
+    """A function that raises `error` at its call number `at` and calls the real one otherwise."""
+
+    def __init__(self, real: Callable[..., Any], at: int = -1, error: type[Exception] = OSError) -> None:
+        self.num_calls = 0
+        self._real, self._at, self._error = real, at, error
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        number, self.num_calls = self.num_calls, self.num_calls + 1
+        if number == self._at:
+            raise self._error("injected")
+        return self._real(*args, **named)

@@ -3,6 +3,7 @@ released."""
 
 import asyncio
 import contextlib
+import os
 from pathlib import Path
 
 import pytest
@@ -10,16 +11,16 @@ import pytest
 from engine.kv.block_pool import BlockState
 from engine.scheduling import cache_commands, commands
 from prefill_worker.prefixes import tiers
-from tests.faults.injection import AwaitFaults, SubmitFaults, When, Where
+from tests.faults.injection import AwaitFaults, CallFaults, SubmitFaults, When, Where
 from tests.prefill_jobs import prefill_job
 from tests.unit.prefill_worker.tier_bench import TierBench, prompt
 
 _ERRORS = (MemoryError, OSError, RuntimeError)
 
 
-async def _fetch_and_store(bench: TierBench) -> None:
+async def _fetch_and_store(bench: TierBench, number: int = 1) -> None:
     """Fetch one prompt from disk and host memory, and compute the blocks that are missing."""
-    job = prefill_job(prompt(1))
+    job = prefill_job(prompt(number))
     chain = bench.tiers.chain(job)
     with contextlib.suppress(asyncio.CancelledError):
         await asyncio.create_task(bench.tiers.fetch(job, chain))
@@ -35,9 +36,17 @@ async def _until_threads_rest(bench: TierBench) -> None:
         await asyncio.sleep(0)
 
 
-async def _check(bench: TierBench) -> None:
-    """Assert that no block, pin or slot is held, and that the tiers still work."""
+def _files(folder: Path) -> set[bytes]:
+    """Return the hashes of the blocks on disk. Fails if a draft is left."""
+    names = {path.name for path in folder.glob("*/*") if path.name != "lock"}
+    assert not [name for name in names if name.endswith(".draft")]
+    return set(map(bytes.fromhex, names))
+
+
+async def _check(bench: TierBench, folder: Path) -> None:
+    """Assert that no block, pin, slot or uncounted file is held, and that the tiers still work."""
     await _until_threads_rest(bench)
+    assert _files(folder) == set(bench.index._disk), "files that are not counted, or counted ones that are not there"
     bench.scheduler.check()
     bench.index.check()
     assert bench.scheduler.holders() == set(bench.tiers.owners()) == frozenset()
@@ -69,7 +78,7 @@ async def test_an_exception_at_any_await_of_a_copy_leaves_no_block_held(
         await _fetch_and_store(bench)
         faults.disarm()
         num_points = max(num_points, faults.num_awaits)
-        await _check(bench)
+        await _check(bench, tmp_path / str(at))
         at += 1
     assert num_points >= 6, "the question, the reservation, the read; the demotion, the leases, the copy"
 
@@ -87,9 +96,33 @@ async def test_an_exception_of_any_copying_thread_leaves_no_block_held(
             faults.install(patch)
             await _fetch_and_store(bench)
         num_points = max(num_points, faults.num_submitted)
-        await _check(bench)
+        await _check(bench, tmp_path / str(at))
         at += 1
     assert num_points == 3, "the read, the demotion, the copy"
+
+
+@pytest.mark.parametrize("error", _ERRORS)
+@pytest.mark.parametrize("call", ["replace", "open", "unlink"])
+async def test_an_exception_while_blocks_are_demoted_leaves_no_file_that_is_not_counted(
+    tmp_path: Path, error: type[Exception], call: str
+) -> None:
+    """At every call of the disk in turn. With four files at most, demoted blocks replace others on disk."""
+    num_calls = at = 0
+    while at <= num_calls:
+        folder = tmp_path / str(at)
+        bench = TierBench(folder, slots=3, files=4)
+        for number in (1, 2):
+            await bench.ask(*prompt(number))
+        faults = CallFaults(getattr(os, call), at - 1, error)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(f"prefill_worker.prefixes.tier_storage.os.{call}", faults)
+            await _fetch_and_store(bench, 3)
+            await _until_threads_rest(bench)
+        num_calls = max(num_calls, faults.num_calls)
+        await bench.ask(*prompt(4))  # deletes what could not be deleted before
+        await _check(bench, folder)
+        at += 1
+    assert num_calls >= 3
 
 
 async def test_a_fetch_that_fails_is_counted_and_its_prompt_is_computed(
@@ -133,7 +166,7 @@ async def test_leases_that_are_granted_in_the_turn_of_their_time_limit_are_relea
     bench.tiers.store(bench.tiers.chain(job))
     await bench.stored()
     assert bench.outcomes("store") == {"ok": 9, "failed": 3}, "the time limit had its turn"
-    await _check(bench)
+    await _check(bench, tmp_path)
 
 
 async def test_a_store_that_waits_for_a_hung_step_thread_ends_with_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
