@@ -112,8 +112,25 @@ class CudaIpcImporter(PoolFileImporter[Mapping]):
         return self._endpoint
 
     async def map(self, file: int, num_blocks: int, num_bytes: int) -> Mapping:
-        mapping = asyncio.get_running_loop().run_in_executor(self._threads, self._access.map, file, num_bytes)
-        return await asyncio.shield(mapping)  # otherwise the file would never be closed
+        has_begun = False
+
+        def map_file() -> Mapping:
+            nonlocal has_begun
+            has_begun = True
+            return self._access.map(file, num_bytes)
+
+        def end(_: object = None) -> None:
+            """Close the file where no thread maps it: none could be started, or the threads were shut down before."""
+            if not has_begun:
+                os.close(file)
+
+        try:
+            mapping = submit(self._threads, map_file)
+        except BaseException:
+            end()
+            raise
+        mapping.add_done_callback(end)
+        return await asyncio.shield(asyncio.wrap_future(mapping))  # it goes on without its caller, and closes the file
 
     def new_channel(self, pool: RemotePool[Mapping]) -> PoolFileChannel[Mapping]:
         def start_digested_copy(

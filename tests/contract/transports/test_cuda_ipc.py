@@ -6,6 +6,7 @@ Here with a file in host memory in place of a GPU's pages; on a GPU between two 
 import asyncio
 import os
 import sys
+import threading
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -19,11 +20,12 @@ from engine.kv.pool import KvPool
 from kvtransfer.digests import digest_blocks
 from kvtransfer.transports.base import DigestingChannel, TransportError, TransportSetup
 from kvtransfer.transports.cuda import transport as cuda_ipc
-from kvtransfer.transports.cuda.transport import CudaAccess, CudaIpcExporter, CudaIpcImporter
+from kvtransfer.transports.cuda.transport import CudaAccess, CudaIpcExporter, CudaIpcImporter, Mapping
 from tests.contract.rigs.host_access import ExportedPool, HostAccess
 from tests.contract.rigs.kv_pools import random_pool
 from tests.contract.rigs.processes.cuda_ipc_process import EPOCH, LAYOUT, NUM_BLOCKS, patterned_pool
 from tests.contract.rigs.proofs import PROOFS
+from tests.faults.injection import SubmitFaults, Where
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 60.0
@@ -132,6 +134,71 @@ async def test_pages_that_cannot_be_mapped_leave_no_file_open() -> None:
         access.fail = False
         await (await importer.open_channel(EPOCH, exporter.grant(EPOCH))).read([0], [0])
         assert len(os.listdir("/proc/self/fd")) <= open_files + 4  # the mapping, and one connection's two ends
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+@pytest.mark.parametrize("where", [Where.NOT_SUBMITTED, Where.SUBMITTED_ALL_THE_SAME])
+async def test_where_no_thread_can_be_started_the_file_is_closed_once_and_never_mapped(
+    where: Where, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that maps it later would map, and close, whichever file has its number by then."""
+    source, target = random_pool(8, seed=1), random_pool(8, seed=2)
+    async with two_sides(source, target) as (exporter, importer, access):
+        files: list[int] = []
+        real_map = importer.map
+
+        async def record(file: int, num_blocks: int, num_bytes: int) -> Mapping:
+            files.append(file)
+            return await real_map(file, num_blocks, num_bytes)
+
+        monkeypatch.setattr(importer, "map", record)
+        mapped = _recorded(access, monkeypatch)
+        busy = threading.Event()
+        for _ in range(2):  # both threads: a call that is queued all the same waits
+            importer._threads.submit(busy.wait, DEADLINE_S)
+        with pytest.MonkeyPatch.context() as patch:
+            SubmitFaults(0, error, where).install(patch)
+            with pytest.raises(error, match="injected"):
+                await importer.open_channel(EPOCH, exporter.grant(EPOCH))
+        assert not _is_open(files[0])
+        busy.set()
+        channel = await importer.open_channel(EPOCH, exporter.grant(EPOCH))
+        await channel.read([7], [1])
+        assert mapped == files[1:], "only the second file was mapped"
+        assert torch.equal(target.raw[1], source.raw[7])
+        await channel.finish()
+
+
+async def test_a_file_whose_mapping_was_never_begun_is_closed_when_the_threads_end() -> None:
+    source, target = random_pool(8, seed=1), random_pool(8, seed=2)
+    async with two_sides(source, target) as (_, importer, _):
+        busy = threading.Event()
+        occupied = [importer._threads.submit(busy.wait, DEADLINE_S) for _ in range(2)]
+        file = os.memfd_create("pool")
+        mapping = asyncio.create_task(importer.map(file, 8, 4096))
+        await asyncio.sleep(0)
+        importer._threads.shutdown(wait=False, cancel_futures=True)
+        busy.set()
+        with pytest.raises(asyncio.CancelledError):
+            await mapping
+        assert all(each.result() for each in occupied) and not _is_open(file)
+
+
+def _recorded(access: HostAccess, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the list of the files that the threads will have mapped."""
+    mapped: list[int] = []
+    real_map = access.map
+
+    def record(file: int, num_bytes: int) -> Mapping:
+        mapped.append(file)
+        return real_map(file, num_bytes)
+
+    monkeypatch.setattr(access, "map", record)
+    return mapped
+
+
+def _is_open(file: int) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{file}")
 
 
 async def test_a_pool_of_other_blocks_is_refused() -> None:
