@@ -102,12 +102,17 @@ class SettingsReload(Generic[Config]):
                 _LOG.info("new connections use the new TLS files")
         except ConfigError as error:
             _LOG.warning("the present TLS files stay in use: %s", error.message)
+        except Exception:  # noqa: BLE001 - logged, and followed further
+            _LOG.exception("the present TLS files stay in use: the new ones could not be read")
 
     def _read_settings(self) -> None:
         try:
             config = self._source.read()
         except ConfigError as error:
             _LOG.warning("the present settings stay in use: %s", error.message)
+            return
+        except Exception:  # noqa: BLE001 - logged, and followed further
+            _LOG.exception("the present settings stay in use: the new ones could not be read")
             return
         for item in dataclasses.fields(config):
             value = getattr(config, item.name)

@@ -1,9 +1,10 @@
 """Certificates and settings change while a process runs; files that do not work change nothing and are reported."""
 
 import asyncio
+import dataclasses
 import logging
 import ssl
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from cluster.serving.serving import GrpcServer, is_serving, open_channel
 from cluster.serving.tls import ClusterTls
 from cluster.settings.config import RouterConfig, WorkerConfig
 from cluster.settings.reload import SettingsReload, SettingsSource, settings_source
+from router.running import running
 from tests.certificates import HOSTS, Certificates, load, make_certificates
+from tests.polling import until
 
 _DEADLINE_S = 60.0
 
@@ -168,6 +171,55 @@ def test_a_setting_that_cannot_be_applied_is_logged_and_the_others_are_followed_
     assert seen == [20, 30]
     failed = [record.getMessage() for record in caplog.records if record.exc_info]
     assert failed == 2 * ["--max-live-requests could not be changed to 16; the next change of the file tries it again"]
+
+
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError, UnicodeError])
+async def test_any_error_while_files_are_read_is_logged_and_they_are_followed_further(
+    error: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ended the following of a worker without a line in the log, and a router altogether."""
+    asked, changed = asyncio.Event(), asyncio.get_running_loop().create_future()
+    config = WorkerConfig(model="m")
+    answers: Iterator[Exception | WorkerConfig] = iter(
+        [error("our own fault"), dataclasses.replace(config, log_level="debug")]
+    )
+    source = SettingsSource(lambda: _given(next(answers)), lambda: None, asked)
+    reload = SettingsReload(config, source, setters={"log_level": changed.set_result}, tls=_BrokenTls(error))
+    async with running(reload.run()) as following_it:
+        asked.set()
+        await until(_failures(caplog), lambda failures: len(failures) >= 2, what="both failures are logged")
+        asked.set()
+        await asyncio.wait((changed, following_it), return_when=asyncio.FIRST_COMPLETED)
+        assert changed.result() == "debug"
+    assert (await _failures(caplog)())[:2] == [
+        "the present TLS files stay in use: the new ones could not be read",
+        "the present settings stay in use: the new ones could not be read",
+    ]
+
+
+class _BrokenTls:
+    """TLS files that can never be read."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self._error = error
+
+    def reload(self, *, is_forced: bool = False) -> bool:
+        raise self._error("our own fault")
+
+
+def _given(answer: Exception | WorkerConfig) -> WorkerConfig:
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _failures(caplog: pytest.LogCaptureFixture) -> Callable[[], Awaitable[list[str]]]:
+    """Return a function that returns the messages that were logged with an error."""
+
+    async def failures() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.exc_info]
+
+    return failures
 
 
 async def test_sighup_reads_files_again_that_did_not_seem_to_change(
