@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from cluster.fair_queue import CREDIT, MAX_IDLE_TENANTS, Demand, FairQueue, has_place
 from cluster.messages import TenantShare
+from tests.examples import num_examples
 
 _COSTS = st.integers(1, 40)
 
@@ -47,7 +48,7 @@ class Server:
         return tenant.label
 
 
-@settings(max_examples=40)
+@settings(max_examples=num_examples(suite=14, search=40))
 @given(
     weights=st.lists(st.integers(1, 5), min_size=2, max_size=4),
     costs=st.lists(_COSTS, min_size=1, max_size=5),
@@ -89,7 +90,7 @@ def test_every_piece_is_served_and_nothing_is_remembered_when_all_is_done(work: 
     assert server.queue.num_tenants == 0
 
 
-@settings(max_examples=12)
+@settings(max_examples=num_examples(suite=5, search=12))
 @given(idle_for=st.integers(int(2 * CREDIT), int(3 * CREDIT)), weight=st.integers(1, 4))
 def test_a_tenant_that_comes_back_has_its_credit_ahead_of_the_others_and_no_more(idle_for: int, weight: int) -> None:
     """However long it was away, and whatever its weight."""

@@ -4,7 +4,7 @@ import struct
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import InvalidRequest, MalformedMessage
@@ -27,6 +27,7 @@ from cluster.messages import (
 from cluster.protocol import wire
 from cluster.protocol.received import checked
 from tandem.internal.v1 import worker_pb2
+from tests.examples import num_examples
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
@@ -119,6 +120,7 @@ def test_an_id_that_does_not_fit_is_named(value: int) -> None:
         wire.pack_ids((0, value))
 
 
+@settings(max_examples=num_examples(suite=33, search=250))
 @given(PREFILL_JOBS)
 def test_a_prefill_job_survives_the_wire(job: PrefillJob) -> None:
     message = wire.prefill_job_to_wire(job)
@@ -138,6 +140,7 @@ def test_log_probabilities_of_a_prompt_survive_the_wire(rows: list[tuple[float, 
     assert list(received.values()) == list(zip(own, ranks, tops, strict=True))
 
 
+@settings(max_examples=num_examples(suite=33, search=250))
 @given(DECODE_JOBS)
 def test_a_decode_job_survives_the_wire(job: DecodeJob) -> None:
     message = wire.decode_job_to_wire(job)
@@ -157,6 +160,7 @@ def test_ticket_epoch_and_fingerprint_survive_the_wire() -> None:
     assert wire.fingerprint_from_wire(wire.fingerprint_to_wire(fingerprint)) == fingerprint
 
 
+@settings(max_examples=num_examples(suite=33, search=250))
 @given(PREFILL_JOBS, DECODE_JOBS, st.integers(0, 40))
 def test_messages_with_ids_that_were_packed_before_are_the_same(
     prefill: PrefillJob, decode: DecodeJob, num_packed: int

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.kv.block_pool import BlockPool, BlockState
+from tests.examples import num_examples
 
 _NUM_BLOCKS = 9
 _ROOT = b"root"
@@ -128,8 +129,10 @@ class _Pool(RuleBasedStateMachine):
         assert self.pool.num_available == _NUM_BLOCKS
 
 
-TestTenThousandOperationsLeakNoBlock = _Pool.TestCase
-TestTenThousandOperationsLeakNoBlock.settings = settings(max_examples=100, stateful_step_count=100)
+TestAnyOperationsLeakNoBlock = _Pool.TestCase
+TestAnyOperationsLeakNoBlock.settings = settings(
+    max_examples=num_examples(suite=33, search=100), stateful_step_count=100
+)
 
 
 def test_a_reservation_gets_all_its_blocks_or_no_block() -> None:

@@ -11,6 +11,7 @@ from cluster.errors import ConfigError
 from engine.kv.layout import BlockLayout, LayerShape, lay_out
 from engine.kv.pool import TORCH_DTYPES, KvPool
 from kvtransfer.wire.wire_format import NativeFormat, WireDtype, WireFormat
+from tests.examples import num_examples
 
 QUANTISED = ("int8", "fp8", "int4")
 BLOCK_SIZE = 16
@@ -136,7 +137,7 @@ def test_a_channel_of_k_far_from_zero_does_not_raise_the_error_of_others(wire_dt
         assert float(off) < limit
 
 
-@settings(max_examples=30)
+@settings(max_examples=num_examples(suite=10, search=30))
 @given(
     wire_dtype=st.sampled_from(QUANTISED),
     layout=st.sampled_from([SMALL, UNLIKE]),

@@ -16,6 +16,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from tests.examples import num_examples
+
 EXAMPLES = Path(__file__).parents[4] / "examples"
 MODEL = EXAMPLES / "demo_model"
 MAX_BYTES = 5_000_000
@@ -95,7 +97,7 @@ def test_loss_on_unseen_python_is_near_the_recorded_loss(model: PreTrainedModel)
     assert loss < REPORT["evaluation"]["held_out_loss"] + 1.5
 
 
-@settings(max_examples=50)
+@settings(max_examples=num_examples(suite=17, search=50))
 @given(st.text())
 def test_decoding_the_demo_models_tokens_gives_the_text_back(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text).ids, skip_special_tokens=False) == text

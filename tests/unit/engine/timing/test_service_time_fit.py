@@ -21,6 +21,7 @@ from cluster.service_times import (
 )
 from engine.scheduling.step import BlockSwap, Chunk, Sample, StepPlan
 from engine.timing.service_time_fit import IDLE_S, ServiceTimeFit, TypicalSteps, step_work
+from tests.examples import num_examples
 
 TRUE = ServiceTimes(PrefillTimes(0.02, 6e-4, 1e-7, 0.0), DecodeTimes(0.01, 8e-4, 2e-6, 0.0))
 
@@ -74,7 +75,7 @@ def errors(fit: ServiceTimeFit, works: Sequence[StepWork], factor: float = 1.0) 
 _SMALL = st.floats(1e-6, 1e-1)
 
 
-@settings(max_examples=15)
+@settings(max_examples=num_examples(suite=5, search=15))
 @given(st.tuples(_SMALL, _SMALL, _SMALL), st.tuples(_SMALL, _SMALL, _SMALL), st.randoms(use_true_random=False))
 def test_steps_without_noise_give_the_exact_times_from_any_start(
     of_prefill: tuple[float, float, float], of_decode: tuple[float, float, float], chance: random.Random
@@ -203,7 +204,7 @@ _TIMED = st.builds(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=num_examples(suite=20, search=60))
 @given(st.lists(_TIMED, max_size=80))
 def test_any_steps_give_finite_predictions_that_never_fall_with_more_work(steps: list[TimedStep]) -> None:
     fit = started()

@@ -21,6 +21,7 @@ from kvtransfer.keyed_digests import (
     exported_definition,
 )
 from tests.contract.rigs.kv_pools import random_pool
+from tests.examples import num_examples
 from tests.unit.kvtransfer.digests.test_digests import FORGED_CHANGE, PIECE, digests_by
 
 OLD, NEW = b"o" * 32, b"n" * 32
@@ -70,7 +71,7 @@ def test_digests_of_secret_coefficients_follow_the_definition(num_bytes: int) ->
     assert keyed(block, seed=OLD) == (written_out(block, OLD),)
 
 
-@settings(max_examples=30)
+@settings(max_examples=num_examples(suite=10, search=30))
 @given(_seeds)
 def test_the_change_that_keeps_every_public_sum_is_found_under_any_secret(seed: bytes) -> None:
     original = bytearray(bytes(3 * PIECE))
@@ -82,7 +83,7 @@ def test_the_change_that_keeps_every_public_sum_is_found_under_any_secret(seed: 
     assert len(set(keyed(bytes(original), bytes(forged), seed=seed))) == 2
 
 
-@settings(max_examples=30)
+@settings(max_examples=num_examples(suite=10, search=30))
 @given(_seeds, st.dictionaries(st.integers(0, 3 * PIECE - 1), st.integers(1, 255), min_size=1, max_size=60))
 def test_any_change_moves_the_digest_under_any_secret(seed: bytes, changes: dict[int, int]) -> None:
     original = np.random.default_rng(1).bytes(3 * PIECE)

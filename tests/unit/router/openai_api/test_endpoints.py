@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from router.http.openai_api import read_json
 from router.requests import TokenPrompt
 from router.text.tokenization import Tokenization
+from tests.examples import num_examples
 from tests.unit.router.http.scripted_pipeline import LEDGER
 from tests.unit.router.openai_api.endpoint import SCRIPT, USER, Endpoint, endpoint, refused
 
@@ -171,7 +172,7 @@ _BODIES = st.lists(st.sampled_from(_PIECES), max_size=8).map(b"".join) | st.buil
 @given(_BODIES)
 @example(b'{"a": 1, "b": 2, "a": 3}')
 @example(b"[[1, -0, 0.0, 1e400, -1e400], NaN]")
-@settings(max_examples=300)
+@settings(max_examples=num_examples(suite=100, search=300))
 def test_the_short_path_reads_nothing_else_from_a_body_than_the_framework(body: bytes) -> None:
     try:
         read = read_json(body)

@@ -15,6 +15,7 @@ from cluster.service_times import DecodeTimes, HandOffTimes, MixedTimes, Prefill
 from router.policies.forecast import Forecast
 from router.policies.placement import PrefixAware
 from router.policies.work_ahead import PromptQueue, SequenceBatch, WorkAhead
+from tests.examples import num_examples
 
 TIMES = ServiceTimes(
     PrefillTimes(0.004, 0.0005, 2.4e-7, 0.0),
@@ -125,7 +126,7 @@ _tokens = st.one_of(st.integers(0, 5000), st.integers(0, (1 << 64) - 1))
 _counts = st.one_of(st.integers(0, 300), st.integers(0, 1 << 31))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=num_examples(suite=50, search=150))
 @given(
     prefill=st.tuples(_seconds, _seconds, _seconds),
     decode=st.tuples(_seconds, _seconds, _seconds),

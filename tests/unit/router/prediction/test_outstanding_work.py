@@ -27,6 +27,7 @@ from cluster.outstanding_work import (
 )
 from cluster.request_size import RequestSize
 from router.policies.work_ahead import PromptBacklog, SequenceProgress, batch_of
+from tests.examples import num_examples
 
 ROUTERS = [MemberId(f"router-{number}", "1") for number in range(3)]
 A, B, C = ROUTERS
@@ -224,7 +225,9 @@ class SeveralRouters(RuleBasedStateMachine):
 
 
 TestSeveralRouters = SeveralRouters.TestCase
-TestSeveralRouters.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestSeveralRouters.settings = settings(
+    max_examples=num_examples(suite=17, search=50), stateful_step_count=40, deadline=None
+)
 
 
 def _reported(worker: OutstandingWork, router: MemberId, now_s: float = 0.0) -> OthersWork:

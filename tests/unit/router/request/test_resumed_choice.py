@@ -16,6 +16,7 @@ from router.request.validation import ResolvedRequest
 from router.requests import ChoiceDelta, ResumedChoice
 from router.text.detokenizer import Detokenizer, Vocabulary
 from router.text.text_stream import TextStream
+from tests.examples import num_examples
 
 DEMO_TOKENIZER = Path(__file__).parents[4] / "examples" / "demo_model" / "tokenizer.json"
 EOS, NAMED = 0, 9
@@ -91,7 +92,7 @@ def ids(text: str) -> list[int]:
 HALVES = ids("a 世界 🙂é")  # most of its tokens end in half a character
 
 
-@settings(max_examples=200)
+@settings(max_examples=num_examples(suite=65, search=200))
 @given(
     st.lists(st.integers(0, 1023), min_size=1, max_size=MOST_TOKENS + 4),
     st.integers(0, MOST_TOKENS),

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders
 from cluster.errors import ConfigError
 from router.text.detokenizer import Detokenizer, Vocabulary
 from router.text.text_stream import TextStream
+from tests.examples import num_examples
 from tests.unit.router.text.small_tokenizers import FAMILIES, byte_level
 
 DEMO_TOKENIZER = Path(__file__).parents[4] / "examples" / "demo_model" / "tokenizer.json"
@@ -46,7 +47,7 @@ CUTS = st.lists(st.integers(0, 40), max_size=6)
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "demo_model"])
-@settings(max_examples=120)
+@settings(max_examples=num_examples(suite=40, search=120))
 @given(data=st.data(), cuts=CUTS)
 def test_streamed_text_equals_decoding_everything_at_once(name: str, data: st.DataObject, cuts: list[int]) -> None:
     tokenizer, _ = family(name)
@@ -59,7 +60,7 @@ def test_streamed_text_equals_decoding_everything_at_once(name: str, data: st.Da
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "demo_model"])
-@settings(max_examples=60)
+@settings(max_examples=num_examples(suite=20, search=60))
 @given(data=st.data())
 def test_special_tokens_are_in_the_text_by_their_names_where_they_are_not_skipped(
     name: str, data: st.DataObject
@@ -81,7 +82,7 @@ def test_a_text_ends_after_its_stop_string_where_that_is_included() -> None:
     assert (pushed.text, pushed.stopped_by) == ("self.nam", "nam")
 
 
-@settings(max_examples=120)
+@settings(max_examples=num_examples(suite=40, search=120))
 @given(TOKEN_IDS)
 @example([0xE2, 0x82, 0xAC])  # one character over three tokens
 @example([0xF0, 0x9F, 0xF0, 0x9F, 0x98, 0x80])  # an unfinished character, then a whole one
@@ -113,7 +114,7 @@ def test_an_unfinished_character_appears_at_the_end() -> None:
 
 
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece", "word_piece", "demo_model"])
-@settings(max_examples=120)
+@settings(max_examples=num_examples(suite=40, search=120))
 @given(data=st.data(), cuts=CUTS)
 def test_text_ends_where_the_first_stop_string_begins(name: str, data: st.DataObject, cuts: list[int]) -> None:
     tokenizer, _ = family(name)

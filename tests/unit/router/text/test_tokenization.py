@@ -16,6 +16,7 @@ from cluster.messages import LogitRules, Sampling
 from router.requests import ChatMessage, ChatOptions, ToolCall
 from router.text.chat_template import ChatTemplate
 from router.text.tokenization import Tokenization
+from tests.examples import num_examples
 from tests.unit.router.text.small_tokenizers import FAMILIES, byte_level, sentencepiece
 
 ROOT = Path(__file__).parents[4]
@@ -64,7 +65,7 @@ def test_text_prompts_equal_the_prompts_of_transformers(demo: Tokenization, refe
         assert demo.encode(text) == tuple(reference.encode(text))  # type: ignore[attr-defined]
 
 
-@settings(max_examples=50)
+@settings(max_examples=num_examples(suite=17, search=50))
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_decoding_the_tokens_of_any_text_gives_the_text(text: str) -> None:
     tokenization = Tokenization.load(str(DEMO_MODEL))

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import ConfigError
 from router.tools.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
 from router.tools.source import Arguments, CallBegun, Content, Piece, Reasoning
+from tests.examples import num_examples
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 _MAYBE = {"anyOf": [{"type": "string"}, {"type": "null"}]}
@@ -327,6 +328,7 @@ _WORDS = st.sampled_from(
 
 
 @pytest.mark.parametrize("tool_call_parser", ["", *TOOL_FORMATS])
+@settings(max_examples=num_examples(suite=33, search=250))
 @given(words=st.lists(_WORDS, max_size=12), data=st.data())
 def test_any_text_ends_and_is_divided_the_same_at_any_split(
     tool_call_parser: str, words: list[str], data: st.DataObject

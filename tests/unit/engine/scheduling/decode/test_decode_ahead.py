@@ -13,12 +13,13 @@ from engine.scheduling.cache_commands import LeasePrefix
 from engine.scheduling.commands import Quiet, Release
 from engine.scheduling.step import BlockSwap, StepPlan
 from engine.scheduling.steps_in_flight import StepsInFlight
+from tests.examples import num_examples
 from tests.unit.engine.rigs.ahead_bench import AheadBench
 from tests.unit.engine.rigs.export_bench import limits
 from tests.unit.engine.rigs.scheduler_bench import SPEEDS, HandOff, known_lengths
 
 # Beside the first ones some that notice what those do not: places taken, swaps and starts under a running step.
-_SEEDS = (*range(36), 49, 52, 57, 152, 226, 244, 256, 263)
+_SEEDS = (*range(num_examples(suite=16, search=36)), 49, 52, 57, 152, 226, 244, 256, 263)
 _NUM_TURNS = 90
 
 
@@ -169,7 +170,7 @@ def test_any_schedule_planned_ahead_gives_every_sequence_its_serial_tokens_and_l
 
 
 def test_any_schedule_gives_sequences_with_logit_rules_their_serial_tokens() -> None:
-    for seed in range(1000, 1020):
+    for seed in range(1000, 1000 + num_examples(suite=8, search=20)):
         Play(seed, LogitRules(frequency_penalty=1.0, bad_words=((7,), (3, 4)))).play(_NUM_TURNS)
 
 

@@ -8,6 +8,7 @@ from hypothesis.stateful import precondition, rule
 from cluster.errors import DeadlineExceeded, DuplicateRequest, NotFound
 from cluster.messages import FinishReason
 from engine.scheduling.commands import Frozen, Thaw, ThawRefused
+from tests.examples import num_examples
 from tests.unit.engine.rigs.decode_schedules import AnySchedule
 from tests.unit.engine.rigs.export_bench import limits
 from tests.unit.engine.rigs.scheduler_bench import ROUTER, SchedulerBench
@@ -64,7 +65,9 @@ class _AnyMigration(AnySchedule):
 
 
 TestSequencesThatMoveGiveTheirSerialTokensAndLeakNoBlock = _AnyMigration.TestCase
-TestSequencesThatMoveGiveTheirSerialTokensAndLeakNoBlock.settings = settings(stateful_step_count=50)
+TestSequencesThatMoveGiveTheirSerialTokensAndLeakNoBlock.settings = settings(
+    max_examples=num_examples(suite=33, search=250), stateful_step_count=50
+)
 
 
 def _running(bench: SchedulerBench, *, prompt: int = 6, num_choices: int = 1, max_tokens: int = 20) -> list[int]:

@@ -2,7 +2,10 @@
 
 from hypothesis import settings
 
+from tests.examples import num_examples
 from tests.unit.engine.rigs.decode_schedules import AnySchedule
 
 TestAnyScheduleGivesEverySequenceItsSerialTokensAndLeaksNoBlock = AnySchedule.TestCase
-TestAnyScheduleGivesEverySequenceItsSerialTokensAndLeaksNoBlock.settings = settings(stateful_step_count=40)
+TestAnyScheduleGivesEverySequenceItsSerialTokensAndLeaksNoBlock.settings = settings(
+    max_examples=num_examples(suite=33, search=250), stateful_step_count=40
+)

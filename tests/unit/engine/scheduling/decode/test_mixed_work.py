@@ -11,6 +11,7 @@ from cluster.errors import Cancelled, DeadlineExceeded, Draining, QueueFull, Ste
 from cluster.messages import TenantShare
 from cluster.settings.worker_settings import SCHEDULING_POLICIES
 from engine.scheduling.commands import CancelExport, DrainExports, Sealed
+from tests.examples import num_examples
 from tests.unit.engine.rigs.ahead_bench import AheadBench
 from tests.unit.engine.rigs.decode_schedules import AnySchedule
 from tests.unit.engine.rigs.export_bench import ExportBench, export_job, limits
@@ -80,7 +81,9 @@ class _AnyMix(AnySchedule):
 
 
 TestAnyMixGivesSerialTokensKeepsLeasedBlocksAndLeaksNone = _AnyMix.TestCase
-TestAnyMixGivesSerialTokensKeepsLeasedBlocksAndLeaksNone.settings = settings(stateful_step_count=40)
+TestAnyMixGivesSerialTokensKeepsLeasedBlocksAndLeaksNone.settings = settings(
+    max_examples=num_examples(suite=33, search=250), stateful_step_count=40
+)
 
 
 class _MixedPlay(Play):
@@ -133,7 +136,7 @@ def _end(bench: SchedulerBench) -> None:
 
 @pytest.mark.parametrize("place", range(4))
 def test_mixed_work_planned_ahead_gives_serial_tokens_keeps_leased_blocks_and_leaks_none(place: int) -> None:
-    for seed in range(place, 48, 4):
+    for seed in range(place, num_examples(suite=20, search=48), 4):
         _MixedPlay(seed).play(90)
 
 

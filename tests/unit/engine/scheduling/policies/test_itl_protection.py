@@ -16,6 +16,7 @@ from engine.scheduling.commands import LimitSteps
 from engine.scheduling.policies import make_policy
 from engine.scheduling.step import Chunk
 from engine.timing.service_time_fit import step_work
+from tests.examples import num_examples
 from tests.unit.engine.scheduling.policies.decoding import (
     BLOCK_SIZE,
     Answered,
@@ -150,7 +151,7 @@ _PROMPTS = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=num_examples(suite=8, search=25), deadline=None)
 @given(
     asked=st.lists(_PROMPTS, min_size=1, max_size=12),
     target_s=st.sampled_from([0.0, 0.001, 0.02, 0.1]),

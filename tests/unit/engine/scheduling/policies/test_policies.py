@@ -19,6 +19,7 @@ from engine.scheduling.policies import (
     full_rank,
     make_policy,
 )
+from tests.examples import num_examples
 
 WORK = Work(arrival=0, arrived_s=0.0, deadline_s=600.0, num_prompt=64)
 COUNTS = st.integers(0, 100_000)
@@ -53,7 +54,7 @@ def mlfq_at(num_prompt: int, num_output: int, *, waited_s: float = 0.0, num_sinc
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=SCHEDULING_POLICIES)
-@settings(max_examples=25)
+@settings(max_examples=num_examples(suite=10, search=25))
 @given(works=st.lists(WORKS, min_size=2, max_size=5, unique_by=lambda work: work.arrival), now_s=TIMES)
 def test_any_two_pieces_of_work_have_an_order_and_the_batch_class_is_last(
     policy: Policy, works: list[Work], now_s: float
@@ -65,7 +66,7 @@ def test_any_two_pieces_of_work_have_an_order_and_the_batch_class_is_last(
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=SCHEDULING_POLICIES)
-@settings(max_examples=25)
+@settings(max_examples=num_examples(suite=10, search=25))
 @given(one=WORKS, other=WORKS, now_s=TIMES)
 def test_no_two_pieces_of_work_preempt_each_other(policy: Policy, one: Work, other: Work, now_s: float) -> None:
     assert not (displaces(policy, one, other, now_s) and displaces(policy, other, one, now_s))

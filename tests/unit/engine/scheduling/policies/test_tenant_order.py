@@ -19,6 +19,7 @@ from engine.scheduling.batching.reservations import Reservations
 from engine.scheduling.batching.sequences import Sequence
 from engine.scheduling.batching.waiting import WaitingSequences, own_rank, with_start
 from engine.scheduling.policies import FirstCome, Rank, make_policy
+from tests.examples import num_examples
 from tests.unit.engine.scheduling.policies.decoding import Asked, Decoded, decode, limits, scheduler
 from tests.unit.engine.scheduling.policies.prefilling import Prompt, prefill
 from tests.unit.engine.scheduling.policies.simulation import StepCost
@@ -124,7 +125,7 @@ def test_the_last_sequence_of_the_tenant_with_the_most_gives_its_slot_to_a_newco
     assert decoded.inspected.figures["displaced"] == 1 and decoded.inspected.figures["preemptions"] == 0
 
 
-@settings(max_examples=25)
+@settings(max_examples=num_examples(suite=8, search=25))
 @given(
     work=st.lists(st.tuples(st.integers(1, 90), st.integers(1, 30), st.integers(0, 30), st.booleans()), max_size=25),
     policy=st.sampled_from(SCHEDULING_POLICIES),
@@ -208,7 +209,7 @@ def simple_starts(
     return starts
 
 
-@settings(max_examples=15)
+@settings(max_examples=num_examples(suite=5, search=15))
 @given(
     work=st.lists(
         st.tuples(st.integers(1, 90), st.integers(1, 30), st.integers(0, 40), st.booleans(), st.integers(0, 2)),

@@ -13,6 +13,7 @@ from engine.scheduling.commands import (
     CancelExport,
     Quiet,
 )
+from tests.examples import num_examples
 from tests.unit.engine.rigs.decode_schedules import TENANTS
 from tests.unit.engine.rigs.export_bench import export_bench, export_job
 
@@ -137,4 +138,6 @@ class _AnySchedule(RuleBasedStateMachine):
 
 
 TestAnyScheduleKeepsLeasedBlocksAndLeaksNone = _AnySchedule.TestCase
-TestAnyScheduleKeepsLeasedBlocksAndLeaksNone.settings = settings(stateful_step_count=40)
+TestAnyScheduleKeepsLeasedBlocksAndLeaksNone.settings = settings(
+    max_examples=num_examples(suite=33, search=250), stateful_step_count=40
+)

@@ -24,6 +24,7 @@ from cluster.request_size import (
 from engine.scheduling.commands import AdmitExport, ExportAccepted, ExportFinished, ExportRefused
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.scheduler import SequenceScheduler
+from tests.examples import num_examples
 from tests.prefill_jobs import prefill_job
 from tests.unit.engine.rigs.export_bench import limits
 from tests.unit.engine.rigs.fake_paged_runner import FakePagedRunner
@@ -57,7 +58,7 @@ def capacity(**changed: int) -> Capacity:
     return Capacity(**(values | changed))
 
 
-@settings(max_examples=120)
+@settings(max_examples=num_examples(suite=40, search=120))
 @given(DECODE_LIMITS, SIZES)
 def test_a_decode_worker_finishes_exactly_the_requests_that_fit_by_the_routers_rule(
     worker: SchedulerLimits, size: RequestSize
@@ -78,7 +79,7 @@ def test_a_decode_worker_finishes_exactly_the_requests_that_fit_by_the_routers_r
         assert all(len(bench.choices[start.handle].output) == size.max_tokens for start in job.sequences)
 
 
-@settings(max_examples=120)
+@settings(max_examples=num_examples(suite=40, search=120))
 @given(DECODE_LIMITS, SIZES)
 def test_a_decode_worker_imports_exactly_the_requests_that_fit_by_the_routers_rule(
     worker: SchedulerLimits, size: RequestSize
@@ -102,7 +103,7 @@ def test_a_decode_worker_imports_exactly_the_requests_that_fit_by_the_routers_ru
             assert bench.failures == []
 
 
-@settings(max_examples=100)
+@settings(max_examples=num_examples(suite=35, search=100))
 @given(SIZES, LENGTHS, st.integers(1, 6), st.integers(1, 4), st.integers(1, 24))
 def test_a_prefill_worker_computes_exactly_the_requests_that_fit_by_the_routers_rule(
     size: RequestSize, lengths: LengthLimits, num_blocks: int, block_size: int, max_model_len: int
