@@ -56,7 +56,7 @@ REMOVALS = (
     _without("attached_once", lambda lease: True, duplicates=True),
     _without("lapses_at_deadline", lambda lease, now_s: False, kinds=_only("loss")),
     _without("vacant_for_a_while", lambda leases, now_s: False, blocks=(1,), workers=(1, 2), kinds=_only("death")),
-    _without("renewed_while_running", lambda lease, now_s: True, kinds=_only("expiry"), renewals=True),
+    _without("renewed_while_running", lambda lease, now_s: True, kinds=_only("expiry"), renewals=True, blocks=(1,)),
     _without("renewed_up_to_maximum", lambda asked_s, latest_s: asked_s, renewals=True),
     _without("valid_at_settle", lambda lease, now_s: lease.phase is LeasePhase.RUNNING, kinds=_only("expiry")),
 )

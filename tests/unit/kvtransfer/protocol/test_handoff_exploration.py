@@ -2,9 +2,9 @@
 
 Covered exhaustively, each by itself: two tickets of one to three blocks on one pair of workers, with room for both or
 for only one, on either side; two attempts on one ticket, by the same decode worker or by another. In each, control
-messages arrive in any order and each of them up to twice. Up to two faults in all, of any kind, with one block each
-and, in the long tests, with two; one fault with three blocks each, or with renewals. Corrupted reads and broken calls
-have a scenario of their own.
+messages arrive in any order and each of them up to twice, except with renewals. Up to two faults in all, of any kind,
+with one block each; one fault with two blocks each, or with renewals. Corrupted reads and broken calls have a scenario
+of their own. The long tests add two faults with two blocks each, three blocks, and duplicates of renewals.
 """
 
 import dataclasses
@@ -23,14 +23,20 @@ SCENARIOS = (
     Scenario("one block each, room for one, two faults", prefill_pool=1, decode_pool=1),
     Scenario("two blocks each, room for one, one fault", blocks=(2, 2), faults=1),
     Scenario(
-        "three blocks each, room for one above the watermark, one fault",
-        blocks=(3, 3),
-        prefill_pool=3,
-        decode_pool=4,
+        "two blocks each, room for one above the watermark, one fault",
+        blocks=(2, 2),
+        decode_pool=3,
         watermark=1,
         faults=1,
     ),
-    Scenario("renewals, room for one, one fault", prefill_pool=1, decode_pool=1, renewals=True, faults=1),
+    Scenario(
+        "renewals, room for one, one fault, no duplicates",
+        prefill_pool=1,
+        decode_pool=1,
+        renewals=True,
+        faults=1,
+        duplicates=False,
+    ),
     Scenario("second try by the same worker, one fault", blocks=(1,), faults=1),
     Scenario("second importer, two faults", blocks=(1,), workers=(1, 2), prefill_pool=1, decode_pool=1),
     Scenario("corrupted reads and broken calls, two faults", kinds=frozenset({"corrupt", "break"})),
@@ -43,9 +49,9 @@ SCENARIOS = (
     ),
     Scenario("two blocks each, the first cached, one fault", blocks=(2, 2), decode_pool=1, cached=True, faults=1),
     Scenario("choices that end with their first token, one fault", blocks=(2, 2), ended=True, faults=1),
-    Scenario("nothing is verified, two faults but no damage", prefill_pool=1, verified=0),
+    Scenario("nothing is verified, one fault but no damage", prefill_pool=1, verified=0, faults=1),
     Scenario("a sample is verified, one fault but no damage", blocks=(2, 2), verified=1, faults=1),
-    Scenario("finished before anybody attaches, two faults", finished=True, decode_pool=1),
+    Scenario("finished before an importer attaches, one fault", finished=True, decode_pool=1, faults=1),
     Scenario("several messages as one, one fault", blocks=(2, 2), decode_pool=2, together=True, faults=1),
     Scenario(
         "second importer while the first one reads, one fault", blocks=(2,), workers=(1, 2), hedged=True, faults=1
@@ -63,7 +69,18 @@ LONG_SCENARIOS = (
         kinds=frozenset({*_EVERY_KIND, "report", "unopened"}),
     ),
     Scenario("two blocks each, room for one and a half, two faults", blocks=(2, 2), prefill_pool=3, decode_pool=3),
+    Scenario("renewals, room for one, one fault", prefill_pool=1, decode_pool=1, renewals=True, faults=1),
     Scenario("renewals, room for both, one fault", renewals=True, faults=1),
+    Scenario("nothing is verified, two faults but no damage", prefill_pool=1, verified=0),
+    Scenario("finished before an importer attaches, two faults", finished=True, decode_pool=1),
+    Scenario(
+        "three blocks each, room for one above the watermark, one fault",
+        blocks=(3, 3),
+        prefill_pool=3,
+        decode_pool=4,
+        watermark=1,
+        faults=1,
+    ),
     Scenario(
         "three blocks and one, two faults, no duplicates",
         blocks=(3, 1),
