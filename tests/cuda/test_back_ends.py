@@ -12,7 +12,7 @@ from engine.build import Engine
 from tests.cuda.engines import WIDE, build, on_gpu
 from tests.cuda.test_golden import forced, plans
 from tests.golden.families import BLOCK_SIZE, FAMILIES
-from tests.golden.forced import judge
+from tests.golden.forced import Reference, judge
 
 pytestmark = [pytest.mark.cuda, on_gpu]
 
@@ -25,7 +25,7 @@ ALLOWED = 2.0  # times what transformers' own bfloat16 is off by: both round, in
 def test_the_fallback_back_end_equals_transformers_in_float32(name: str, tmp_path: Path) -> None:
     """The golden tests of all families compare Triton's back end with this one."""
     sequences = forced(build(tmp_path, FAMILIES[name], attention_backend="gather"))
-    verdict = judge(reference(tmp_path, torch.float32), sequences)
+    verdict = judge(Reference(reference(tmp_path, torch.float32)), sequences)
     assert verdict.wrong == 0 and verdict.worst < 1e-3
 
 

@@ -14,7 +14,7 @@ from engine.build import Engine
 from engine.scheduling.step import Chunk, Sample, StepPlan
 from tests.cuda.engines import WIDE, build, on_gpu
 from tests.golden.families import BLOCK_SIZE, FAMILIES
-from tests.golden.forced import Forced, judge, make_sequences, run_step, staggered
+from tests.golden.forced import Forced, Reference, judge, make_sequences, run_step, staggered
 
 pytestmark = [pytest.mark.cuda, on_gpu]
 
@@ -38,7 +38,7 @@ def forced(engine: Engine) -> list[Forced]:
 def test_logits_and_greedy_tokens_are_the_models_own(name: str, graphs: str, tmp_path: Path) -> None:
     sequences = forced(build(tmp_path, FAMILIES[name], cuda_graphs=graphs))
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
-    verdict = judge(reference.eval(), sequences)  # type: ignore[no-untyped-call]
+    verdict = judge(Reference(reference.eval()), sequences)  # type: ignore[no-untyped-call]
 
     assert verdict.worst < 1e-3  # the sums of two devices' products
     assert verdict.wrong == 0

@@ -103,12 +103,27 @@ class Verdict:
     positions: int
 
 
-@torch.inference_mode()
-def judge(reference: PreTrainedModel, sequences: Sequence[Forced]) -> Verdict:
-    """Compare the observed logits with the model's own eager attention on each sequence alone, without a cache."""
+class Reference:
+    """A model's own eager attention on each sequence alone, without a cache; computed once per sequence."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._known: dict[tuple[int, ...], torch.Tensor] = {}
+
+    @torch.inference_mode()
+    def logits(self, token_ids: tuple[int, ...]) -> torch.Tensor:
+        """Return the logits after each token, `[tokens, vocab]`."""
+        if token_ids not in self._known:
+            found = self._model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
+            self._known[token_ids] = found.float()
+        return self._known[token_ids]
+
+
+def judge(reference: Reference, sequences: Sequence[Forced]) -> Verdict:
+    """Compare the observed logits with the reference's."""
     worst, decisive, wrong, positions = 0.0, 0, 0, 0
     for sequence in sequences:
-        logits = reference(input_ids=torch.tensor([sequence.token_ids]), use_cache=False).logits[0].float()
+        logits = reference.logits(sequence.token_ids)
         for position, (row, token_id) in sequence.observed.items():
             worst = max(worst, float((row - logits[position]).abs().max()))
             best, second = logits[position].topk(2).values.tolist()

@@ -5,7 +5,7 @@ reference is the model's own eager attention on each sequence alone, without a c
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,22 +47,14 @@ def kernels() -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Paths:
-    """A pool, two forwards over it, and the reference logits `[positions, vocab]` of every sampled position in
-    order.
+    """The logits `[positions, vocab]` of every sampled position in order: the reference's, and those of runs of the
+    plain forward, of the compiled one, and of both in turns over the same KV.
     """
 
-    runner: ModelRunner
-    plain: Forward
-    compiled: Forward
     truth: torch.Tensor
-
-    def logits(self, forward_of: Callable[[int], Forward]) -> torch.Tensor:
-        """Return the logits of a run whose step i is computed by forward_of(i)."""
-        sequences = make_sequences(seed=1, vocab_size=self.truth.shape[1])
-        for step, members in enumerate(staggered(sequences)):
-            self.runner.forward = forward_of(step)
-            run_step(self.runner, members)
-        return torch.stack([row for sequence in sequences for _, row in in_order(sequence)])
+    plain: torch.Tensor
+    compiled: torch.Tensor
+    mixed: torch.Tensor
 
     def errors(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the error of each row, relative to the spread of the reference's logits."""
@@ -71,12 +63,21 @@ class Paths:
         return errors
 
 
+def logits_of(runner: ModelRunner, vocab_size: int, forward_of: Callable[[int], Forward]) -> torch.Tensor:
+    """Return the logits of a run whose step i is computed by forward_of(i)."""
+    sequences = make_sequences(seed=1, vocab_size=vocab_size)
+    for step, members in enumerate(staggered(sequences)):
+        runner.forward = forward_of(step)
+        run_step(runner, members)
+    return torch.stack([row for sequence in sequences for _, row in in_order(sequence)])
+
+
 def in_order(sequence: Forced) -> list[tuple[int, torch.Tensor]]:
     return [(position, row) for position, (row, _) in sorted(sequence.observed.items())]
 
 
 @pytest.fixture(scope="module", params=COMPILED)
-def paths(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paths]:
+def paths(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Paths:
     folder = saved(request.param, tmp_path_factory.mktemp(request.param))
     loaded = load(settings(folder))
     reference: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -88,8 +89,15 @@ def paths(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     compiled = compiled_forward(settings(folder), other, pool)
     plain = loaded.forward(pool)
     reference.to(torch.float32)  # type: ignore[arg-type]  # its decorator hides the signature
-    yield Paths(ModelRunner(plain, pool), plain, compiled, truth_of(reference))
+    runner, truth = ModelRunner(plain, pool), truth_of(reference)
+    ways: tuple[Callable[[int], Forward], ...] = (
+        lambda _: plain,
+        lambda _: compiled,
+        lambda step: (plain, compiled)[step % 2],
+    )
+    found = Paths(truth, *(logits_of(runner, truth.shape[1], way) for way in ways))
     pool.close()
+    return found
 
 
 @torch.inference_mode()
@@ -122,8 +130,7 @@ def settings(folder: Path) -> EngineSettings:
 
 
 def test_compiled_logits_are_as_exact_as_plain_ones(paths: Paths) -> None:
-    plain = paths.errors(paths.logits(lambda _: paths.plain))
-    compiled = paths.errors(paths.logits(lambda _: paths.compiled))
+    plain, compiled = paths.errors(paths.plain), paths.errors(paths.compiled)
 
     assert compiled.median() <= plain.median()
     assert compiled.max() <= 1.5 * plain.max()
@@ -133,15 +140,14 @@ def test_compiled_greedy_tokens_equal_the_references_where_its_margin_is_clear(p
     best = paths.truth.topk(2, dim=-1).values
     decisive = best[:, 0] - best[:, 1] > DECISIVE * paths.truth.std(dim=-1)
 
-    tokens = paths.logits(lambda _: paths.compiled).argmax(dim=-1)
+    tokens = paths.compiled.argmax(dim=-1)
     assert torch.equal(tokens[decisive], paths.truth.argmax(dim=-1)[decisive])
     assert decisive.float().mean() > 0.5
 
 
 def test_plain_and_compiled_workers_continue_each_others_sequences(paths: Paths) -> None:
     """KV means the same to both forwards: a compiled worker may continue a plain worker's prompt."""
-    plain = paths.errors(paths.logits(lambda _: paths.plain))
-    mixed = paths.errors(paths.logits(lambda step: (paths.plain, paths.compiled)[step % 2]))
+    plain, mixed = paths.errors(paths.plain), paths.errors(paths.mixed)
 
     assert mixed.median() <= plain.median()
     assert mixed.max() <= 1.5 * plain.max()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from cluster.settings.worker_settings import EngineSettings
 from engine.kv.layout import lay_out
@@ -19,7 +19,17 @@ from engine.model.loaded import LoadedModel
 from engine.model.loading import load
 from engine.steps.runner import ModelRunner
 from tests.golden.families import BLOCK_SIZE, CHUNK_TOKENS, FAMILIES, Family
-from tests.golden.forced import NUM_SEQUENCES, Forced, Verdict, judge, make_sequences, num_blocks, run_step, staggered
+from tests.golden.forced import (
+    NUM_SEQUENCES,
+    Forced,
+    Reference,
+    Verdict,
+    judge,
+    make_sequences,
+    num_blocks,
+    run_step,
+    staggered,
+)
 
 ALL_BATCH_SIZES = set(range(1, NUM_SEQUENCES + 1))
 
@@ -27,7 +37,7 @@ ALL_BATCH_SIZES = set(range(1, NUM_SEQUENCES + 1))
 @dataclass(frozen=True, slots=True)
 class Golden:
     loaded: LoadedModel
-    reference: PreTrainedModel
+    reference: Reference
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
@@ -38,8 +48,8 @@ def golden(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     settings = EngineSettings(
         model=str(folder), dtype="float32", device="cpu", block_size=BLOCK_SIZE, max_prefill_tokens=CHUNK_TOKENS
     )
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    return Golden(load(settings), reference.eval())  # type: ignore[no-untyped-call]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return Golden(load(settings), Reference(model.eval()))  # type: ignore[no-untyped-call]
 
 
 @pytest.fixture
@@ -105,12 +115,11 @@ def test_logits_over_a_pool_of_eight_bits_are_near_the_models_own(golden: Golden
     assert judge(golden.reference, few).wrong < 0.05 * sum(len(item.observed) for item in few)
 
 
-@torch.inference_mode()
-def row_errors(reference: PreTrainedModel, sequences: Sequence[Forced]) -> list[float]:
+def row_errors(reference: Reference, sequences: Sequence[Forced]) -> list[float]:
     """Return the error of each observed row, relative to the row's size."""
     errors = []
     for sequence in sequences:
-        logits = reference(input_ids=torch.tensor([sequence.token_ids]), use_cache=False).logits[0].float()
+        logits = reference.logits(sequence.token_ids)
         errors += [float((row - logits[at]).norm() / logits[at].norm()) for at, (row, _) in sequence.observed.items()]
     return errors
 

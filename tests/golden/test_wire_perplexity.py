@@ -4,6 +4,8 @@ import pytest
 
 from tests.golden.wire_perplexity import Increase, increases
 
+pytestmark = pytest.mark.slow
+
 NUM_SEQUENCES = 16
 MOST_PERCENT = {"int8": 0.5, "fp8": 0.5, "int4": 3.0}
 
