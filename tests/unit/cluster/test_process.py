@@ -94,8 +94,15 @@ def test_the_first_signal_requests_a_stop_and_the_second_kills(number: signal.Si
         assert process.wait(DEADLINE_S) == 128 + number
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("module", ["router", "worker", "prefill_worker", "decode_worker"])
+@pytest.mark.parametrize(
+    ("module", "number"),
+    [
+        ("router", signal.SIGTERM),
+        ("worker", signal.SIGINT),
+        ("prefill_worker", signal.SIGTERM),
+        ("decode_worker", signal.SIGINT),
+    ],
+)
 def test_a_signal_during_the_imports_ends_a_member_without_a_word(module: str, number: signal.Signals) -> None:
     """SIGTERM too, which the first process of a container ignores unless it handles it."""
     program = (

@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -134,7 +135,8 @@ def path_of(module: str) -> Path:
     return ROOT / Path(*module.split(".")).with_suffix(".py")
 
 
-def imported(path: Path) -> set[str]:
+@cache
+def imported(path: Path) -> frozenset[str]:
     """Return the full names of imported modules; `from a.b import c` gives both a.b and a.b.c, because c may be a
     module.
     """
@@ -145,7 +147,7 @@ def imported(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             names.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return names
+    return frozenset(names)
 
 
 def is_within(name: str, allowed: set[str]) -> bool:

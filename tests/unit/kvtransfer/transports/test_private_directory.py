@@ -2,19 +2,27 @@
 kill.
 """
 
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 from kvtransfer.transports.shm.pool_file import PrivateDirectory
 
-_HOLDER = """
-import sys
+# Two processes, each of which has a directory; the first one is killed when a line is read. It is a fork of the second
+# one, because each import of torch takes seconds.
+_HOLDERS = """
+import os, signal, sys
 from pathlib import Path
 from kvtransfer.transports.shm.pool_file import PrivateDirectory
+killed = os.fork()
 directory = PrivateDirectory(Path(sys.argv[1]))
-print(directory.path, flush=True)
+print("left" if killed == 0 else "kept", directory.path, flush=True)
+if killed == 0:
+    signal.pause()
+sys.stdin.readline()
+os.kill(killed, signal.SIGKILL)
+os.waitpid(killed, 0)
+print("killed", flush=True)
 sys.stdin.read()
 """
 
@@ -22,22 +30,21 @@ sys.stdin.read()
 def test_the_directory_of_a_killed_process_is_removed_at_the_next_start_and_that_of_a_live_one_stays(
     tmp_path: Path,
 ) -> None:
-    killed, living = _holder(tmp_path), _holder(tmp_path)
-    try:
-        left = _path_of(killed)
-        kept = _path_of(living)
-        killed.send_signal(signal.SIGKILL)
-        killed.wait()
+    command = [sys.executable, "-c", _HOLDERS, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holders:
+        assert holders.stdin is not None and holders.stdout is not None
+        lines = [holders.stdout.readline().split() for _ in range(2)]  # in either order
+        paths = {name: Path(path) for name, path in lines}
+        left, kept = paths["left"], paths["kept"]
+        holders.stdin.write("\n")
+        holders.stdin.flush()
+        assert holders.stdout.readline() == "killed\n"
         assert left.is_dir(), "it could not clean up"
         mine = PrivateDirectory(tmp_path)
         assert not left.exists()
         assert kept.is_dir()
         mine.remove()
         assert not mine.path.exists()
-    finally:
-        for process in (killed, living):
-            process.kill()
-            process.communicate()
 
 
 def test_directory_without_a_lock_is_not_removed(tmp_path: Path) -> None:
@@ -59,13 +66,3 @@ def test_a_directory_with_too_long_a_path_is_created_in_tmp(tmp_path: Path) -> N
     directory = PrivateDirectory(deep)
     assert directory.path.parent == Path("/tmp")
     directory.remove()
-
-
-def _holder(parent: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", _HOLDER, str(parent)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-def _path_of(holder: subprocess.Popen[str]) -> Path:
-    assert holder.stdout is not None
-    return Path(holder.stdout.readline().strip())
