@@ -3,6 +3,7 @@ position. Options that a back end lacks or the interface does not know are refus
 """
 
 import random
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -151,9 +152,16 @@ def test_attention_on_a_cpu_is_right_with_every_option(name: str, options: str) 
     hold_equal(backend(name), make_case(SHAPES["grouped"], OPTIONS[options], "float32", "cpu"), "float32")
 
 
-@pytest.mark.parametrize("name", ["sdpa", "gather"])
-@pytest.mark.parametrize("shape", list(SHAPES))
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def in_turns(
+    ways: Sequence[object], firsts: Iterable[str], seconds: Iterable[str]
+) -> Iterator[tuple[object, str, str]]:
+    """Yield every pair once, with one of two ways: each way meets every first and every second one."""
+    for number, first in enumerate(firsts):
+        for other, second in enumerate(seconds):
+            yield ways[(number + other) % 2], first, second
+
+
+@pytest.mark.parametrize(("name", "shape", "dtype"), list(in_turns(("sdpa", "gather"), SHAPES, TOLERANCE)))
 def test_attention_on_a_cpu_is_right_for_every_shape_and_dtype(name: str, shape: str, dtype: str) -> None:
     hold_equal(backend(name), make_case(SHAPES[shape], OPTIONS["window"], dtype, "cpu"), dtype)
 
@@ -194,9 +202,7 @@ def test_attention_on_a_cpu_is_right_for_any_block_size(block_size: int) -> None
     hold_equal(backend("gather"), case, "float32")
 
 
-@pytest.mark.parametrize("name", ["sdpa", "gather"])
-@pytest.mark.parametrize("shape", list(SHAPES))
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize(("name", "shape", "kv_dtype"), list(in_turns(("sdpa", "gather"), SHAPES, ("int8", "fp8"))))
 def test_attention_on_a_cpu_is_right_for_every_shape_of_8_bit_kv(name: str, shape: str, kv_dtype: str) -> None:
     for dtype in ("float32", "float16"):
         case = make_case(SHAPES[shape], OPTIONS["window"], dtype, "cpu", kv_dtype=kv_dtype)

@@ -141,7 +141,7 @@ def test_a_mixture_that_cannot_be_captured_is_reported_and_draws_the_tokens_of_a
 def test_swapped_blocks_come_back_by_copies_between_pinned_memory_and_the_device(
     gpu: PretendGpu, build: Callable[..., Engine]
 ) -> None:
-    engine = build()
+    engine = build(cuda_graphs="off")
     host_blocks, line = allocate_host_blocks(engine.pool, 4 * engine.pool.block_bytes)
     assert host_blocks is not None and line == "swap: 4 blocks in host memory"
     runner = with_swaps(engine.runner, host_blocks)

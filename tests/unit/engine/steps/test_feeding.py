@@ -31,7 +31,7 @@ __all__ = ["build", "gpu", "on_cpu"]
 
 WAYS = (Sampling(), Sampling(0.8, top_p=0.9), Sampling(0.7, top_k=20, min_p=0.02, num_logprobs=3))
 PROMPTS = (tuple(range(1, 12)), (9, 8, 7), (5, 6, 5, 6, 5, 6, 5))
-NUM_STEPS = 12
+NUM_STEPS = 8
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_on_a_gpu_steps_are_fed_without_a_wait(
 
 
 def test_async_scheduling_is_turned_off_by_its_flag(gpu: PretendGpu, build: Callable[..., Engine]) -> None:
-    engine = build(async_scheduling="off")
+    engine = build(async_scheduling="off", cuda_graphs="off")
     assert "async scheduling: off (--async-scheduling off)" in engine.report
     assert not engine.runner.start(next(steps(None))).can_feed
 
@@ -160,8 +160,8 @@ class _Launching(ModelRunner):
         return self.start(plan)
 
 
-def served(engine: Engine, *, feeds: bool) -> dict[int, list[int]]:
-    """Run eight sequences through scheduler and loop, some of which end by a stop token."""
+def served(engine: Engine, *, feeds: bool, num_sequences: int = 8) -> dict[int, list[int]]:
+    """Run that many sequences through scheduler and loop, some of which end by a stop token."""
     runner = _Launching(engine.runner.forward, engine.pool)
     runner.feeds = feeds
     tokens: dict[int, list[int]] = {}
@@ -172,7 +172,7 @@ def served(engine: Engine, *, feeds: bool) -> dict[int, list[int]]:
             for told in event.tokens if isinstance(event, StepTokens) else ():
                 tokens.setdefault(told.handle, []).append(told.token.token_id)
                 ended.extend([told.handle] if told.token.finish_reason else [])
-        if len(ended) == 8:
+        if len(ended) == num_sequences:
             loop.stop()
 
     limits = SchedulerLimits(
@@ -187,7 +187,7 @@ def served(engine: Engine, *, feeds: bool) -> dict[int, list[int]]:
         on_error=fatal.append,
         on_fatal=fatal.append,
     )
-    for handle in range(8):
+    for handle in range(num_sequences):
         stops = TokenStops(12, 0, frozenset(range(handle, 64, 7)))
         start = (SequenceStart(handle, handle),)
         loop.post(AdmitLocal(DecodeJob("r", 0, ROUTER, PROMPTS[handle % 3], WAYS[handle % 3], stops, start, None, 1e6)))
@@ -214,11 +214,11 @@ def test_on_a_gpu_tokens_are_redrawn_from_their_own_logits(
     engine: Engine, gpu: PretendGpu, build: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next step has overwritten the logits that graphs write to."""
-    expected = served(engine, feeds=False)
+    expected = served(engine, feeds=False, num_sequences=4)
     on_gpu = build()
     assert on_gpu.report[-1].startswith("cuda graphs: 3 sizes")
     redrawn = noting_redrawn(monkeypatch)
-    assert served(on_gpu, feeds=True) == expected
+    assert served(on_gpu, feeds=True, num_sequences=4) == expected
     assert redrawn
 
 
