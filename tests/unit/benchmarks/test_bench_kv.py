@@ -27,7 +27,7 @@ def test_ratios_are_of_medians_to_the_fastest_limit() -> None:
     )
 
 
-@pytest.mark.parametrize("row", ["shm", "tcp"])
+@pytest.mark.parametrize("row", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 async def test_every_column_is_measured_between_two_processes_and_every_cell_is_saved_at_once(row: str) -> None:
     saved: list[int] = []
     cells = await measure([row], TINY, num_pool_blocks=16, keep=lambda cells: saved.append(len(cells)))

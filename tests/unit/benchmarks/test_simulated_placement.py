@@ -68,9 +68,9 @@ def of_auto(workload: Workload, rate_rps: float) -> float:
 @pytest.mark.parametrize(
     ("workload", "rate_rps", "better"),
     [
-        (Workload(512, 64), 2.6, SEPARATE),
+        pytest.param(Workload(512, 64), 2.6, SEPARATE, marks=pytest.mark.slow),
         (Workload(64, 16), 18.0, SEPARATE),
-        (Workload(512, 128), 1.1, SEPARATE),
+        pytest.param(Workload(512, 128), 1.1, SEPARATE, marks=pytest.mark.slow),
         (Workload(2048, 16), 0.34, COLOCATED),
     ],
 )
@@ -133,7 +133,7 @@ def test_two_workers_of_both_roles_are_never_worse_than_fixed_roles_that_are_nea
 @pytest.mark.parametrize(
     ("workload", "rate_rps", "arm"),
     [
-        (Workload(512, 128), 8.7, ((0, 2, 4, 6), (1, 3, 5, 7))),
+        pytest.param(Workload(512, 128), 8.7, ((0, 2, 4, 6), (1, 3, 5, 7)), marks=pytest.mark.slow),
         pytest.param(Workload(64, 128), 26.0, ((), tuple(range(8))), marks=pytest.mark.slow),
     ],
 )

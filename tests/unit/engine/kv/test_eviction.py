@@ -90,7 +90,9 @@ def test_hit_rates_of_lru_on_real_conversations(num_blocks: int, blocks_hit: flo
 
 
 @_needs_trace
-@pytest.mark.parametrize(("num_blocks", "lru", "value"), [(3_000, 0.061, 0.116), (12_000, 0.222, 0.234)])
+@pytest.mark.parametrize(
+    ("num_blocks", "lru", "value"), [pytest.param(3_000, 0.061, 0.116, marks=pytest.mark.slow), (12_000, 0.222, 0.234)]
+)
 def test_the_least_valuable_beats_lru_on_real_conversations(num_blocks: int, lru: float, value: float) -> None:
     """The advantage holds in both halves; the policy was chosen on the first half alone."""
     prompts, _ = _recorded()

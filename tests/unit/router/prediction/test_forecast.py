@@ -48,7 +48,7 @@ def errors(found: list[Served], field: str) -> list[float]:
         (PAIR, Workload(2048, 16), 0.5),
         (COLOCATED, Workload(512, 64), 0.8),
         (COLOCATED, Workload(512, 64), 1.6),
-        (COLOCATED, Workload(2048, 128), 0.5),
+        pytest.param(COLOCATED, Workload(2048, 128), 0.5, marks=pytest.mark.slow),
     ],
 )
 def test_the_first_token_comes_when_it_was_forecast(

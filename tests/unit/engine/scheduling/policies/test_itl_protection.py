@@ -113,7 +113,7 @@ def test_the_batch_class_is_not_protected() -> None:
 
 
 def test_no_step_ends_a_prompt_with_less_than_a_block() -> None:
-    for num_prompt in range(70, 130, 4):
+    for num_prompt in range(70, 130, 12):
         decoded = run([*RUNNING, Asked(arrives_s=1.0, num_prompt=num_prompt, num_output=1)])
         sizes = [work.num_new for began_s, work in mixed(decoded) if began_s >= 1.0]
         assert sum(sizes) == num_prompt

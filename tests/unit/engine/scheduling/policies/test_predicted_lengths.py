@@ -64,7 +64,7 @@ def test_with_known_lengths_four_fifths_of_the_ideal_run_at_once() -> None:
     assert with_oracle.inspected.figures["preemptions"] == 0
 
 
-@pytest.mark.parametrize("wrong", [0.3, 1.0])
+@pytest.mark.parametrize("wrong", [pytest.param(0.3, marks=pytest.mark.slow), 1.0])
 def test_wrong_predictions_cost_preemptions_and_never_exceed_the_pool(wrong: float) -> None:
     with_mistakes = decoded(Oracle(wrong))
     assert share_of_ideal(with_mistakes) >= 0.8

@@ -35,7 +35,7 @@ def served(asked: list[Asked], policy: Policy, *, slots: int = SLOTS, num_blocks
 
 
 def test_mixed_jobs_end_in_half_the_time_of_first_come_and_no_job_waits_for_ever() -> None:
-    asked, policy = mixed_jobs(400), SkipJoinMlfq(promote_after_s=2.0)
+    asked, policy = mixed_jobs(250), SkipJoinMlfq(promote_after_s=2.0)
     by_arrival, by_level = served(asked, FirstCome()), served(asked, policy)
     assert by_level.inspected.figures["displaced"] > 0
     mean_s = [mean(answer.completion_s for answer in decoded.answers) for decoded in (by_arrival, by_level)]
@@ -46,7 +46,7 @@ def test_mixed_jobs_end_in_half_the_time_of_first_come_and_no_job_waits_for_ever
 
 def test_shortest_first_learns_short_jobs_from_their_tenant() -> None:
     """Only the tenant distinguishes a short job."""
-    asked = [replace(one, tenant=f"of {one.num_output}") for one in mixed_jobs(400)]
+    asked = [replace(one, tenant=f"of {one.num_output}") for one in mixed_jobs(250)]
     decode_limits = limits(max_num_seqs=SLOTS)
     by_arrival = decode(asked, scheduler(decode_limits, FirstCome()), PER_STEP)
     by_length = decode(asked, scheduler(decode_limits, ShortestFirst(), LengthPredictor()), PER_STEP)

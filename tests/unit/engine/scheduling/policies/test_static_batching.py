@@ -25,7 +25,7 @@ def padding(decoded: Decoded) -> float:
     return 1 - sum(map(sum, batches)) / sum(len(batch) * max(batch) for batch in batches)
 
 
-@pytest.mark.parametrize("by", [8, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("by", [16, pytest.param(1, marks=pytest.mark.slow)])
 def test_groups_of_eight_conversations_use_55_percent_of_their_slots(by: int) -> None:
     asked = shortened(conversation_rows(2000), by)
     decoded = in_batches(asked)
