@@ -268,6 +268,8 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             raise Draining("this decode worker is draining; try another")
         if self._streams.get(job.router) is None:
             raise Unavailable(f"no stream from {job.router} here; call Connect first")
+        if in_use := self._handles.of(job.router).intersection(s.handle for s in job.sequences):
+            raise DuplicateRequest(f"handle {min(in_use)} is in use")  # the live sequence of that handle continues
         known = job.prompt_token_ids, *(s.committed_token_ids for s in job.sequences), job.sampling.token_ids
         highest = max(max(token_ids, default=0) for token_ids in known)
         if highest >= self._vocab_size:
