@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from cluster.errors import Cancelled
 from cluster.observe.telemetry import Telemetry
 from cluster.observe.trace_context import RequestTrace
 from router.policies.candidates import NO_TARGETS, SloTargets
@@ -294,8 +295,9 @@ class RequestAccount:
         self._telemetry.count("tandem_requests_total", outcome=outcome)
         self._count_tokens()
         if not self._is_admitted:
-            service_class = "batch" if self._is_batch else "interactive"
-            self._telemetry.count("tandem_requests_refused_total", reason=outcome, service_class=service_class)
+            if outcome != Cancelled.reason:  # its client left before the router had decided
+                service_class = "batch" if self._is_batch else "interactive"
+                self._telemetry.count("tandem_requests_refused_total", reason=outcome, service_class=service_class)
             return
         for phase in ledger.phases:
             self._telemetry.observe("tandem_phase_seconds", phase.duration_s, phase=phase.name)

@@ -52,6 +52,16 @@ def test_the_first_token_time_is_that_of_the_first_delivered_token() -> None:
     assert account.ledger(15.0).ttft_s == 2.0
 
 
+@pytest.mark.parametrize(("outcome", "is_refused"), [("queue_full", True), ("cancelled", False)])
+def test_a_request_that_its_client_cancels_before_it_is_admitted_is_not_refused(outcome: str, is_refused: bool) -> None:
+    telemetry = Telemetry()
+    account = RequestAccount(telemetry, 0.0)
+    account.publish(account.explanation("r", 1.0, outcome))
+    assert telemetry.value("tandem_requests_total", outcome=outcome) == 1
+    refused = telemetry.by_labels("tandem_requests_refused_total")
+    assert refused == ({(outcome, "interactive"): 1} if is_refused else {})
+
+
 @pytest.mark.parametrize(
     ("targets", "missed"),
     [
