@@ -86,6 +86,7 @@ class _BaseGeneration:
         self._progress = parameters.progress()
         self._pending: deque[Delta] = deque()
         self._has_metadata = False
+        self._failure: TandemError | None = None  # the error that ended the generation: each later read raises it again
 
     @property
     def request_id(self) -> str:
@@ -133,6 +134,15 @@ class Generation(_BaseGeneration):
         return self
 
     def __next__(self) -> Delta:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return self._next_delta()
+        except TandemError as error:
+            self._failure = error
+            raise
+
+    def _next_delta(self) -> Delta:
         while not self._pending:
             try:
                 with translated_errors(), self._watch.waiting(self._keepalive, self._call.cancel, self._ping):
@@ -203,7 +213,20 @@ class AsyncGeneration(_BaseGeneration):
 
     async def __anext__(self) -> Delta:
         if self._closed.is_set():
-            raise _closed()
+            raise self._failure or _closed()
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return await self._next_delta()
+        except TandemError as error:
+            self._failure = error
+            raise
+        except asyncio.CancelledError:  # of the reader's task: gRPC has ended the call with it
+            self._failure = _cancelled_read()
+            self._call.cancel()
+            raise
+
+    async def _next_delta(self) -> Delta:
         while not self._pending:
             try:
                 with translated_errors(), waiting(self._keepalive, self._call.cancel, self._ping):
@@ -304,3 +327,7 @@ def _keepalive_lost(router: str, timer: KeepAliveTimer) -> Unavailable:
 
 def _closed() -> Cancelled:
     return Cancelled("this generation was closed", reason="cancelled")
+
+
+def _cancelled_read() -> Cancelled:
+    return Cancelled("a read of this generation was cancelled, and the generation with it", reason="cancelled")
