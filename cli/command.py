@@ -1,6 +1,7 @@
 """Dispatches a `tandem` command to its verb and converts the result to an exit status."""
 
 import argparse
+import codecs
 import os
 import platform
 import sys
@@ -8,6 +9,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
+from io import TextIOWrapper
 from types import ModuleType
 from typing import NoReturn
 
@@ -56,6 +58,7 @@ _EXTRAS = {"up": "local", "demo": "local"}  # of verbs that start members
 def run(arguments: Sequence[str] | None) -> int:
     """Run a command and return its exit status. An expected error is one line on stderr."""
     _open_missing_files()
+    _show_all_characters()
     try:
         try:
             return _run(arguments)
@@ -90,6 +93,12 @@ def _open_missing_files() -> None:
         sys.stdin = open(os.devnull)  # noqa: SIM115 -- until the process ends
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 -- as above
+
+
+def _show_all_characters() -> None:
+    """Print a question mark for each character that the encoding of stdout lacks, instead of failing."""
+    if isinstance(sys.stdout, TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name != "utf-8":
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _discard_output() -> None:

@@ -50,7 +50,7 @@ def _plain(message: str) -> str:
     if wrong := re.fullmatch(r"invalid choice: (.+) \(choose from (.+)\)", problem):
         return f"{name} must be one of {wrong[2].replace(chr(39), '')}, not {wrong[1]}"
     if problem == "expected one argument":
-        return f"{name} needs a value"
+        return f"{name} needs a value; one that begins with - is given as {name}=VALUE"
     return f"missing: {problem}" if name == "the following arguments are required" else f"{name}: {problem}"
 
 

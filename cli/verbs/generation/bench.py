@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ from cli.load import (
 )
 from cli.table import table
 from cluster.errors import ConfigError
+from cluster.settings.worker_settings import flag_of
 
 HELP = "load a cluster in an open loop and measure TTFT, ITL, E2E and goodput"
 
@@ -75,11 +77,10 @@ def arrivals_from(arguments: argparse.Namespace) -> list[Arrival]:
         "--prompt-tokens": arguments.prompt_tokens,
         "--output-tokens": arguments.output_tokens,
     }
-    for flag, value in {**drawn, "--num-requests": arguments.num_requests}.items():
-        if value is not None and value <= 0:
-            raise ConfigError(f"{flag} must be positive, not {value}")
-    if arguments.time_scale <= 0 or arguments.length_scale <= 0:
-        raise ConfigError("--time-scale and --length-scale must be positive")
+    others = ("num_requests", "time_scale", "length_scale", "slo_ttft_s", "slo_itl_s", "timeout_s")
+    for flag, value in {**drawn, **{flag_of(name): getattr(arguments, name) for name in others}}.items():
+        if value is not None and not 0 < value < math.inf:  # not NaN either
+            raise ConfigError(f"{flag} must be a positive, finite number, not {value:g}")
     if arguments.trace is None:
         return poisson(
             arguments.rate or 2.0,

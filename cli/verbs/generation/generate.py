@@ -275,6 +275,8 @@ def _ids(text: str) -> list[int]:
 def _bias(text: str) -> tuple[int, float]:
     try:
         token_id, bias = text.split("=")
+        if int(token_id) < 0:
+            raise ValueError
         return int(token_id), float(bias)
     except ValueError:
         raise argparse.ArgumentTypeError(

@@ -261,6 +261,8 @@ def test_the_same_seed_makes_the_same_run() -> None:
         ("--rate", "0"),
         ("--num-requests", "-1"),
         ("--length-scale", "0"),
+        *((flag, value) for flag in ("--rate", "--time-scale", "--slo-ttft-s") for value in ("nan", "inf", "-1", "0")),
+        ("--timeout-s", "nan"),
         ("--trace", "x.csv", "--rate", "3"),
     ],
 )

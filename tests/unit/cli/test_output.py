@@ -23,3 +23,18 @@ def test_a_command_ends_in_order_whatever_becomes_of_its_output(redirection: str
     )
     assert ended.returncode == status, ended.stderr
     assert ended.stderr.startswith(told) and len(ended.stderr.splitlines()) == bool(told)
+
+
+def test_characters_that_the_terminal_lacks_are_question_marks() -> None:
+    program = (
+        "import sys; from cli import command; from cli.top import session; from tandem.v1 import admin_pb2; "
+        "answer = admin_pb2.OverviewResponse(routers=[admin_pb2.RouterOverview(router='\\xe9@1')]); "
+        "session.Cluster = lambda arguments: type('Empty', (), {'overview': lambda *_: answer})(); "
+        "sys.exit(command.run(['top', '--once']))"
+    )
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    ended = subprocess.run(
+        (sys.executable, "-c", program), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "?" in ended.stdout
