@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
-from statistics import fmean, median
+from statistics import fmean, median, median_low
 from typing import TypeAlias
 
 from cluster.service_times import (
@@ -53,6 +53,7 @@ _MAX_RANGES = 64
 _NUM_ERRORS = 64
 _NUM_FACTORS = 15
 _MIN_SECONDS = 1e-7
+_CONTEXT_DOUBT = 1e-8  # steps of one size do not show what context costs: of short ones next to nothing
 IDLE_S = 30.0
 _PREFILL_GROUP, _DECODE_GROUP = 4, 32  # steps at least
 _GROUP_S = 0.5  # of computed steps at least: on a busy machine shorter means differ by chance
@@ -202,6 +203,7 @@ class _ModelFit:
             equations.add_all(self._recent, 1.0)
             for of_range in self._ranges.values():
                 equations.add_all(of_range, _RANGE_WEIGHT)
+            equations.prefer_zero(2, _CONTEXT_DOUBT)
             fixed, per_number, per_total = equations.solve()
             self._coefficients, self._is_changed = (fixed, per_number, per_total), False
         return self._coefficients
@@ -292,17 +294,18 @@ class _FactorFit:
     """
 
     def __init__(self) -> None:
-        self._factors: deque[float] = deque(maxlen=_NUM_FACTORS)
+        # As if two steps had taken the sum: the first ones of a worker may be very slow, and then it gets no others.
+        self._factors: deque[float] = deque((1.0, 1.0), maxlen=_NUM_FACTORS)
         self._errors: deque[float] = deque(maxlen=_NUM_ERRORS)
         self.times: MixedTimes | None = None
 
     def add(self, known: ServiceTimes, work: StepWork, seconds: float) -> None:
         self._errors.append(abs(known.seconds(work) - seconds) / seconds)
         self._factors.append(seconds / max(known.both_s(work), _MIN_SECONDS))
-        self.times = MixedTimes(median(self._factors), median(self._errors))
+        self.times = MixedTimes(median_low(self._factors), median(self._errors))
 
 
-_RIDGE = 1e-9  # of each feature's own square: equations that cannot tell features apart share between them
+_RIDGE = 1e-11  # of each feature's own square: equations that cannot tell features apart share between them
 _LEAST_NORM = 1e-100  # of a feature over all measurements: the squares of smaller numbers have too few digits
 
 
@@ -325,6 +328,11 @@ class NormalEquations:
         """Multiply the targets of all measurements so far."""
         for row in range(self.num_features):
             self._sums[self._at(row, self.num_features)] *= factor
+
+    def prefer_zero(self, feature: int, share: float) -> None:
+        """Prefer a coefficient of 0 where the measurements cannot tell this feature from others. `share`: of its own
+        square; the smaller it is, the less it changes what was measured."""
+        self._sums[self._at(feature, feature)] *= 1 + share
 
     def add_all(self, other: "NormalEquations", factor: float) -> None:
         """Add the measurements of another problem with `factor` times their weights."""

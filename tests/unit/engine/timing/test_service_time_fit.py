@@ -228,6 +228,25 @@ def test_a_mixed_step_is_predicted_from_its_parts_and_then_from_mixed_steps() ->
     assert isinstance(times_of(fit).mixed, MixedTimes)
 
 
+@pytest.mark.parametrize("num_slow", [1, 2])
+def test_mixed_steps_that_are_slow_once_do_not_change_the_factor(num_slow: int) -> None:
+    """The first steps of a kind may compile kernels. A worker whose factor they set gets no others."""
+    fit, work = started(), mixed(128, 0, 8, 256)
+    run(fit, [work] * num_slow, lambda work: 30.0)
+    assert times_of(fit).seconds(work) == pytest.approx(exact(work))
+    run(fit, [work] * 20, lambda work: 1.5 * exact(work))
+    assert times_of(fit).seconds(work) == pytest.approx(1.5 * exact(work), rel=0.01)
+
+
+def test_a_model_that_is_measured_by_one_step_of_each_kind_predicts_long_prompts_about_in_proportion() -> None:
+    """Predictions that are far too late refuse a request, and a worker without requests never corrects them."""
+    fit = ServiceTimeFit()
+    fit.start([TimedStep(prefill(16, 0), 0.4), TimedStep(decode(1, 16), 0.2)])
+    for num_tokens in (64, 512, 2048, 8192):
+        assert 0.1 < times_of(fit).prefill_s(num_tokens) / (0.4 * num_tokens / 16) < 1.0
+    assert times_of(fit).step_s(1, 4096) < 0.5
+
+
 def _chunk(start: int, num_tokens: int, num_draft_tokens: int = 0) -> Chunk:
     samples = (Sample(0, start + num_tokens, Sampling()),)
     return Chunk(0, (1,) * num_tokens, start, (0,), samples, num_draft_tokens)
