@@ -8,8 +8,8 @@ costs a few dozen of them however long the work is.
 `UnmodelledTimes` learns from this router's own requests the delays that a forecast leaves out. Every first token also
 waits for messages, threads and the router itself, and every token for other processes of the worker's machine and for
 more or fewer sequences and prompts than were expected. The median difference of a worker's recent requests is added to
-the next prediction, and their median factor multiplies it: single outliers change nothing, and a change of the worker
-is followed within a few requests.
+the next prediction, and their median factor multiplies it: single outliers change nothing, nor does a single pause that
+delays many requests, and a change of the worker is followed within a few requests.
 """
 
 import bisect
@@ -307,8 +307,7 @@ def _alone_s(work: WorkAhead, prompt: PromptWork) -> float:
 _NUM_REQUESTS = 21  # of which the median is taken
 _LEAST_REQUESTS = 3  # fewer count for nothing
 _MAX_AGE_S = 120.0  # of a request: a worker that was avoided since then gets work again
-_MAX_TTFT_S = 1.0
-_MIN_FACTOR, _MAX_FACTOR = 0.5, 4.0
+_MAX_TTFT_S, _MIN_FACTOR, _MAX_FACTOR = 1.0, 0.5, 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +328,7 @@ class UnmodelledTimes:
     def __init__(self) -> None:
         self._ttft_s = {is_export: _RecentMedian(0.0) for is_export in (False, True)}
         self._itl_factor = _RecentMedian(1.0)
+        self.late_ttft, self.late_itl = _Late(), _Late()
 
     def record_ttft(self, modelled_s: float, real_s: float, now_s: float, *, is_export: bool) -> None:
         """Record the time to first token of a request whose prompt this worker computed."""
@@ -355,12 +355,27 @@ class ModelledRequest:
     decodes: UnmodelledTimes  # of the worker that decodes it; the same if it does both
 
     def record_first_token(self, now_s: float) -> None:
-        is_export = self.computes is not self.decodes
-        self.computes.record_ttft(self.ttft_s, now_s - self.sent_s, now_s, is_export=is_export)
+        is_export, real_s = self.computes is not self.decodes, now_s - self.sent_s
+        if real_s - self.ttft_s <= _MAX_TTFT_S or self.computes.late_ttft.counts(self.sent_s, now_s):
+            self.computes.record_ttft(self.ttft_s, real_s, now_s, is_export=is_export)
 
     def record_end(self, itl_s: float, now_s: float) -> None:
         """Record the mean time between its tokens."""
-        self.decodes.record_itl(self.itl_s, itl_s, now_s)
+        if itl_s <= _MAX_FACTOR * self.itl_s or self.decodes.late_itl.counts(self.sent_s, now_s):
+            self.decodes.record_itl(self.itl_s, itl_s, now_s)
+
+
+@dataclass(slots=True)
+class _Late:
+    """The requests whose times exceed every correction. A pause delays all requests that wait: they count as one."""
+
+    _latest_s: float = -math.inf  # when the latest one that counts was measured
+
+    def counts(self, sent_s: float, now_s: float) -> bool:
+        """Return whether such a request counts: it was sent after the latest one that did was measured."""
+        if is_another := sent_s >= self._latest_s:
+            self._latest_s = now_s
+        return is_another
 
 
 class _RecentMedian:
@@ -380,6 +395,6 @@ class _RecentMedian:
             self._values.popleft()
             self._median = None
         if self._median is None:
-            is_known = len(self._values) >= _LEAST_REQUESTS
-            self._median = median(value for _, value in self._values) if is_known else self._default
+            values = [value for _, value in self._values]
+            self._median = median(values) if len(values) >= _LEAST_REQUESTS else self._default
         return self._median

@@ -62,6 +62,31 @@ def test_the_learned_corrections_are_always_within_bounds(excess_s: list[float],
     assert 0.5 <= unmodelled.itl_factor <= 4.0
 
 
+def _served(times: UnmodelledTimes, sent_s: float, late_s: float, itl_s: float = 0.01) -> None:
+    request = ModelledRequest(0.3, 0.01, sent_s=sent_s, computes=times, decodes=times)
+    request.record_first_token(sent_s + 0.3 + late_s)
+    request.record_end(itl_s, sent_s + 0.4 + late_s)
+
+
+@pytest.mark.parametrize("num_before", [0, 21])
+def test_a_pause_that_delays_all_requests_of_a_worker_changes_nothing(num_before: int) -> None:
+    """The worker stands still for 5 s with 20 requests; then it may get no others that show its speed."""
+    times = UnmodelledTimes()
+    for number in range(num_before):
+        _served(times, float(number), late_s=0.02)
+    for number in range(20):
+        _served(times, 30.0 + number / 10, late_s=5.0 - number / 10, itl_s=0.09)
+    known = times.at(40.0)
+    assert (known.here_s, known.itl_factor) == pytest.approx((0.02 if num_before else 0.0, 1.0))
+
+
+def test_a_worker_that_stays_late_is_known_as_late() -> None:
+    times = UnmodelledTimes()
+    for number in range(3):
+        _served(times, 10.0 * number, late_s=5.0, itl_s=0.09)
+    assert astuple(times.at(30.0)) == pytest.approx(astuple(Unmodelled(here_s=1.0, itl_factor=4.0)))
+
+
 def test_a_request_updates_the_models_of_the_workers_that_computed_and_decoded_it() -> None:
     computes, decodes = UnmodelledTimes(), UnmodelledTimes()
     for number in range(3):
