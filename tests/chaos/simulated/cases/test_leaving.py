@@ -9,7 +9,7 @@ from tests.chaos.simulated.schedules.mishaps import Kind, Mishap, Phase
 from tests.chaos.simulated.schedules.schedule import Ask, Schedule, plain_schedule
 from tests.chaos.simulated.world import run_schedule
 
-_FIXED = range(12)
+_FIXED = range(8)
 
 
 def leaving(seed: int) -> Schedule:

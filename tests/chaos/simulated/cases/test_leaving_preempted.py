@@ -11,7 +11,7 @@ from tests.chaos.simulated.schedules.mishaps import Kind, Mishap, Phase
 from tests.chaos.simulated.schedules.schedule import Ask, Schedule, plain_schedule
 from tests.chaos.simulated.world import run_schedule
 
-_SEEDS = range(1, 24)  # a third of them has one
+_SEEDS = range(6, 24)  # the first has one, and a fourth of the others
 
 
 def _crowded(seed: int) -> Schedule:

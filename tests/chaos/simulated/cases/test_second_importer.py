@@ -18,7 +18,7 @@ from tests.chaos.simulated.schedules.mishaps import Kind, Mishap, Phase
 from tests.chaos.simulated.schedules.schedule import Ask, Schedule, plain_schedule
 from tests.chaos.simulated.world import run_schedule
 
-_FIXED = range(16)
+_FIXED = range(8)
 _READ_FAILS_FIRST = (117, 136, 252)  # of `exporter_dies`: in some the failed read reaches the router before the death
 _COARSE_TICK_S = 0.05
 _NUM_ASKS = 4

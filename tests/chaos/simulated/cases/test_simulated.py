@@ -34,7 +34,8 @@ from tests.chaos.simulated.schedules.mishaps import Kind, Mishap, Phase
 from tests.chaos.simulated.schedules.schedule import Ask, Schedule, plain_schedule
 from tests.chaos.simulated.world import run_schedule
 
-_FIXED = range(50)
+# Of the first 150 seeds the fewest that together reach whatever the first fifty reach, in less than half of their time.
+_FIXED = (2, 3, 11, 18, 23, 24, 26, 28, 29, 31, 32, 39, 43, 45, 47, 48, 49, 55, 57, 74, 104, 115, 125)
 _MIXED = frozenset(
     {
         "step: decode + export",
@@ -237,9 +238,9 @@ BREAKS = (
 
 def test_the_schedule_of_each_deliberate_fault_is_harmless_without_the_fault() -> None:
     with simulated_machine():
-        for broken in BREAKS:
-            for seed in range(6):
-                assert not run_schedule(broken.provoke(seed)).violations
+        for provoke in dict.fromkeys(broken.provoke for broken in BREAKS):
+            for seed in range(3):
+                assert not run_schedule(provoke(seed)).violations
 
 
 @pytest.mark.parametrize("broken", BREAKS, ids=lambda broken: broken.name.replace(" ", "-"))
