@@ -154,7 +154,7 @@ async def _has_let_go(members: list[Member], before: dict[str, _Taken]) -> bool:
 
 
 async def test_a_flood_and_slow_clients_leave_nothing_behind(cluster: LocalCluster) -> None:
-    await _survives(cluster, num_requests=300, num_slow=8)
+    await _survives(cluster, num_requests=150, num_slow=8)
 
 
 @pytest.mark.slow

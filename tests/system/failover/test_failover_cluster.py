@@ -30,7 +30,7 @@ async def test_http_streams_survive_a_prefill_and_a_decode_worker(cluster: Local
         http_client=openai.DefaultAsyncHttpxClient(verify=False),
     ) as client:
         questions: list[Any] = [
-            {"model": "", "prompt": [*range(30 + i, 70)], "max_tokens": 200, "temperature": temperature, "seed": 7}
+            {"model": "", "prompt": [*range(30 + i, 70)], "max_tokens": 120, "temperature": temperature, "seed": 7}
             | {"extra_body": {"ignore_eos": True}}
             for i, temperature in enumerate((0.0, 0.0, 0.8))
         ]

@@ -287,7 +287,7 @@ async def test_hand_offs_wait_while_either_pool_is_full(redis_url: str, tmp_path
     cluster = LocalCluster(redis_url, tmp_path, flags=(*_FLAGS, *_PATIENT))
     try:
         await cluster.start()
-        answers = await asyncio.gather(*(ask(cluster, _QUESTION) for _ in range(48)))
+        answers = await asyncio.gather(*(ask(cluster, _QUESTION) for _ in range(24)))
         await cluster.until_free()
     finally:
         codes = await cluster.stop()
@@ -299,7 +299,7 @@ async def test_hand_offs_wait_while_either_pool_is_full(redis_url: str, tmp_path
 async def test_a_sequence_that_cannot_move_continues_at_its_worker(whole: Suite) -> None:
     """Each decode worker has a different transport here, so neither can read from the other. If an answer is complete
     before its sequences were to move three times, another one is asked for."""
-    request = question(range(30, 90), max_tokens=250, n=2, ignore_eos=True)
+    request = question(range(30, 90), max_tokens=140, n=2, ignore_eos=True)
     undisturbed = await ask(whole.cluster, request)
     num_kept = 0
     async with asyncio.timeout(_DEADLINE_S):

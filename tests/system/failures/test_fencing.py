@@ -34,7 +34,7 @@ from tests.system.rigs.processes.local_cluster import LocalCluster, Member
 
 _HANDLE = 7
 TIMEOUT_S = 60.0
-_QUESTION = question(range(30, 70), max_tokens=300, ignore_eos=True)
+_QUESTION = question(range(30, 70), max_tokens=200, ignore_eos=True)
 in_session = pytest.mark.asyncio(loop_scope="session")
 
 

@@ -24,7 +24,7 @@ from tests.system.rigs.processes.local_cluster import LocalCluster, forked
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 _QUESTION = question([20 + i % 700 for i in range(200)], max_tokens=6, ignore_eos=True)
-_STREAM = question(range(30, 70), max_tokens=300, ignore_eos=True)
+_STREAM = question(range(30, 70), max_tokens=180, ignore_eos=True)
 _FLAGS = (
     *("--dtype", "float32", "--num-blocks", "128", "--kv-transports", "tcp", "--prefix-caching", "off"),
     *("--lease-s", "10"),  # it ends after the cut, and not while a busy machine lets a read wait that is held
