@@ -23,6 +23,8 @@ PYTEST_ARGS ?=
 # The number of processes that run tests, each of them whole files in the order of tests/conftest.py: the longest first,
 # and not those with most tests, as pytest-xdist would by itself. 0: one process, as `pytest` alone.
 TEST_PROCESSES ?= 2
+# Where this is set, every program that a test starts would compile all of its modules again.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 REPEAT_ARGS ?=
 SOAK_ARGS ?=
