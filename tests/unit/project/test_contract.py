@@ -40,7 +40,8 @@ def test_the_committed_stubs_equal_the_generated_ones(tmp_path: Path) -> None:
 
 
 def _stubs_below(root: Path) -> dict[str, str]:
-    return {str(path.relative_to(root)): path.read_text() for path in (root / "tandem").rglob("*_pb2*.py*")}
+    found = (path for pattern in ("*_pb2*.py", "*_pb2*.pyi") for path in (root / "tandem").rglob(pattern))
+    return {str(path.relative_to(root)): path.read_text() for path in found}
 
 
 def test_every_service_message_field_and_value_has_a_comment(files: list[FileDescriptorProto]) -> None:
