@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from tests.chaos.__main__ import run_plan
 from tests.chaos.members import forked_cluster
 from tests.chaos.plan import Fault, Kind, Phase, Round
@@ -15,6 +17,7 @@ _FAULTS = (
 _NUM_DECODED = 150  # long enough to be met while it is decoded
 
 
+@pytest.mark.slow
 async def test_members_that_end_at_the_worst_moments_lose_no_token() -> None:
     plan = [Round(number, number, fault, victim=0, for_s=0.5, jump_s=0.0) for number, fault in enumerate(_FAULTS)]
     every = make_questions(num_mixed=6)

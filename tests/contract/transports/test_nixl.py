@@ -205,6 +205,7 @@ async def test_an_importer_that_is_killed_in_mid_read_harms_neither_the_exporter
         assert there.reachable(here.endpoint())
 
 
+@pytest.mark.slow
 async def test_a_cut_link_ends_the_read_at_its_deadline_and_the_importer_works_when_it_is_healed() -> None:
     environment = EMULATED | {"UCX_NET_DEVICES": INTERFACE}
     with joined_namespaces() as cable:

@@ -74,6 +74,7 @@ async def test_a_decode_worker_killed_mid_stream_is_a_gap_only(cluster: LocalClu
     pytest.fail("no answer lost its worker")
 
 
+@pytest.mark.slow
 async def test_messages_of_a_woken_decode_worker_are_dropped(cluster: LocalCluster) -> None:
     undisturbed = await ask(cluster, _STREAM)
     for _ in range(_MOST_ATTEMPTS):  # an answer may end before its worker is stopped

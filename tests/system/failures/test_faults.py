@@ -234,6 +234,7 @@ async def test_a_failed_read_is_named_and_repeated(whole: Suite, transport: str,
     assert reason in answer.ledger.reasons, answer.ledger
 
 
+@pytest.mark.slow
 async def test_reads_that_outlive_their_leases_are_named_and_repeated(impatient: Suite) -> None:
     """Each fault is ordered of every transport at once, because it takes as long as a lease lasts."""
     for fault in (Fault.STALLED, Fault.LATE):

@@ -91,6 +91,7 @@ async def test_a_link_cut_during_a_hand_off_loses_no_request(two_hosts: TwoHosts
     await _heal(two_hosts)
 
 
+@pytest.mark.slow
 async def test_a_link_cut_during_a_stream_loses_no_token(two_hosts: TwoHosts) -> None:
     cluster = two_hosts.cluster
     undisturbed = await ask(cluster, _STREAM)

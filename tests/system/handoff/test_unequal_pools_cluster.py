@@ -67,6 +67,7 @@ async def test_a_complete_cluster_refuses_a_request_that_no_worker_can_hold_at_o
     _is_named(refused.value)
 
 
+@pytest.mark.slow
 async def test_a_stream_outlives_its_only_large_worker_and_continues_when_the_worker_is_back(
     unequal: LocalCluster,
 ) -> None:

@@ -129,6 +129,7 @@ async def _gone_for_longer_than_a_lease(cluster: Cluster, back: Awaitable[None])
     await cluster.members.until_free()
 
 
+@pytest.mark.slow
 async def test_redis_killed_beyond_the_registration_ttl_and_back_empty_loses_no_request(cluster: Cluster) -> None:
     async def start() -> None:
         cluster.redis = await RedisServer.start(cluster.redis.port)

@@ -100,6 +100,7 @@ async def until_connected(tandem: Command, *names: str) -> None:
                 return
 
 
+@pytest.mark.slow
 async def test_streams_lose_no_token_while_workers_join_and_leave(
     up: Up, tandem: Command, undisturbed: list[tuple[int, ...]]
 ) -> None:

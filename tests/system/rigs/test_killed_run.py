@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 STARTS_WITHIN_S, ENDS_WITHIN_S = 180.0, 60.0
 
 
-@pytest.mark.parametrize("victim", ["the run", "the process of pytest-xdist"])
+@pytest.mark.parametrize("victim", ["the run", pytest.param("the process of pytest-xdist", marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_leaves_no_process(victim: str, tmp_path: Path) -> None:
     pipe = tmp_path / "started"
     os.mkfifo(pipe)
