@@ -16,8 +16,8 @@ async def until(
     pause_s: float = 0.005,
 ) -> Seen:
     """Poll until the condition holds, and return the value for which it does. `what`: the expected state, for the error
-    at the deadline. `pause_s`: between two looks, which take processor time from what brings the state about; longer for
-    a state that lasts.
+    at the deadline. `pause_s`: between two looks, which take processor time from what brings the state about; longer
+    for a state that lasts.
     """
     seen: Seen | str = "nothing"
     try:
