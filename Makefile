@@ -54,7 +54,7 @@ help: ## this list
 demo: $(VENV)/.base ## one prompt through a router, a prefill and a decode worker on the demo model
 	@$(BIN)/tandem demo
 
-test: $(VENV)/.test ## the tests, in seven to eight minutes on two cores; PYTEST_ARGS="-k registry" for some of them
+test: $(VENV)/.test ## the tests, in about twelve minutes on two cores; PYTEST_ARGS="-k registry" for some of them
 	@$(PYTEST) $(PYTEST_ARGS)
 
 test-clients: $(VENV)/.test $(CLIENTS)/.made ## clients, load tools and a schema tester not written here, against a real cluster
