@@ -46,9 +46,9 @@ from engine.scheduling.scheduler import SequenceScheduler
 from engine.scheduling.step import DrawnToken, StepPlan, StepResult
 from engine.timing.service_time_fit import step_work
 from router.policies.candidates import RequestFacts, WorkerLoad
-from router.policies.forecast import UnmodelledTimes
 from router.policies.placement import Policy
 from router.policies.prediction import Prediction, predict
+from router.policies.unmodelled import UnmodelledTimes
 from router.policies.work_ahead import PromptBacklog, SequenceProgress, WorkAhead, batch_of
 
 _ROUTER = MemberId("router", "1")

@@ -26,7 +26,7 @@ from cluster.service_times import ServiceTimes
 from router.fleet.decode_events import Sequences
 from router.fleet.worker_health import Answer, WorkerHealth
 from router.fleet.worker_stream import RouterSide, WorkerStream
-from router.policies.forecast import UnmodelledTimes
+from router.policies.unmodelled import UnmodelledTimes
 from router.policies.work_ahead import SequenceProgress
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 

@@ -120,6 +120,7 @@ PURE = [
     "router.policies.prediction",
     "router.policies.slo_aware",
     "router.policies.prefix_index",
+    "router.policies.unmodelled",
     "tandem.keepalive",
 ]
 # Deciding modules among them: neither read a clock nor wait.

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policies.forecast import NOTHING_UNMODELLED, ModelledRequest, Unmodelled, UnmodelledTimes
+from router.policies.unmodelled import NOTHING_UNMODELLED, ModelledRequest, Unmodelled, UnmodelledTimes
 
 REAL_S = st.floats(-1e6, 1e6, allow_nan=False)
 
