@@ -33,9 +33,7 @@ class Registration:
         self._registry, self._on_role = registry, on_role
         self._writing = asyncio.Lock()  # writes on two connections to Redis could change their order
         self._changes: set[asyncio.Task[Role]] = set()  # of the role, in progress
-        self._registered_role: Role | None = (
-            None  # while the registry may not have the present one, the one that it has
-        )
+        self._registered_role: Role | None = None  # that the registry has, while it may not have the present one
         self._state = member.state
         self._is_unhealthy = False
         self.member = member

@@ -39,7 +39,7 @@ async def test_an_unexpected_error_while_a_communicator_is_made_ends_the_link(wh
         raise MemoryError
 
     library.connect = connect  # type: ignore[method-assign]
-    async with sides(replace(LIMITS, initialise_s=0.2), **only(who, library)) as side:
+    async with sides(replace(LIMITS, initialise_s=0.2, warm_s=0.2), **only(who, library)) as side:
         with pytest.raises(TransportError):
             await side.open_channel()
         peers = side.exporter._peers if who == "exports" else side.importer._peers

@@ -285,6 +285,8 @@ def test_measurements_of_link_checks_are_published(tandem: Command) -> None:
         (("generate", PROMPT, "--timeout-s", "0"), "--timeout-s must be positive, not 0"),
         (("generate", "--prompt-token-ids", "-1"), "token_ids must be integers from 0"),
         (("generate", "--prompt-token-ids", "999999"), "999999"),
+        (("generate", PROMPT, "--logit-bias", "-7=1"), "--logit-bias needs a value; one that begins with -"),
+        (("generate", PROMPT, "--logit-bias=-7=1"), "must be a token id and a number, such as 7=-100, not '-7=1'"),
         (("generate", PROMPT, "--model", "another"), "another"),
         (("generate", PROMPT, "--address", "nowhere"), "host:port"),
         (("status", "--address", "127.0.0.1:1"), "127.0.0.1:1"),
