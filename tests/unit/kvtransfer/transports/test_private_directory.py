@@ -16,7 +16,8 @@ from pathlib import Path
 from kvtransfer.transports.shm.pool_file import PrivateDirectory
 killed = os.fork()
 directory = PrivateDirectory(Path(sys.argv[1]))
-print("left" if killed == 0 else "kept", directory.path, flush=True)
+name = "left" if killed == 0 else "kept"
+os.write(1, f"{name} {directory.path}\\n".encode())  # in one piece, which print() may divide
 if killed == 0:
     signal.pause()
 sys.stdin.readline()
