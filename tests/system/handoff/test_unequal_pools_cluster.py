@@ -71,6 +71,7 @@ async def test_a_complete_cluster_refuses_a_request_that_no_worker_can_hold_at_o
 async def test_a_stream_outlives_its_only_large_worker_and_continues_when_the_worker_is_back(
     unequal: LocalCluster,
 ) -> None:
+    await unequal.mend()
     undisturbed = await ask(unequal, _long())
     async with asked(unequal, _long()) as answer:
         await answer.until(_BEFORE_DEATH)
