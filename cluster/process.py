@@ -12,6 +12,7 @@ Owns exit statuses and signals. The parent process reads the status and the last
 import asyncio
 import ctypes
 import errno
+import functools
 import gc
 import logging
 import os
@@ -79,6 +80,7 @@ def _ending_at_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@functools.cache
 def installed_version() -> str:
     """Return Tandem's version; `unpackaged` where it runs from a checkout that was not installed."""
     try:

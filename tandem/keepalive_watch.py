@@ -71,7 +71,9 @@ def waiting(timer: KeepAliveTimer, end: _End, ping: _Ping | None = None) -> Iter
 
     def check() -> None:
         nonlocal handle
-        check_s = timer.check(loop.time())
+        assert handle is not None
+        # A coarse clock may still be before the time of this check, and checking until it passes would be a busy loop.
+        check_s = timer.check(max(loop.time(), handle.when()))
         handle = loop.call_at(check_s, check) if check_s is not None else None
         if timer.pop_ping() and ping is not None:
             ping()

@@ -11,6 +11,7 @@ import pytest
 from tandem.client import AsyncClient, Client
 from tandem.errors import DeadlineExceeded
 from tandem.keepalive import KEEPALIVE_KEY, KeepAliveTimer, keepalive_interval_s, keepalive_timeout_s
+from tandem.keepalive_watch import waiting
 from tandem.v1 import inference_pb2
 from tests.unit.client.scripted_router import TWO_CHOICES, Response, ScriptedRouter, generation_request, router
 
@@ -339,3 +340,36 @@ def test_without_a_timeout_a_call_is_never_lost() -> None:
     assert timer.begin(0.0) is None
     assert timer.check(1e9) is None
     assert not timer.is_over
+
+
+class CoarseLoop(asyncio.SelectorEventLoop):
+    """An event loop that runs timers up to one step of its clock early, as on a machine with a coarse clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._clock_resolution = 0.1
+
+    def time(self) -> float:
+        return super().time() // self._clock_resolution * self._clock_resolution
+
+
+class CountedTimer(KeepAliveTimer):
+    num_checks = 0
+
+    def check(self, now_s: float) -> float | None:
+        self.num_checks += 1
+        return super().check(now_s)
+
+
+def test_a_coarse_clock_does_not_make_the_checks_a_busy_loop() -> None:
+    timer = CountedTimer(0.25, can_ping=True)
+
+    async def wait_until_lost() -> None:
+        lost = asyncio.Event()
+        with waiting(timer, lost.set):
+            await lost.wait()
+
+    with asyncio.Runner(loop_factory=CoarseLoop) as runner:
+        runner.run(wait_until_lost())
+    assert timer.is_over
+    assert timer.num_checks < 10, "one for the ping and one for its response, and one more after each pause of the test"

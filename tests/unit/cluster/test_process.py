@@ -173,4 +173,4 @@ def test_a_checkout_that_was_not_installed_has_a_version(monkeypatch: pytest.Mon
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
-    assert installed_version() == "unpackaged"
+    assert installed_version.__wrapped__() == "unpackaged"
