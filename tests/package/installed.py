@@ -1,5 +1,6 @@
 """An environment of its own in which the wheel is installed with one extra, and run far from the checkout."""
 
+import functools
 import os
 import shutil
 import subprocess
@@ -52,6 +53,7 @@ class Installed:
         return {line.partition("==")[0].lower() for line in self.run(self.python, "-m", "pip", "freeze").splitlines()}
 
 
+@functools.cache
 def pythons() -> Sequence[str]:
     """Return the interpreters on this machine that Tandem supports, one per version."""
     found = []
@@ -59,6 +61,6 @@ def pythons() -> Sequence[str]:
         name = f"python{version}"
         others = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/{name}"))
         candidates = [path for path in (shutil.which(name), *map(str, others)) if path]
-        works = [path for path in candidates if not subprocess.run((path, "-c", ""), capture_output=True).returncode]
-        found += works[:1]
-    return found
+        runs = (subprocess.run((path, "-S", "-c", ""), capture_output=True) for path in candidates)
+        found += [path for path, run in zip(candidates, runs, strict=True) if not run.returncode][:1]
+    return tuple(found)

@@ -1,6 +1,7 @@
 """The digest of a block is the same on every machine and finds damage to a single byte. Every test runs twice: with the
 compiled digests, and with the reference."""
 
+import functools
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -73,18 +74,17 @@ def signed(byte: int) -> int:
     return byte - 256 if byte > 127 else byte
 
 
-def coefficients(fold: int) -> list[list[int]]:
+@functools.cache
+def coefficients(fold: int) -> np.ndarray:
     first = fold * PIECE * 16 + 1
-    return [[signed(splitmix64(first + 16 * i + j) >> 56 | 1) for j in range(16)] for i in range(PIECE)]
-
-
-MATRICES = [np.array(coefficients(fold)) for fold in range(3)]
+    rows = [[signed(splitmix64(first + 16 * i + j) >> 56 | 1) for j in range(16)] for i in range(PIECE)]
+    return np.array(rows)
 
 
 def summed(data: bytes, fold: int) -> bytes:
     """Return 64 bytes of sums for each 8,192 bytes, computed in 64 bits, which is more than they need."""
     padded = np.frombuffer(data + bytes(-len(data) % PIECE), dtype=np.int8).astype(np.int64)
-    return bytes((padded.reshape(-1, PIECE) @ MATRICES[fold]).astype("<i4").tobytes())
+    return bytes((padded.reshape(-1, PIECE) @ coefficients(fold)).astype("<i4").tobytes())
 
 
 def written_out(data: bytes) -> bytes:
