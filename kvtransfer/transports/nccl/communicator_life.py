@@ -62,7 +62,7 @@ class CommunicatorLimits:
     warm_s: float = 10.0
     transfer_s: float = 10.0
     abort_s: float = 5.0
-    look_s: float = 1.0  # how soon an idle importer notices that its peer is gone
+    look_s: float = 1.0  # how soon an importer that is idle, or initialises, notices that its peer is gone
     grace_s: float = 0.25  # for a cancelled transfer to end by itself, which is cheaper than a new communicator
     retry_s: float = 30.0
     max_retry_s: float = 600.0

@@ -88,6 +88,13 @@ class NcclLink:
         with self._lock:
             return self._owns_life and self._life.state in (CommunicatorState.IDLE, CommunicatorState.TRANSFERRING)
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Return whether the peer has gone while the library initialises, which no call can interrupt."""
+        with self._lock:
+            is_initialising = self._owns_life and self._life.state is CommunicatorState.INITIALISING
+        return is_initialising and self._peer_has_closed()
+
     def begin(self) -> None:
         """Begin a communicator. Raises TransportError during a backoff."""
         with self._lock:
@@ -238,6 +245,15 @@ class NcclLink:
             self._owns_life = False
         self.connection.close()
         self.quiet.set()
+
+    def _peer_has_closed(self) -> bool:
+        """Return whether the peer has closed the connection, from which another thread may be reading."""
+        try:
+            poll = select.poll()
+            poll.register(self.connection, select.POLLRDHUP)
+            return bool(poll.poll(0))
+        except (OSError, ValueError):  # closed by that thread
+            return True
 
     def _peer_is_gone(self) -> bool:
         """Return whether the peer has ended the connection, without waiting."""

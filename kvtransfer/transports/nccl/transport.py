@@ -184,10 +184,14 @@ class _PeerLink:
         link = self.link = NcclLink(connection, self._library, self._life, self._slot)
         self._thread = LoneThread("kv-nccl-link", idle=link.look, idle_s=limits.look_s)
         agreeing = self._thread.submit(lambda: _agree(link, hello, limits))
-        timeout_s = limits.agree_s + limits.initialise_s + limits.warm_s
-        if not await _ends_within(agreeing, timeout_s):
-            link.poison("NCCL did not initialise in time")
-            raise TransportError(f"NCCL with {self._address} did not initialise in time")
+        deadline_s = time.monotonic() + limits.agree_s + limits.initialise_s + limits.warm_s
+        while not await _ends_within(agreeing, limits.look_s):
+            if link.is_abandoned:
+                link.poison("the exporter is gone")
+                raise TransportError(f"the exporter {self._address} ended the connection while NCCL initialised")
+            if time.monotonic() >= deadline_s:
+                link.poison("NCCL did not initialise in time")
+                raise TransportError(f"NCCL with {self._address} did not initialise in time")
         agreeing.result()
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from kvtransfer.transports.base import TransportError
 from kvtransfer.transports.nccl.library import Piece
-from tests.contract.rigs.nccl_sides import LIMITS, only, sides, until
+from tests.contract.rigs.nccl_sides import DEADLINE_S, LIMITS, only, sides, until
 from tests.contract.rigs.socket_nccl import SocketCommunicator, SocketNccl
 
 
@@ -45,3 +45,17 @@ async def test_an_unexpected_error_while_a_communicator_is_made_ends_the_link(wh
         peers = side.exporter._peers if who == "exports" else side.importer._peers
         (peer,) = peers.values()
         await until(lambda: peer.link is not None and peer.link.quiet.is_set())
+
+
+async def test_an_exporter_that_goes_while_nccl_initialises_is_not_waited_for() -> None:
+    """Nothing can interrupt the library's constructor, but the connection tells that its peer will not come."""
+
+    def fail(unique_id: bytes, rank: int) -> SocketCommunicator:
+        raise MemoryError
+
+    exports = SocketNccl()
+    exports.connect = fail  # type: ignore[method-assign]
+    limits = replace(LIMITS, initialise_s=10 * DEADLINE_S)
+    async with sides(limits, exports=exports, imports=SocketNccl(hang="connect")) as side:
+        with pytest.raises(TransportError, match="ended the connection while NCCL initialised"):
+            await side.open_channel()
