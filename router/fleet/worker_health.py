@@ -104,8 +104,10 @@ class WorkerHealth(ABC):
 
     def suspect(self) -> None:
         """Give the worker no new work until a health check has passed, because a call failed."""
-        self.trusted = False
         self._suspected.set()
+        if self.trusted:  # a failed call of each request there is one change
+            self.trusted = False
+            self._on_change()
 
     def mark_draining(self, grace_s: float) -> None:
         """Record that the worker accepts no new work and keeps its present work for `grace_s`."""

@@ -298,8 +298,10 @@ class Overview:
         return [str(each) for each in compared if each.is_fault]
 
     def _seen(self, member: Member) -> SeenMember:
+        """A failed call alone is no event: the worker answers until it misses the health check that follows."""
         peer = self._watched.fleet.peer(member.id)
-        answers = not member.role.is_worker or (peer is not None and peer.is_reachable)
+        is_answering = peer is not None and peer.stream.connected.is_set() and not peer.num_missed
+        answers = is_answering or not member.role.is_worker
         return SeenMember(str(member.role), str(member.state), answers)
 
 

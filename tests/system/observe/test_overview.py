@@ -1,5 +1,6 @@
 """`Admin.Overview` over scripted workers: what operators watch is complete and given once."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -185,6 +186,27 @@ async def test_the_first_overview_shows_requests_that_ended_in_the_same_second()
             await answer_to(router, ask())
             shown = await overview.of_cluster(admin_pb2.OverviewRequest(), [])
             assert len(shown.routers[0].ended) == num_ended
+
+
+async def test_a_failed_call_is_no_event_of_a_worker_that_passes_the_health_check_after_it() -> None:
+    async with watched() as (router, overview):
+        decode = await router.add_decode("d0")
+        await router.connected()
+        peer = router.fleet.connected_peer(decode.id)
+
+        async def texts() -> list[str]:
+            shown = await overview.of_cluster(admin_pb2.OverviewRequest(only_this_router=True), [])
+            return [event.text for event in shown.routers[0].events if event.member == str(decode.id)]
+
+        async with running(overview.run()):
+            await asyncio.sleep(0)  # the first view is made
+            num_cleared = peer.num_cleared
+            peer.suspect()
+            while peer.num_cleared == num_cleared:
+                await router.fleet.changed()
+            assert await texts() == []
+            await decode.die()
+            assert await until(texts, what="the router notices it") == ["d0 does not answer"]
 
 
 def _decodes_in(seconds: float) -> ServiceTimes:
