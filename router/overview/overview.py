@@ -99,6 +99,7 @@ class Overview:
         self._history = History(METRICS[_LATENCY_METRICS["ttft"]].buckets)
         self._events = EventLog()
         self._channels: dict[str, grpc.aio.Channel] = {}  # to other routers, by address
+        self._closing: set[asyncio.Task[None]] = set()  # channels to routers that left
         self._slowdowns: list[Slowdown] = []  # of the last comparison
         self._snapshot: _Snapshot | None = None
         self.members = MemberStatuses(watched.fleet, clock.now_s)
@@ -115,6 +116,7 @@ class Overview:
                     sampled = period
                     self._history.add(self._totals())
                     self._compare()
+                self._close_departed()
                 left_s = SAMPLE_PERIOD_S - self._wall_clock() % SAMPLE_PERIOD_S
                 await asyncio.wait((self._watched.fleet.changes.next(),), timeout=min(_VIEW_PERIOD_S, left_s))
 
@@ -245,8 +247,16 @@ class Overview:
             channel = self._channels[other.address] = self._connect(other.address)
         return admin_pb2_grpc.AdminStub(channel)
 
+    def _close_departed(self) -> None:
+        """Close the channels to routers that are not registered any more, once the calls in flight have ended."""
+        registered = {member.address for member in self._watched.fleet.members()}
+        for address in self._channels.keys() - registered:
+            closing = asyncio.create_task(self._channels.pop(address).close(_OTHER_S), name=f"close {address}")
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
     async def _close_channels(self) -> None:
-        await asyncio.gather(*(channel.close() for channel in self._channels.values()))
+        await asyncio.gather(*(channel.close() for channel in self._channels.values()), *self._closing)
 
     def _totals(self) -> Totals:
         telemetry = self._watched.telemetry

@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from cluster.clock import Clock, ManualClock
+from cluster.member import MemberState
 from cluster.messages import LinkSpeed, MemberId
 from cluster.registry.registry import Registry
 from cluster.registry.scale_registry import ScaleTargets
@@ -143,6 +144,50 @@ async def test_a_router_that_answers_without_its_overview_is_listed_with_the_pro
         found = await overview._of_router(other, admin_pb2.OverviewRequest(), ())
         assert (found.router, found.problem) == ("router-1@1", "it answered with the overviews of 0 routers")
         await overview._close_channels()
+    await server.stop(None)
+
+
+class _Slow(admin_pb2_grpc.AdminServicer):
+    """A router that answers once it may."""
+
+    def __init__(self) -> None:
+        self.asked, self.may_answer = asyncio.Event(), asyncio.Event()
+
+    async def Overview(self, request: admin_pb2.OverviewRequest, context: object) -> admin_pb2.OverviewResponse:
+        self.asked.set()
+        await self.may_answer.wait()
+        return admin_pb2.OverviewResponse(routers=[admin_pb2.RouterOverview(router="router-1@1")])
+
+
+async def test_the_channel_to_a_router_that_left_is_closed_after_the_answer_in_flight() -> None:
+    server, service = grpc.aio.server(), _Slow()
+    admin_pb2_grpc.add_AdminServicer_to_server(service, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    async with watched() as (router, overview):
+        other = replace(router.member, id=MemberId("router-1", "1"), address=address, state=MemberState.READY)
+        router.membership.tell((router.member, other))
+        while len(router.fleet.members()) < 2:
+            await router.fleet.changed()
+        async with (
+            running(overview.run()),
+            running(overview.of_cluster(admin_pb2.OverviewRequest(), ())) as asking,
+        ):
+            await service.asked.wait()
+            (channel,) = overview._channels.values()
+            router.membership.tell((router.member,))
+
+            async def is_forgotten() -> bool:
+                return not overview._channels
+
+            async def state() -> grpc.ChannelConnectivity:
+                return channel.get_state()
+
+            await until(is_forgotten, what="the overview notices it")
+            service.may_answer.set()
+            answer = await asking
+            assert [(each.router, each.problem) for each in answer.routers[1:]] == [("router-1@1", "")]
+            await until(state, lambda seen: seen is grpc.ChannelConnectivity.SHUTDOWN, what="it is closed")
     await server.stop(None)
 
 
