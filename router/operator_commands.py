@@ -97,7 +97,7 @@ class MemberCommands:
 
     async def _change_role(self, member: Member, role: Role) -> RoleChange:
         # The registry refuses the last worker too, also if two routers ask at once; but there, unlike here, a worker
-        # that has died counts for as long as its registration remains.
+        # that has died counts until its registration has missed a renewal.
         if not role.decodes and all(load.member == member.id for load in self._fleet.decode_loads()):
             raise InvalidRequest(
                 f"{member.id.id} is the last worker that decodes; give another worker the role decode or both first"

@@ -23,13 +23,18 @@ _MOST = 256  # workers of one pool; a larger number is taken for a typing error
 _NAMES = {role: name for name, role in POOLS.items()}
 # CHANGE_ROLE is the part about a new role of the script that renews a registration (cluster/registry/registry.py), with
 # its KEYS, ARGV and functions. A role that may be refused is refused if no ready worker would decode. Redis decides,
-# because two routers may ask two workers at once, and each knows another worker that decodes.
+# because two routers may ask two workers at once, and each knows another worker that decodes. Redis does not know which
+# workers answer: a registration that missed a renewal (every third of the TTL, with jitter) does not count, so a worker
+# that died counts for 60 % of the TTL at most. Routers do not ask at all for the last worker that answers them.
 _KEEP_A_DECODER = """
 if ARGV[9] == '1' and ARGV[7] == 'prefill' then
     local registered = function(id)
         local is_one, member = pcall(function()
-            local found = cjson.decode(cjson.decode(text(KEYS[1]:sub(1, -1 - #ARGV[1]) .. id)).body)
-            return {decodes = found.role == 'decode' or found.role == 'both', ready = found.state == 'ready'}
+            local key = KEYS[1]:sub(1, -1 - #ARGV[1]) .. id
+            local found = cjson.decode(cjson.decode(text(key)).body)
+            local is_renewed = redis.call('PTTL', key) > 0.4 * ARGV[4]
+            local is_ready = found.state == 'ready' and is_renewed
+            return {decodes = found.role == 'decode' or found.role == 'both', ready = is_ready}
         end)
         return is_one and member or nil
     end

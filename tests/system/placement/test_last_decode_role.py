@@ -78,6 +78,24 @@ async def test_a_worker_that_is_not_ready_does_not_count_as_one_that_decodes(
     await registry.close()
 
 
+async def test_a_worker_that_missed_a_renewal_does_not_count_as_one_that_decodes(own_redis: RedisServer) -> None:
+    """A worker that died stays registered for the rest of its TTL."""
+    registry = _registry(own_redis.url)
+    last, dead = await _joined(registry, "d0"), await _joined(registry, "d1")
+
+    async def leave(share_of_ttl: float) -> None:
+        expire = "redis.call('PEXPIRE', KEYS[1], ARGV[1]) return {}"
+        await registry.evaluate(expire, ["registration:d1"], [round(1000 * registry.ttl_s * share_of_ttl)])
+
+    await leave(0.39)
+    with pytest.raises(InvalidRequest, match=f"d0 {_REFUSAL}"):
+        await last.set_role(Role.PREFILL)
+    await dead.set_state(MemberState.READY)  # it was only late
+    await leave(0.6)
+    await last.set_role(Role.PREFILL)
+    await registry.close()
+
+
 async def test_records_of_other_programs_neither_stop_a_change_nor_count(own_redis: RedisServer) -> None:
     registry = _registry(own_redis.url)
     last = await _joined(registry, "d0")
