@@ -21,6 +21,7 @@ from cluster.registry.scale_registry import ScaleTargets
 from cluster.registry.scale_target import ScaleTarget
 from cluster.serving.rpc_errors import error_from_rpc
 from router.fleet.fleet import Fleet
+from router.policies.candidates import WorkerLoad
 from tandem.enum_words import DRAIN_OUTCOMES, MEMBER_ROLES
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tandem.v1 import admin_pb2, admin_pb2_grpc
@@ -77,6 +78,7 @@ class MemberCommands:
         """
         member = self._member(name)
         _LOG.info("an operator drains a member", extra={"drained": str(member.id), "wait": wait})
+        self._warn_of_empty_pool(member)
         if member.id == self._router:
             self._stop.set()
             return DrainResult(member.id, await asyncio.shield(self._drained) if wait else "")
@@ -84,6 +86,15 @@ class MemberCommands:
         if wait:
             await self._until_gone(member.id)
         return DrainResult(member.id, outcome)
+
+    def _warn_of_empty_pool(self, member: Member) -> None:
+        """Log that a pool will be empty. Unlike the change of a role, a drain of its last worker is not refused: it is
+        how such a pool is restarted and upgraded, and the process that runs the worker replaces it."""
+        role, fields = member.role, {"drained": str(member.id)}
+        if role.decodes and _is_last(member, self._fleet.decode_loads()):
+            _LOG.warning("no other worker decodes: requests wait until one does, or for their deadlines", extra=fields)
+        elif role.prefills and _is_last(member, self._fleet.prefill_loads()):
+            _LOG.warning("no other prefill worker is there: workers that decode compute the prompts", extra=fields)
 
     async def set_role(self, name: str, role: Role) -> RoleChange:
         """Change the role of a worker, named as by `drain`. The worker registers it, and moves the scale target in the
@@ -98,7 +109,7 @@ class MemberCommands:
     async def _change_role(self, member: Member, role: Role) -> RoleChange:
         # The registry refuses the last worker too, also if two routers ask at once; but there, unlike here, a worker
         # that has died counts until its registration has missed a renewal.
-        if not role.decodes and all(load.member == member.id for load in self._fleet.decode_loads()):
+        if not role.decodes and _is_last(member, self._fleet.decode_loads()):
             raise InvalidRequest(
                 f"{member.id.id} is the last worker that decodes; give another worker the role decode or both first"
             )
@@ -167,6 +178,11 @@ class MemberCommands:
         except TimeoutError:
             return False
         return True
+
+
+def _is_last(member: Member, loads: Sequence[WorkerLoad]) -> bool:
+    """Return whether none of these workers is another one."""
+    return all(load.member == member.id for load in loads)
 
 
 async def _ask_worker(channel: grpc.aio.Channel, operator: OperatorCall, *, wait: bool) -> str:

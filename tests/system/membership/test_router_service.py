@@ -269,6 +269,32 @@ async def test_drain_reaches_the_worker_that_is_named() -> None:
             await admin.Drain(admin_pb2.DrainRequest(member_id="d7"), timeout=10)
 
 
+async def test_the_drain_of_the_last_worker_of_a_pool_is_made_and_logged_as_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with served() as (router, channel):
+        for add, names in ((router.add_prefill, ("p0",)), (router.add_decode, ("d0", "d1"))):
+            for name in names:
+                await add(name)
+        await router.connected()
+        admin = admin_pb2_grpc.AdminStub(channel)
+        warned: dict[str, list[str]] = {}
+        for name in ("d1", "p0", "d0"):
+            caplog.clear()
+            await admin.Drain(admin_pb2.DrainRequest(member_id=name), timeout=10)
+            router.register()
+            lines = [record for record in caplog.records if record.name == "tandem.router.drains"]
+            warned[name] = [line.getMessage() for line in lines if line.levelname == "WARNING"]
+            while name in {member.id.id for member in router.fleet.available()}:
+                await router.fleet.changed()
+        assert warned == {
+            "d1": [],
+            "p0": ["no other prefill worker is there: workers that decode compute the prompts"],
+            "d0": ["no other worker decodes: requests wait until one does, or for their deadlines"],
+        }
+        assert all(worker.drained.is_set() for worker in router.workers)
+
+
 async def test_an_operator_sees_every_live_request_its_phase_and_its_workers() -> None:
     async with served() as (router, channel):
         prefill, decode = await router.add_prefill("p0"), await router.add_decode("d0")
