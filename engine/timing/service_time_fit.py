@@ -4,10 +4,13 @@ Three models are fitted: steps that compute prompts only, steps that decode only
 does both and the sum of the two. Each step changes its model at once and counts less with every later one (recursive
 least squares with forgetting). Errors count relative to the step's time, and no coefficient is negative.
 
-Four rules protect a model:
+Five rules protect a model:
 
 - A step that took much more or less than predicted counts with a bounded time, so that a pause of the process hardly
   changes the model.
+- The first step of a size that was never measured is not counted before the second one if it was slower than predicted,
+  and then the quicker one of the two counts: a pause of the process at that step would make the worker seem too slow
+  for every step of that size, so it would get no other one that corrects it.
 - Five steps in a row that deviate in one direction change the speed of the whole model: a worker that became slower
   is slower for every size of step, also for those that it has not computed since.
 - A worker that was slow gets less work, so its model would stay slow after the worker has recovered. After `IDLE_S`
@@ -17,16 +20,11 @@ Four rules protect a model:
 
 `TypicalSteps` finds the figures that workers are compared by: measured steps, because fits to different sizes of steps
 differ where they are extrapolated, however fast the workers are.
-
-`NormalEquations` solves the least-squares problems with coefficients that are not negative.
 """
 
-import math
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
-from itertools import combinations
+from dataclasses import dataclass, replace
 from statistics import fmean, median, median_low
 from typing import TypeAlias
 
@@ -40,6 +38,7 @@ from cluster.service_times import (
     attended_tokens,
 )
 from engine.scheduling.step import StepPlan
+from engine.timing.least_squares import NormalEquations
 
 FORGETTING = 0.97  # per step: about the last thirty count
 _SPEED_RUN = 5  # steps in a row, all slower or all quicker than predicted
@@ -168,6 +167,7 @@ class _ModelFit:
         self._num_steps = 0
         self.slowdown = 1.0  # of the present speed, as a factor of the quickest one
         self._run: list[_Sample] = []  # the last steps if all deviate in one direction; the model lacks them yet
+        self._held: OrderedDict[tuple[int, int], _Sample] = OrderedDict()  # slow first steps of ranges without a second
         self._errors: deque[float] = deque(maxlen=_NUM_ERRORS)
 
     @property
@@ -189,7 +189,7 @@ class _ModelFit:
         if self._run and direction != self._direction(self._run[-1]):
             self._end_run()
         if not direction:
-            self._record(sample)
+            self._record_or_hold(sample)
             return
         self._run.append(sample)
         if len(self._run) == _SPEED_RUN:
@@ -235,6 +235,22 @@ class _ModelFit:
         for sample in self._run:
             self._record(sample)
         self._run.clear()
+
+    def _record_or_hold(self, sample: _Sample) -> None:
+        predicted_s = self._predict(sample)
+        if sample.size_range in self._ranges or not predicted_s:
+            self._record(sample)
+            return
+        first = self._held.pop(sample.size_range, None)
+        if first is not None:
+            ratio = min(sample.seconds / predicted_s, first.seconds / max(self._predict(first), _MIN_SECONDS))
+            self._record(replace(sample, seconds=ratio * predicted_s))
+        elif sample.seconds <= _SPEED_DEVIATION * predicted_s:
+            self._record(sample)
+        else:
+            self._held[sample.size_range] = sample
+            if len(self._held) > _MAX_RANGES:
+                self._held.popitem(last=False)
 
     def _record(self, sample: _Sample) -> None:
         predicted_s, seconds = self._predict(sample) or sample.seconds, sample.seconds
@@ -303,97 +319,3 @@ class _FactorFit:
         self._errors.append(abs(known.seconds(work) - seconds) / seconds)
         self._factors.append(seconds / max(known.both_s(work), _MIN_SECONDS))
         self.times = MixedTimes(median_low(self._factors), median(self._errors))
-
-
-_RIDGE = 1e-11  # of each feature's own square: equations that cannot tell features apart share between them
-_LEAST_NORM = 1e-100  # of a feature over all measurements: the squares of smaller numbers have too few digits
-
-
-class NormalEquations:
-    """The sums of a weighted least-squares problem: a measurement costs O(features^2), and old ones can fade."""
-
-    def __init__(self, num_features: int) -> None:
-        self.num_features = num_features
-        self._sums = [0.0] * (num_features * (num_features + 1))  # rows of `[features x features | features x target]`
-
-    def add(self, features: Sequence[float], target: float, weight: float, keep: float = 1.0) -> None:
-        """Add a measurement, after the weights of all earlier ones were multiplied by `keep`."""
-        row = (*features, target)
-        self._sums = [
-            keep * old + weight * new
-            for old, new in zip(self._sums, [a * b for a in features for b in row], strict=True)
-        ]
-
-    def scale_targets(self, factor: float) -> None:
-        """Multiply the targets of all measurements so far."""
-        for row in range(self.num_features):
-            self._sums[self._at(row, self.num_features)] *= factor
-
-    def prefer_zero(self, feature: int, share: float) -> None:
-        """Prefer a coefficient of 0 where the measurements cannot tell this feature from others. `share`: of its own
-        square; the smaller it is, the less it changes what was measured."""
-        self._sums[self._at(feature, feature)] *= 1 + share
-
-    def add_all(self, other: "NormalEquations", factor: float) -> None:
-        """Add the measurements of another problem with `factor` times their weights."""
-        self._sums = [mine + factor * theirs for mine, theirs in zip(self._sums, other._sums, strict=True)]
-
-    def solve(self) -> tuple[float, ...]:
-        """Return the best coefficients that are not negative; 0 for a feature that was (nearly) 0 in every measurement.
-
-        The best ones are the least-squares solution of some subset of the features, the others being 0. All subsets are
-        tried, the largest first; a full solution without negative coefficients is the best at once.
-        """
-        size = self.num_features
-        norms = [math.sqrt(self._sums[self._at(i, i)]) for i in range(size)]
-        present = [i for i in range(size) if norms[i] > _LEAST_NORM]
-        best, best_gain = [0.0] * size, 0.0
-        for subset in _subsets(tuple(present)):
-            coefficients = self._solve_subset(subset, norms)
-            if coefficients is None or min(coefficients) < 0:
-                continue
-            gain = sum(c * self._sums[self._at(i, size)] for i, c in zip(subset, coefficients, strict=True))
-            if gain > best_gain:
-                best_gain, best = gain, [0.0] * size
-                for i, coefficient in zip(subset, coefficients, strict=True):
-                    best[i] = coefficient
-            if len(subset) == len(present):
-                break
-        return tuple(best)
-
-    def _solve_subset(self, subset: Sequence[int], norms: Sequence[float]) -> list[float] | None:
-        """Return the coefficients of these features alone, or None if they cannot be separated numerically."""
-        rows = [
-            [self._sums[self._at(i, j)] / (norms[i] * norms[j]) for j in subset]
-            + [self._sums[self._at(i, self.num_features)] / norms[i]]
-            for i in subset
-        ]
-        for place, row in enumerate(rows):
-            row[place] += _RIDGE
-        solution = _gauss(rows)
-        return None if solution is None else [c / norms[i] for i, c in zip(subset, solution, strict=True)]
-
-    def _at(self, row: int, column: int) -> int:
-        return row * (self.num_features + 1) + column
-
-
-@cache
-def _subsets(features: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    return tuple(subset for size in range(len(features), 0, -1) for subset in combinations(features, size))
-
-
-def _gauss(rows: list[list[float]]) -> list[float] | None:
-    """Solve a positive definite system, given as rows of `[matrix | right side]`, without pivoting."""
-    size = len(rows)
-    for i in range(size):
-        pivot = rows[i][i]
-        if pivot <= 0:
-            return None
-        for row in rows[i + 1 :]:
-            factor = row[i] / pivot
-            for j in range(i, size + 1):
-                row[j] -= factor * rows[i][j]
-    solution = [0.0] * size
-    for i in reversed(range(size)):
-        solution[i] = (rows[i][size] - sum(rows[i][j] * solution[j] for j in range(i + 1, size))) / rows[i][i]
-    return solution

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.timing.service_time_fit import NormalEquations
+from engine.timing.least_squares import NormalEquations
 
 _ROWS = st.lists(
     st.tuples(st.floats(0.0, 1e3), st.floats(0.0, 1e3), st.floats(0.0, 1e3), st.floats(-1e3, 1e3)), max_size=12

@@ -136,6 +136,29 @@ def test_one_pause_changes_predictions_by_less_than_a_quarter(seed: int) -> None
     assert max(errors(fit, [*PREFILLS, *DECODES])) < 0.25
 
 
+@pytest.mark.parametrize("num_before", [0, 10, 100])
+@pytest.mark.parametrize("first", [prefill(512, 0), prefill(512, 2048), prefill(2048, 0)])
+def test_a_pause_at_the_first_step_of_a_size_does_not_change_its_predictions(first: StepWork, num_before: int) -> None:
+    """The worker would seem slow for such steps only, and would get no other one that corrects it."""
+    fit = started()
+    small = [prefill(16, 0), prefill(64, 0), *DECODES]
+    run(fit, random.Random(1).choices(small, k=num_before), exact)
+    fit.add(TimedStep(first, 30.0))
+    run(fit, small * 2, exact)
+    assert max(errors(fit, [first, *PREFILLS, *DECODES])) < 0.02
+    run(fit, [first], exact)
+    assert max(errors(fit, [first, *PREFILLS, *DECODES])) < 0.02
+
+
+def test_a_size_that_takes_longer_than_expected_is_predicted_by_its_steps_from_the_second_one_on() -> None:
+    fit, larger = started(), prefill(2048, 0)
+    run(fit, [prefill(64, 0)] * 10, exact)
+    run(fit, [larger] * 2, lambda work: 4 * exact(work))
+    assert times_of(fit).seconds(larger) > 2 * exact(larger)
+    run(fit, [larger] * 20, lambda work: 4 * exact(work))
+    assert max(errors(fit, [larger], factor=4.0)) < 0.1
+
+
 @pytest.mark.parametrize("works", [PREFILLS, DECODES, [decode(8, 256)]], ids=["prompts", "batches", "one size"])
 @pytest.mark.parametrize("factor", [2.0, 0.5])
 def test_a_worker_whose_speed_changes_is_followed_within_eight_steps_for_steps_of_every_size(
