@@ -79,7 +79,9 @@ ROUTER: dict[str, Metric] = {
     "tandem_generated_tokens_total": _counter("tokens delivered to clients"),
     "tandem_prompt_length_tokens": _tokens("prompt tokens per request"),
     "tandem_output_length_tokens": _tokens("generated tokens per choice"),
-    "tandem_ttft_seconds": _seconds("time from a request's arrival until its first token is delivered"),
+    "tandem_ttft_seconds": _seconds(
+        "time from a request's arrival until its first token is delivered; none if it is resumed with tokens"
+    ),
     "tandem_inter_token_seconds": _seconds("time between the deliveries of two tokens of one choice"),
     "tandem_request_seconds": _seconds("time from a request's arrival to its last token"),
     "tandem_phase_seconds": _seconds("time in each phase of a request; the phases sum to its wall time", "phase"),

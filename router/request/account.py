@@ -93,6 +93,7 @@ class RequestAccount:
         self._marks: list[tuple[PhaseName, float]] = [(self.phase, now_s)]
         self._is_admitted = False
         self._first_token_s: float | None = None
+        self._is_continued = False  # its client has tokens of an earlier stream: none of this one is the first
         self._end_s: float | None = None
         self._final: Ledger | None = None
         self._members: list[str] = []
@@ -160,6 +161,10 @@ class RequestAccount:
         `modelled` learns from the measured times, unless the request is retried, hedged or moved."""
         if self._predicted is None:
             self._predicted, self._modelled = (ttft_s, itl_s, now_s), modelled
+
+    def continue_stream(self) -> None:
+        """Record that the request is resumed and that its client has tokens: it has no time to first token here."""
+        self._is_continued = True
 
     def teach_nothing(self) -> None:
         """No model learns from the times of this request from now on: a hedge may serve it."""
@@ -302,7 +307,7 @@ class RequestAccount:
         for phase in ledger.phases:
             self._telemetry.observe("tandem_phase_seconds", phase.duration_s, phase=phase.name)
         self._telemetry.observe("tandem_request_seconds", ledger.wall_s)
-        if self._delivered:
+        if self._delivered and not self._is_continued:
             self._telemetry.observe("tandem_ttft_seconds", ledger.ttft_s)
         self._telemetry.count("tandem_cached_prompt_tokens_total", self.num_cached or 0)
         self._publish_misses(ended.itl_s, self.began_s + ledger.wall_s)
@@ -317,7 +322,7 @@ class RequestAccount:
         first_s = self._first_token_s
         if self._targets == NO_TARGETS or first_s is None:
             return
-        if first_s - self.began_s > self._targets.ttft_s:
+        if not self._is_continued and first_s - self.began_s > self._targets.ttft_s:
             self.has_missed_targets = True
             phase = self._longest_phase(self.began_s, first_s, now_s)
             self._telemetry.count("tandem_slo_misses_total", latency="ttft", phase=phase)

@@ -138,6 +138,7 @@ class AdmittedRequest:
         self._num_claimed = self._num_committed
         self.account.add_reason(_RESUMED)
         if self._has_tokens:
+            self.account.continue_stream()
             self._enter(PhaseName.RETRY)
         return [delta for delta in missed if delta is not None]
 

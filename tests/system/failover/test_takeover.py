@@ -99,6 +99,7 @@ async def test_a_delayed_call_is_served_where_no_newer_stream_is_live() -> None:
         assert tokens(await first.answer(newest)) == expected[2:]
         assert tokens(await first.answer(delayed)) == expected[1:], "the newer stream has ended"
         assert tokens(await second.answer(delayed)) == expected[1:], "the newer stream was never here"
+        assert not sum(second.router.telemetry.observations("tandem_ttft_seconds")), "its client has its first token"
         await live.is_ended()
 
 
@@ -117,6 +118,7 @@ async def test_a_request_that_lost_its_router_before_any_token_keeps_its_turn_el
         responses = await second.answer(resuming(question(), live.acceptance, []))
         assert tokens(responses) == expected_tokens(second.router, ask(max_tokens=MAX_TOKENS))
         assert responses[-1].summary.ledger.reasons == ["resumed"]
+        assert sum(second.router.telemetry.observations("tandem_ttft_seconds")) == 1
         await live.goes_on()
 
 

@@ -151,6 +151,23 @@ def test_the_time_between_tokens_of_each_choice_begins_with_its_own_first_tokens
     assert telemetry.value("tandem_slo_misses_total", latency="itl", phase="tokenize") == 0
 
 
+@pytest.mark.parametrize("is_continued", [False, True])
+def test_the_next_token_of_a_client_that_has_tokens_is_no_first_token(is_continued: bool) -> None:
+    telemetry = Telemetry()
+    account = RequestAccount(telemetry, 0.0, targets=SloTargets(ttft_s=2.0, itl_s=0.5))
+    account.record_admission(4)
+    if is_continued:
+        account.continue_stream()
+        account.enter(PhaseName.RETRY, 0.0)
+    for index, at_s in ((5, 3.0), (6, 4.0)):
+        _deliver(account, 0, index, 1, at_s=at_s)
+    account.end(4.0)
+    account.publish(account.explanation("", 4.0, "ok"))
+    assert sum(telemetry.observations("tandem_ttft_seconds")) == (not is_continued)
+    missed = telemetry.by_labels("tandem_slo_misses_total")
+    assert sorted(latency for latency, _ in missed) == (["itl"] if is_continued else ["itl", "ttft"])
+
+
 def test_text_that_the_client_of_a_resumed_request_had_missed_is_no_token() -> None:
     account = RequestAccount(Telemetry(), 0.0)
     _deliver(account, 0, 5, 0, at_s=0.1)
