@@ -8,6 +8,7 @@ of it registers. While the registry is unreachable, the last known membership ho
 import asyncio
 import itertools
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import Protocol
 
@@ -307,9 +308,10 @@ class Fleet:
             self._telemetry.count("tandem_member_changes_total", role=member.role, change="left")
 
     def _count_members(self) -> None:
-        for role in (Role.PREFILL, Role.DECODE, Role.BOTH):
+        numbers = Counter((member.role, member.state) for member in self._members)
+        for role in Role:
             for state in MemberState:
-                number = sum(m.role is role and m.state is state for m in self._registered.values())
+                number = numbers[role, state]
                 self._telemetry.gauge("tandem_members", number, role=role, state=state)
 
     def _has_all_targeted_workers(self) -> bool:

@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -11,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.clock import ManualClock
 from cluster.member import MemberState
+from cluster.messages import MemberId
 from cluster.serving.rpc_errors import RETRY_AFTER_S
 from cluster.serving.serving import open_channel
 from router.grammars import compile_turns
@@ -23,6 +25,7 @@ from tests.system.rigs.members.router_harness import (
     ask,
     expected_tokens,
     pass_time,
+    router_under_test,
 )
 from tests.system.rigs.members.served_router import (
     MAX_MESSAGE_BYTES,
@@ -255,6 +258,18 @@ async def test_status_lists_members_with_their_own_figures() -> None:
             assert member.address == worker.address
             assert member.figures["blocks_free"] == 10
             assert member.figures["running"] == 2
+
+
+async def test_routers_count_as_members_with_their_states() -> None:
+    async with router_under_test() as router:
+        decode = await router.add_decode("d0")
+        other = replace(router.member, id=MemberId("router-1", "1"), state=MemberState.DRAINING)
+        router.membership.tell((replace(router.member, state=MemberState.READY), other, decode.member))
+        while len(router.fleet.members()) < 3:
+            await router.fleet.changed()
+        counted = router.telemetry.by_labels("tandem_members")
+        present = {labels: number for labels, number in counted.items() if number}
+        assert present == {("router", "ready"): 1, ("router", "draining"): 1, ("decode", "ready"): 1}
 
 
 async def test_drain_reaches_the_worker_that_is_named() -> None:
