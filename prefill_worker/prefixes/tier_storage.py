@@ -263,6 +263,16 @@ class BlockFiles:
         return self._folder / block_hash.hex()
 
 
+def _whose(folder: Path, owner: int, user: int) -> str:
+    """Return that the folder belongs to another user, and what to change. NFS with root_squash, its default, gives what
+    root makes to the user nobody."""
+    why = "; if it is on NFS with root_squash, root's folders get another owner there" if user == 0 else ""
+    return (
+        f"{folder} belongs to another user ({owner}), and the worker runs as user {user}{why}: run the worker as user"
+        f" {owner}, or choose a folder in which user {user} owns what it makes"
+    )
+
+
 def _make_private(folder: Path) -> None:
     """Check that the folder belongs to this user, and close it to all others. It may have been open to them: Kubernetes
     lets the group of a pod write to the folders of its volumes. Raises OSError."""
@@ -270,7 +280,7 @@ def _make_private(folder: Path) -> None:
     try:
         found = os.fstat(descriptor)
         if found.st_uid != os.getuid():
-            raise PermissionError(errno.EPERM, f"{folder} belongs to another user ({found.st_uid})", str(folder))
+            raise PermissionError(errno.EPERM, _whose(folder, found.st_uid, os.getuid()), str(folder))
         if found.st_mode & 0o077:
             os.fchmod(descriptor, 0o700)
     finally:

@@ -103,7 +103,8 @@ async def test_a_folder_that_another_user_made_is_not_used(tmp_path: Path, caplo
     (folder,) = tmp_path.iterdir()
     os.chown(folder, _ANOTHER_USER, -1)
     worker = TierBench(tmp_path, slots=3)
-    assert f"cannot use --prefix-disk {tmp_path}: {folder} belongs to another user" in caplog.text
+    assert f"cannot use --prefix-disk {tmp_path}: {folder} belongs to another user ({_ANOTHER_USER})" in caplog.text
+    assert f"root_squash, root's folders get another owner there: run the worker as user {_ANOTHER_USER}" in caplog.text
     await _fill(worker, 1, 2)
     assert worker.index.num_on_disk == 0
     assert [path.name for path in folder.iterdir()] == ["lock"]
