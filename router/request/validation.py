@@ -203,14 +203,14 @@ def _check_prompt_logprobs(request: GenerateRequest, num_prompt: int) -> None:
 
 
 def _check_names(request: GenerateRequest) -> None:
-    for name, value, most in (
-        ("request_id", request.request_id, MAX_REQUEST_ID_CHARACTERS),
-        ("label", request.label, MAX_LABEL_CHARACTERS),
-    ):
+    both = ("request_id", request.request_id, MAX_REQUEST_ID_CHARACTERS), ("label", request.label, MAX_LABEL_CHARACTERS)
+    for name, value, most in both:
         if len(value) > most or not (not value or value.isprintable()):
             raise InvalidRequest(f"{name} must be at most {most} printable characters", param=name)
     if len(request.cache_salt) > MAX_CACHE_SALT_CHARACTERS:
         raise InvalidRequest(f"cache_salt must have at most {MAX_CACHE_SALT_CHARACTERS} characters", param="cache_salt")
+    if any("\ud800" <= character <= "\udfff" for character in request.cache_salt):
+        raise InvalidRequest("cache_salt has half of a surrogate pair", param="cache_salt")
 
 
 def _check_times(request: GenerateRequest) -> None:

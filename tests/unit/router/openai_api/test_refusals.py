@@ -227,6 +227,10 @@ def test_a_malformed_body_is_a_clear_error(shared: Endpoint, content: bytes, wor
 def test_half_a_surrogate_pair_is_a_clear_error(shared: Endpoint) -> None:
     refused(shared.post("/v1/completions", b'{"prompt": "ab\\ud800"}'), 400, "invalid_request", None, "surrogate")
     refused(shared.post("/v1/completions", b'{"prompt": "x", "model": "\\ud800"}'), 404, "unknown_model", "model")
+    message = b'"max_tokens": 2, "messages": [{"role": "user", "content": "x"}]'
+    for path, body in (("completions", b'"prompt": "x"'), ("messages", message)):
+        answer = shared.post(f"/v1/{path}", b"{" + body + b', "cache_salt": "\\udfff"}')
+        assert answer.status_code == 400 and "cache_salt has half of a surrogate" in answer.text
 
 
 def test_an_oversized_body_is_refused_before_all_of_it_has_arrived(shared: Endpoint) -> None:
