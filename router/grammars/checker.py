@@ -83,6 +83,8 @@ class GrammarChecker:
                 "this router applies no grammars: llguidance is not installed here, or the model has no tokenizer or no"
                 " end-of-sequence token"
             )
+        if not grammar.text:
+            raise InvalidGrammar("it is empty")
         num_bytes = len(grammar.text.encode("utf-8", "surrogatepass"))
         if num_bytes > MAX_GRAMMAR_BYTES:
             raise InvalidGrammar(f"it has {num_bytes} bytes; the maximum is {MAX_GRAMMAR_BYTES}")

@@ -102,6 +102,9 @@ async def test_a_dead_process_is_replaced(checker: GrammarChecker) -> None:
 async def test_a_grammar_beyond_the_bounds_of_its_text_is_not_compiled(checker: GrammarChecker) -> None:
     with pytest.raises(InvalidGrammar, match=f"the maximum is {MAX_GRAMMAR_BYTES}"):
         await checker.check(Grammar(GrammarKind.REGEX, "a" * (MAX_GRAMMAR_BYTES + 1)), CLIENT)
+    for kind in GrammarKind:  # an empty regular expression could be compiled, but no message to a worker has it
+        with pytest.raises(InvalidGrammar, match="it is empty"):
+            await checker.check(Grammar(kind, ""), CLIENT)
     assert checker._process is None
 
 
