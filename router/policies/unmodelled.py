@@ -16,6 +16,7 @@ _LEAST_REQUESTS = 3  # fewer count for nothing
 _MAX_AGE_S = 120.0  # of a request: a worker that was avoided since then gets work again
 _MAX_TTFT_S = 1.0
 _MIN_FACTOR, _MAX_FACTOR = 0.5, 4.0
+_PAUSE_S = 0.5  # between two tokens: a longer one is a pause of the worker, if it also exceeds `_MAX_FACTOR`
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,26 @@ class UnmodelledTimes:
         return Unmodelled(here_s, export_s, min(max(self._itl_factor.at(now_s), _MIN_FACTOR), _MAX_FACTOR))
 
 
+@dataclass(slots=True)
+class DecodeSpan:
+    """The times between the tokens of a sequence, as a router received them."""
+
+    num_intervals: int = 0
+    total_s: float = 0.0
+    longest_s: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.num_intervals += 1
+        self.total_s += seconds
+        if seconds > self.longest_s:
+            self.longest_s = seconds
+
+    @property
+    def itl_s(self) -> float:
+        """Return the mean. There must be at least one."""
+        return self.total_s / self.num_intervals
+
+
 @dataclass(frozen=True, slots=True)
 class ModelledRequest:
     """A request that was sent to workers with these modelled times. Its measured times update its workers' models."""
@@ -67,8 +88,12 @@ class ModelledRequest:
         if real_s - self.ttft_s <= _MAX_TTFT_S or self.computes.late_ttft.counts(self.sent_s, now_s):
             self.computes.record_ttft(self.ttft_s, real_s, now_s, is_export=is_export)
 
-    def record_end(self, itl_s: float, now_s: float) -> None:
-        """Record the mean time between its tokens."""
+    def record_end(self, decode: DecodeSpan, now_s: float) -> None:
+        """Record the mean time between its tokens, without one pause: it delays all sequences of the worker at once, so
+        that most of the requests that count would have it, and says nothing about the next ones."""
+        itl_s = decode.itl_s
+        if decode.num_intervals > 1 and decode.longest_s > max(_PAUSE_S, _MAX_FACTOR * self.itl_s):
+            itl_s = (decode.total_s - decode.longest_s) / (decode.num_intervals - 1)
         if itl_s <= _MAX_FACTOR * self.itl_s or self.decodes.late_itl.counts(self.sent_s, now_s):
             self.decodes.record_itl(self.itl_s, itl_s, now_s)
 

@@ -14,7 +14,7 @@ from cluster.errors import Cancelled
 from cluster.observe.telemetry import Telemetry
 from cluster.observe.trace_context import RequestTrace
 from router.policies.candidates import NO_TARGETS, SloTargets
-from router.policies.unmodelled import ModelledRequest
+from router.policies.unmodelled import DecodeSpan, ModelledRequest
 from router.request.explanations import MAX_SPANS, Explanation, PlacementLog, Span
 from router.requests import ChoiceDelta, Ledger, Phase, WorkerTime
 
@@ -102,8 +102,8 @@ class RequestAccount:
         self._transport, self._kv_bytes = "", 0
         self._predicted: tuple[float, float, float] | None = None  # TTFT, time between tokens, made at this time
         self._modelled: ModelledRequest | None = None
-        self._received_s: tuple[float, float] | None = None  # when the first and the last token came
-        self._num_received = 0  # tokens
+        self._received_s: float | None = None  # when the last token came
+        self._decoded = DecodeSpan()
         self._num_uncounted = 0  # tokens that the metrics do not have yet
         self._unpublished_itl_s: list[float] = []  # their times since the token before
         self._delivered: dict[int, _Delivered] = {}  # by choice, once its client has a token
@@ -201,11 +201,10 @@ class RequestAccount:
 
     def record_token(self, now_s: float) -> None:
         """Record that this router received a token of the request, whether its client reads quickly or not."""
-        self._num_received += 1
-        if self._received_s is not None:
-            self._received_s = (self._received_s[0], now_s)
+        before_s, self._received_s = self._received_s, now_s
+        if before_s is not None:
+            self._decoded.add(now_s - before_s)
             return
-        self._received_s = (now_s, now_s)
         if self._modelled is not None and not self._reasons:
             self._modelled.record_first_token(now_s)
 
@@ -356,9 +355,8 @@ class RequestAccount:
         """Update the model of the time between tokens from a request with one choice."""
         if self._modelled is None or self.has_moved or self._received_s is None or len(self._delivered) != 1:
             return
-        first_s, last_s = self._received_s
-        if self._num_received >= _LEAST_TOKENS_COMPARED:
-            self._modelled.record_end((last_s - first_s) / (self._num_received - 1), last_s)
+        if self._decoded.num_intervals >= _LEAST_TOKENS_COMPARED - 1:
+            self._modelled.record_end(self._decoded, self._received_s)
 
 
 def _spans(intervals: Sequence[tuple[PhaseName, float, float]]) -> tuple[Span, ...]:

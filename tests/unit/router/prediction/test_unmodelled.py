@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policies.unmodelled import NOTHING_UNMODELLED, ModelledRequest, Unmodelled, UnmodelledTimes
+from router.policies.unmodelled import NOTHING_UNMODELLED, DecodeSpan, ModelledRequest, Unmodelled, UnmodelledTimes
 
 REAL_S = st.floats(-1e6, 1e6, allow_nan=False)
 
@@ -62,10 +62,36 @@ def test_the_learned_corrections_are_always_within_bounds(excess_s: list[float],
     assert 0.5 <= unmodelled.itl_factor <= 4.0
 
 
+def _decoded(seconds: list[float]) -> DecodeSpan:
+    span = DecodeSpan()
+    for each in seconds:
+        span.add(each)
+    return span
+
+
+def _itl_factor(intervals_s: list[float], modelled_s: float = 0.01) -> float:
+    """Return what is learned from twenty sequences that ran together with these times between their tokens."""
+    times = UnmodelledTimes()
+    for number in range(20):
+        request = ModelledRequest(0.3, modelled_s, sent_s=number / 100, computes=times, decodes=times)
+        request.record_end(_decoded(intervals_s), 10.0 + number / 100)
+    return times.at(11.0).itl_factor
+
+
+def test_a_pause_of_the_worker_is_not_learned_as_the_speed_of_all_sequences_that_it_delayed() -> None:
+    assert _itl_factor([0.01] * 99 + [1.5]) == pytest.approx(1.0), "the mean is 2.5 times the modelled time"
+    assert _itl_factor([0.02] * 99 + [1.5]) == pytest.approx(2.0), "the worker is slower, too"
+
+
+def test_stalls_that_come_again_and_slow_models_are_learned() -> None:
+    assert _itl_factor([0.01] * 95 + [0.6] * 5) == pytest.approx(0.01 * 95 / 99 / 0.01 + 0.6 * 4 / 99 / 0.01)
+    assert _itl_factor([0.3] * 90 + [1.0] * 10, modelled_s=0.3) == pytest.approx((0.27 + 0.1) / 0.3)
+
+
 def _served(times: UnmodelledTimes, sent_s: float, late_s: float, itl_s: float = 0.01) -> None:
     request = ModelledRequest(0.3, 0.01, sent_s=sent_s, computes=times, decodes=times)
     request.record_first_token(sent_s + 0.3 + late_s)
-    request.record_end(itl_s, sent_s + 0.4 + late_s)
+    request.record_end(_decoded([itl_s] * 10), sent_s + 0.4 + late_s)
 
 
 @pytest.mark.parametrize("num_before", [0, 21])
@@ -92,6 +118,6 @@ def test_a_request_updates_the_models_of_the_workers_that_computed_and_decoded_i
     for number in range(3):
         request = ModelledRequest(0.3, 0.01, sent_s=float(number), computes=computes, decodes=decodes)
         request.record_first_token(number + 0.34)
-        request.record_end(0.015, number + 0.9)
+        request.record_end(_decoded([0.015] * 10), number + 0.9)
     assert astuple(computes.at(3.0)) == pytest.approx(astuple(Unmodelled(export_s=0.04)))
     assert astuple(decodes.at(3.0)) == pytest.approx(astuple(Unmodelled(itl_factor=1.5)))
