@@ -107,15 +107,21 @@ class ToolMessage(_Message):
         return ChatMessage("tool", _text(self.content), self.name, tool_call_id=self.tool_call_id)
 
 
+# What the package `openai` adds to the answers that its methods `parse` and `stream` return, and programs send back.
+_OF_OPENAI: Any = Field(None, description="accepted; changes nothing")
+
+
 class CalledFunction(StrictBody):
     name: str
     arguments: str = Field("", description="JSON text of an object")
+    parsed_arguments: Any = _OF_OPENAI
 
 
 class AssistantToolCall(StrictBody):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: int | None = _OF_OPENAI
 
 
 class AssistantMessage(_Message):
@@ -134,6 +140,7 @@ class AssistantMessage(_Message):
     tool_calls: Annotated[list[AssistantToolCall], FailFast()] = Field([], max_length=MAX_TOOLS)
     reasoning_content: str = Field("", description="given to the chat template")
     reasoning: str = Field("", description="another name of reasoning_content")
+    parsed: Any = _OF_OPENAI
 
     def value(self) -> ChatMessage:
         calls = tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in self.tool_calls)

@@ -36,11 +36,12 @@ _OBJECTS: dict[str, tuple[type[StrictBody], str]] = {
     "messages: tool": (messages.ToolMessage, "role content name tool_call_id tools task"),
     "messages: assistant": (
         messages.AssistantMessage,
-        "role content name tools task tool_calls reasoning reasoning_content refusal audio annotations function_call",
+        "role content name tools task tool_calls reasoning reasoning_content refusal audio annotations function_call"
+        " parsed",
     ),
     "messages.content": (messages.TextPart, "type text cache_control prompt_cache_breakpoint"),
-    "messages.tool_calls": (messages.AssistantToolCall, "id type function"),
-    "messages.tool_calls.function": (messages.CalledFunction, "name arguments"),
+    "messages.tool_calls": (messages.AssistantToolCall, "id type function index"),
+    "messages.tool_calls.function": (messages.CalledFunction, "name arguments parsed_arguments"),
     "tools": (messages.Tool, "type function defer_loading cache_control"),
     "tools.function": (messages.Function, "name description parameters strict defer_loading"),
     "tool_choice: a tool": (messages.NamedTool, "type function"),

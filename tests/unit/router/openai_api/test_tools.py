@@ -69,6 +69,25 @@ def test_the_helper_of_the_openai_package_collects_a_stream(tools: Endpoint) -> 
     assert [call.function.name for call in final.choices[0].message.tool_calls or ()] == ["get_weather"] * 2
 
 
+@pytest.mark.parametrize("method", ["create", "parse", "stream"])
+def test_an_answer_is_sent_back_as_the_openai_package_returned_it(tools: Endpoint, method: str) -> None:
+    """The package adds fields of its own to the answers that it has parsed."""
+    strict: Any = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+    completions, asked = tools.client.chat.completions, {"model": "", "messages": USER, "tools": [strict]}
+    if method == "stream":
+        with completions.stream(**asked) as stream:
+            message: Any = stream.get_final_completion().choices[0].message
+    else:
+        message = getattr(completions, method)(**asked).choices[0].message
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "warm"} for call in message.tool_calls]
+    for answer in (message, message.model_dump() | {"parsed": {"city": "Paris"}}):
+        completions.create(**asked | {"messages": [*USER, answer, *results]})
+        prompt = tools.pipeline.seen[-1].prompt
+        assert isinstance(prompt, ChatPrompt)
+        calls = tuple(ToolCall(call.id, "get_weather", call.function.arguments) for call in message.tool_calls)
+        assert prompt.messages[1] == ChatMessage("assistant", "I look.", tool_calls=calls, reasoning="Where?")
+
+
 def test_only_the_first_call_is_returned_without_parallel_calls(tools: Endpoint) -> None:
     for stream in (False, True):
         answer: Any = tools.client.chat.completions.create(
