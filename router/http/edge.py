@@ -8,7 +8,7 @@ body bytes that are being received, and the timeout for clients that read nothin
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
@@ -24,12 +24,13 @@ from cluster.observe.telemetry import Telemetry
 from cluster.observe.trace_context import TRACE_PARENT_KEY, RequestTrace
 from router.http.bodies.openapi import GENERATION_PATHS, HEALTH_PATHS, INFERENCE_PREFIXES
 from router.http.connection import ABORT, StreamedBody, take_streamed_body
-from router.http.errors import error_response, internal_error, status_response
+from router.http.errors import error_response, internal_error, is_anthropic, status_response
 from router.request.validation import MAX_REQUEST_ID_CHARACTERS
 from router.requests import ANY_CLIENT
 from router.running import end
 
 _REQUEST_ID_HEADER = "x-request-id"
+_ANTHROPIC_ID_HEADER = "request-id"  # the name that Anthropic's clients read
 # Brackets and colons, in strings too: parsing a body of nothing else would block the event loop. A text of 4 MB that
 # has this many is longer than any context.
 _MAX_STRUCTURE = 250_000
@@ -86,7 +87,8 @@ class Edge:
         is_generation = scope["method"] == "POST" and scope["path"] in GENERATION_PATHS
         trace = self._begin_trace(headers.get(TRACE_PARENT_KEY, "")) if is_generation else None
         scope.setdefault("state", {}).update(request_id=request_id, trace=trace)
-        answer = _Answer(send, request_id, trace, self._client_stall_s)
+        id_headers = (_REQUEST_ID_HEADER, *([_ANTHROPIC_ID_HEADER] if is_anthropic(scope["path"]) else []))
+        answer = _Answer(send, request_id, id_headers, trace, self._client_stall_s)
         if (body := take_streamed_body(scope)) is not None:
             scope[_CHUNKS] = DirectChunks(body, self._client_stall_s)
             answer.can_write = body.can_write
@@ -187,9 +189,11 @@ class _Answer:
     """Wraps `send`: adds the request id and the place in traces to the headers, and a timeout to every write. Remembers
     the status."""
 
-    def __init__(self, send: Send, request_id: str, trace: RequestTrace | None, stall_s: float) -> None:
+    def __init__(
+        self, send: Send, request_id: str, id_headers: Sequence[str], trace: RequestTrace | None, stall_s: float
+    ) -> None:
         self._send = send
-        self._request_id = request_id
+        self._request_id, self._id_headers = request_id, id_headers
         self._trace = trace
         self._stall_s = stall_s
         self.status: int | None = None
@@ -200,7 +204,8 @@ class _Answer:
             self.status = message["status"]
             headers = MutableHeaders(scope=message)
             if self._request_id.isascii() and self._request_id.isprintable():
-                headers[_REQUEST_ID_HEADER] = self._request_id[:MAX_REQUEST_ID_CHARACTERS]
+                for name in self._id_headers:
+                    headers[name] = self._request_id[:MAX_REQUEST_ID_CHARACTERS]
             if self._trace is not None:
                 headers[TRACE_PARENT_KEY] = str(self._trace.root)
         if self.can_write():

@@ -119,7 +119,7 @@ def _serve_pages_of(app: FastAPI, allowed_origins: Sequence[str]) -> None:
         allow_origins=list(allowed_origins),
         allow_methods=["GET", "HEAD", "POST"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after", TRACE_PARENT_KEY],
+        expose_headers=["x-request-id", "request-id", "retry-after", TRACE_PARENT_KEY],
     )
 
 

@@ -279,6 +279,13 @@ def test_failures_have_anthropics_shape(demo: Tokenization) -> None:
     assert events[-1] == {"type": "error", "error": {"type": "overloaded_error", "message": "it is gone"}}
 
 
+def test_every_answer_has_the_header_that_anthropics_clients_read_its_id_from(shared: Endpoint) -> None:
+    for body in (_BODY, _BODY | {"stream": True}, {}):
+        answer = shared.post("/v1/messages", body, **{"x-request-id": "mine"})
+        assert answer.headers["request-id"] == answer.headers["x-request-id"] == "mine"
+    assert "request-id" not in shared.http.get("/health").headers
+
+
 def test_the_key_may_come_as_anthropics_clients_send_it(demo: Tokenization) -> None:
     with endpoint(demo, api_key="secret") as running:
         assert running.post("/v1/messages", _BODY, **{"x-api-key": "secret"}).status_code == 200
