@@ -5,14 +5,14 @@ the socket. uvicorn's protocol runs the app; router/http/server.py accepts the c
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import httptools
 from starlette.types import Scope
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 ABORT = "tandem.abort"  # in a request's scope: closes its connection without waiting for the client
 _BODY = "tandem.body"  # in a request's scope: the StreamedBody of its response
@@ -72,10 +72,9 @@ class StreamedBody:
         await self._flow.drain()
 
     def write(self, body: bytes) -> None:
-        """Write one chunk, which must not be empty."""
-        assert self._cycle.chunked_encoding, "only a body without content-length is streamed"
+        """Write one chunk, which must not be empty, of a body without content-length."""
         if not self._cycle.disconnected:
-            self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+            self._transport.write(b"%x\r\n%b\r\n" % (len(body), body) if self._cycle.chunked_encoding else body)
 
 
 def take_streamed_body(scope: Scope) -> StreamedBody | None:
@@ -83,6 +82,23 @@ def take_streamed_body(scope: Scope) -> StreamedBody | None:
     refers to the scope."""
     body: StreamedBody | None = scope.pop(_BODY, None)
     return body
+
+
+def _unchunked(cycle: RequestResponseCycle) -> Callable[[Any], Coroutine[Any, Any, None]]:
+    """Return the `send` of a response to an HTTP/1.0 client, which must get no chunks (RFC 9112, section 6.1): the end
+    of the connection ends a body without content-length."""
+    send, has_length = cycle.send, True
+
+    async def unchunked(message: Any) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            cycle.chunked_encoding = None if has_length else False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    return unchunked
 
 
 class HttpConnection(HttpToolsProtocol):
@@ -157,6 +173,8 @@ class HttpConnection(HttpToolsProtocol):
             return
         super().on_headers_complete()
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]
+        if scope["http_version"] == "1.0":
+            self.cycle.send = _unchunked(self.cycle)  # type: ignore[method-assign, assignment]
         scope[ABORT] = self.transport.abort
         scope[_BODY] = StreamedBody(self)
         self._set_timer(self._limits.request_s)

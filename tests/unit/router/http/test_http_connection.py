@@ -105,6 +105,13 @@ async def test_chunks_that_go_directly_to_the_socket_are_between_head_and_end() 
         assert await _response(reader) == (_OK, b"/a=abc")
 
 
+async def test_a_client_of_http_1_0_receives_a_stream_without_chunks_until_the_connection_ends() -> None:
+    async with _connected() as (reader, writer):
+        writer.write(b"POST /a HTTP/1.0\r\ncontent-length: 3\r\n\r\nabc")
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert b"transfer-encoding" not in head and body == b"/a=abc"
+
+
 async def test_pipelined_requests_are_answered_in_their_order() -> None:
     async with _connected() as (reader, writer):
         writer.write(b"".join(b"GET /%d HTTP/1.1\r\nhost: x\r\n\r\n" % number for number in range(4)))
