@@ -34,6 +34,7 @@ def add_models(app: FastAPI, model: ModelInfo) -> None:
     }
 
     @app.get("/v1/models", summary="Returns the served model", responses=answers(ModelList))
+    @app.get("/v1/models/", include_in_schema=False)
     @app.head("/v1/models", summary="Returns the same without a body")
     async def models() -> Response:
         return json_response({"object": "list", "data": [entry]})

@@ -15,6 +15,10 @@ from tests.unit.router.http.scripted_pipeline import LEDGER
 from tests.unit.router.openai_api.endpoint import SCRIPT, USER, Endpoint, endpoint, refused
 
 
+def test_the_list_of_models_may_end_with_a_slash(shared: Endpoint) -> None:
+    assert shared.http.get("/v1/models/").json() == shared.http.get("/v1/models").json()
+
+
 def test_a_text_becomes_tokens_and_the_tokens_the_text(shared: Endpoint, demo: Tokenization) -> None:
     answer = shared.post("/tokenize", {"prompt": "def f(x):", "return_token_strs": True}).json()
     assert tuple(answer["tokens"]) == demo.encode("def f(x):")
