@@ -35,6 +35,7 @@ _ANTHROPIC_ID_HEADER = "request-id"  # the name that Anthropic's clients read
 # has this many is longer than any context.
 _MAX_STRUCTURE = 250_000
 _STRUCTURE = (b"[", b"{", b":")
+_MAX_SHOWN = 64  # characters of a wrong header
 _MAX_BODIES = 32  # of the largest size, that may be coming in at once
 _BODIES_RETRY_S = 1.0
 _PAGE = "/ui"  # files that tell nothing; the page asks for the key of its data itself
@@ -161,6 +162,8 @@ class Edge:
         path = scope["path"]
         if path in HEALTH_PATHS or path == _PAGE or path.startswith(f"{_PAGE}/"):
             return
+        if (encoding := headers.get("content-encoding", "identity").lower()) != "identity":
+            raise InvalidRequest(f"the body has content-encoding {encoding[:_MAX_SHOWN]}: send it uncompressed")
         authorization = headers.get("authorization", "")
         if not authorization and "x-api-key" in headers:  # clients of Anthropic
             authorization = "Bearer " + headers["x-api-key"]

@@ -1,5 +1,6 @@
 """Endpoints beside generation, and options of requests in headers."""
 
+import gzip
 import json
 from typing import Any
 
@@ -17,6 +18,14 @@ from tests.unit.router.openai_api.endpoint import SCRIPT, USER, Endpoint, endpoi
 
 def test_the_list_of_models_may_end_with_a_slash(shared: Endpoint) -> None:
     assert shared.http.get("/v1/models/").json() == shared.http.get("/v1/models").json()
+
+
+def test_a_compressed_body_is_refused_by_its_encoding(shared: Endpoint) -> None:
+    compressed = gzip.compress(b'{"prompt": "x"}')
+    answer = shared.post("/v1/completions", compressed, **{"content-encoding": "gzip"})
+    refused(answer, 400, "invalid_request", None, "content-encoding gzip", "uncompressed")
+    answer = shared.post("/v1/completions", {"prompt": "x"}, **{"content-encoding": "Identity"})
+    assert answer.status_code == 200
 
 
 def test_a_text_becomes_tokens_and_the_tokens_the_text(shared: Endpoint, demo: Tokenization) -> None:
