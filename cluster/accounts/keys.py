@@ -220,7 +220,7 @@ def _from_json(item: Mapping[str, Any]) -> KeyRecord:
     return KeyRecord(str(item["id"]), bytes.fromhex(item["digest"]).hex(), caller)
 
 
-_BEARER = "Bearer "
+_BEARER = "bearer"
 OPERATOR_KEY, CLIENT_KEY, SCRAPE_KEY = "admin-key", "api-key", "metrics-key"  # ids of the keys of flags
 _OPEN = Caller(access=ALL_ACCESS)
 _CLIENTS_OPEN = Caller(access=frozenset({Access.INFERENCE, Access.METRICS}))
@@ -286,5 +286,7 @@ class Gate:
 
 
 def _key(authorization: str) -> str:
-    """Return the key of an `Authorization` header; empty if it has none."""
-    return authorization.removeprefix(_BEARER) if authorization.startswith(_BEARER) else ""
+    """Return the key of an `Authorization` header; empty if it has none. The scheme may have any case and be followed
+    by any number of spaces (RFC 9110, section 11.4)."""
+    scheme, _, key = authorization.partition(" ")
+    return key.lstrip(" ") if scheme.lower() == _BEARER else ""

@@ -79,12 +79,14 @@ def test_an_inference_key_is_no_admin_key_and_an_admin_key_is_every_key() -> Non
     with pytest.raises(PermissionDenied, match=f"{user_record.key_id} does not allow admin"):
         gate.admit(bearer(user), Access.ADMIN)
     assert gate.admit(bearer(scraper), None).key_id == scraper_record.key_id
+    for scheme in ("bearer ", "BEARER  "):  # its case does not matter, the key's does
+        assert gate.admit(scheme + user, Access.INFERENCE).key_id == user_record.key_id
     for shown, problem in (
         ("", "send an API key"),
         ("Bearer ", "send an API key"),
         (bearer("wrong"), "the API key that was sent is unknown here; send an API key"),
         (user, "send an API key"),
-        (bearer(user).lower(), "send an API key"),
+        (bearer(user.lower()), "the API key that was sent is unknown here; send an API key"),
     ):
         for access in (None, *Access):
             with pytest.raises(Unauthenticated, match=f"^{problem}"):

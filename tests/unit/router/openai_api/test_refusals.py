@@ -281,6 +281,8 @@ def test_every_request_without_the_api_key_is_refused(demo: Tokenization) -> Non
                 client.models.list()
         refused(running.post("/v1/completions", b"{"), 401, "unauthenticated", None, "API key")
         assert running.client_with("secret").models.list().data
+        for named in ("bearer secret", "BEARER  secret"):
+            assert running.http.get("/v1/models", headers={"authorization": named}).status_code == 200
     assert running.pipeline.seen == []
 
 
