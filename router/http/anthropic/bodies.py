@@ -1,5 +1,4 @@
-"""The bodies of Anthropic's Messages API, their conversion to a chat, and for the OpenAPI document
-the bodies of its responses."""
+"""The bodies of Anthropic's Messages API, their conversion to a chat, and for OpenAPI the bodies of its responses."""
 
 import json
 from collections.abc import Sequence
@@ -232,7 +231,7 @@ class CountTokensRequest(StrictBody):
 
     @property
     def chat(self) -> ChatPrompt:
-        shown = [block for block in self.system if not block.text.startswith(_ACCOUNTING)]
+        shown = [block for block in self.system if block.text and not block.text.startswith(_ACCOUNTING)]
         system = [ChatMessage("system", _text(shown))] if shown else []
         messages = [*system, *(value for message in self.messages for value in message.values())]
         continues = messages[-1].role == "assistant" and not messages[-1].tool_calls
@@ -297,7 +296,7 @@ class MessagesRequest(CountTokensRequest):
     stream: bool = False
     temperature: float | None = Field(None, json_schema_extra={"minimum": 0, "maximum": 2})
     top_p: float | None = Field(None, json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})
-    top_k: int | None = Field(None, json_schema_extra={"minimum": 0, "maximum": (1 << 32) - 1})
+    top_k: int | None = Field(None, json_schema_extra={"minimum": -1, "maximum": (1 << 32) - 1})
     stop_sequences: Annotated[
         list[str],
         FailFast(),
@@ -321,11 +320,12 @@ class MessagesRequest(CountTokensRequest):
 
     def request(self, label: str) -> GenerateRequest:
         grammar = self.output_config.grammar() if self.output_config is not None else None
+        top_k = 0 if self.top_k == -1 else self.top_k
         return GenerateRequest(
             prompt=self.chat,
             label=label,
             model=self.model,
-            sampling=SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p),
+            sampling=SamplingParams(temperature=self.temperature, top_k=top_k, top_p=self.top_p),
             stop=StopConditions(default_max_tokens=self.max_tokens, stop=tuple(self.stop_sequences)),
             cache_salt=self.cache_salt,
             grammar=grammar,

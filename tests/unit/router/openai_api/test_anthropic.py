@@ -193,6 +193,15 @@ def test_omitted_thinking_is_left_out_of_the_answer(tools: Endpoint, stream: boo
     assert [block["type"] for block in message["content"]] == ["text", "tool_use"]
 
 
+def test_an_empty_system_prompt_is_none_and_a_top_k_of_minus_1_is_all(shared: Endpoint) -> None:
+    """Templates that take no system message would refuse an empty one."""
+    for system in ("", [{"type": "text", "text": ""}]):
+        assert shared.post("/v1/messages", _BODY | {"system": system, "top_k": -1}).status_code == 200
+        request = shared.pipeline.seen[-1]
+        assert isinstance(request.prompt, ChatPrompt)
+        assert (request.prompt.messages, request.sampling.top_k) == ((ChatMessage("user", "hello"),), 0)
+
+
 def test_an_output_format_is_a_grammar(shared: Endpoint) -> None:
     schema = {"type": "object", "properties": {"people": {"type": "integer"}}}
     config = {"format": {"type": "json_schema", "schema": schema}}
