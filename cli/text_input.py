@@ -1,4 +1,4 @@
-"""Text that a command reads from stdin."""
+"""Text that a command is given: on stdin, in a file or as an argument."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,3 +13,12 @@ def expecting_text() -> Iterator[None]:
         yield
     except UnicodeDecodeError as error:
         raise ConfigError(f"stdin is not {error.encoding} text, from byte {error.start} on") from error
+
+
+def is_text(given: str) -> bool:
+    """Return whether UTF-8 can encode it: bytes that are no UTF-8 come as halves of surrogate pairs."""
+    try:
+        given.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

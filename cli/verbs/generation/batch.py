@@ -24,12 +24,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from cli.connection import add_credentials, client_key, find_http_address, tls_ca, tls_server_name
+from cli.text_input import is_text
 from cluster.errors import ConfigError
 from cluster.process import ExitStatus
 
 URLS = ("/v1/chat/completions", "/v1/completions")
 _BATCH_CLASS = "flex"  # the service tier of requests that only use capacity that no other request needs
 _OK = 200
+_KEY_REFUSED = (401, 403)
 _ID_PREFIX = "batch_req_"
 _BEGIN = f'{{"id": "{_ID_PREFIX}'  # of every line of answers
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
@@ -88,8 +90,8 @@ def read_requests(lines: Iterable[str], name: str) -> list[BatchRequest]:
 
 
 def kept_lines(lines: Sequence[str], name: str, asked: Collection[str]) -> dict[str, str]:
-    """Return the lines of an earlier run that stay, by custom_id: all but those of requests in `asked` that another
-    attempt may answer differently, and a last line that an interruption cut off.
+    """Return the lines of an earlier run that stay, by custom_id: all but those of requests in `asked` that another run
+    may answer differently, and a last line that an interruption cut off.
 
     Raises ConfigError if the file `name` holds anything else, because its lines would be lost."""
     kept: dict[str, str] = {}
@@ -99,7 +101,7 @@ def kept_lines(lines: Sequence[str], name: str, asked: Collection[str]) -> dict[
         try:
             answer = json.loads(line)
             custom_id, response = answer["custom_id"], answer["response"]
-            if is_final(response["status_code"] if response else 0) or custom_id not in asked:
+            if is_of_request(response["status_code"] if response else 0) or custom_id not in asked:
                 kept[custom_id] = line
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ConfigError(
@@ -118,6 +120,11 @@ def is_final(status_code: int) -> bool:
     return status_code != 429 and 0 < status_code < 500
 
 
+def is_of_request(status_code: int) -> bool:
+    """Return whether another run would get the same status: also not if the router refused the API key."""
+    return is_final(status_code) and status_code not in _KEY_REFUSED
+
+
 def _request(line: str) -> BatchRequest:
     """Parse one line of the input file. Raises ValueError."""
     try:
@@ -129,6 +136,8 @@ def _request(line: str) -> BatchRequest:
     custom_id, url, body = request.get("custom_id"), request.get("url"), request.get("body")
     if not isinstance(custom_id, str) or not custom_id:
         raise ValueError("custom_id must be a string that identifies the request")
+    if not is_text(custom_id):
+        raise ValueError(f"custom_id {custom_id!r} is not text: it has half of a surrogate pair")
     if request.get("method", "POST") != "POST" or url not in URLS:
         raise ValueError(f"method must be POST and url one of {', '.join(URLS)}")
     if not isinstance(body, dict):
@@ -315,7 +324,8 @@ def _shown(answers: Iterator[BatchAnswer], total: int) -> Iterator[BatchAnswer]:
 def _kept(path: Path, requests: Sequence[BatchRequest]) -> dict[str, str]:
     """Return the lines of an earlier run that stay in the output. Raises ConfigError."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        with path.open(encoding="utf-8", newline="\n") as file:  # a line may have other line separators in its texts
+            lines = file.readlines()
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError) as error:
@@ -325,7 +335,7 @@ def _kept(path: Path, requests: Sequence[BatchRequest]) -> dict[str, str]:
 
 def _requests(path: Path) -> list[BatchRequest]:
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8-sig") as lines:
             return read_requests(lines, str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error

@@ -17,6 +17,8 @@ from cli.verbs.generation.batch import (
     BatchSender,
     Server,
     _appending,
+    _kept,
+    _requests,
     kept_lines,
     read_requests,
 )
@@ -45,6 +47,7 @@ def test_requests_are_read_and_use_only_spare_capacity_by_default() -> None:
         (["[]"], "line 1: a request must be an object"),
         ([line(), line()], "line 2: custom_id '1' is used twice"),
         ([line(custom_id="")], "custom_id must be"),
+        ([line(custom_id="\ud800")], "custom_id .* is not text"),
         ([line(url="/v1/embeddings")], "url one of /v1/chat/completions"),
         ([line(method="GET")], "method must be POST"),
         ([line(body=[])], "body must be an object"),
@@ -57,12 +60,24 @@ def test_a_wrong_line_is_reported_with_its_number(lines: list[str], said: str) -
 
 
 def test_answers_of_an_earlier_run_are_kept_unless_another_attempt_may_differ() -> None:
-    answers = [BatchAnswer(str(status), status, "r", {}) for status in (200, 400, 429, 503)]
+    answers = [BatchAnswer(str(status), status, "r", {}) for status in (200, 400, 401, 403, 429, 503)]
     written = [answer.to_line() for answer in (*answers, BatchAnswer("lost", 0, problem="refused"))]
     for torn in ('{"id', written[0].rstrip()):
-        kept = kept_lines([*written, torn], "out", {"200", "429", "503", "lost"})
+        kept = kept_lines([*written, torn], "out", {"200", "401", "403", "429", "503", "lost"})
         assert kept == {"200": written[0], "400": written[1]}
-    assert set(kept_lines(written, "out", {"200"})) == {"200", "400", "429", "503", "lost"}
+    assert set(kept_lines(written, "out", {"200"})) == {"200", "400", "401", "403", "429", "503", "lost"}
+
+
+def test_an_answer_with_unusual_line_separators_is_found_by_the_next_run(tmp_path: Path) -> None:
+    request = BatchRequest("a\u2028", "/v1/completions", {})
+    answer = BatchAnswer(request.custom_id, 200, "r", {"text": "b\u2029c\x85d"}).to_line()
+    (tmp_path / "out").write_text(answer, encoding="utf-8")
+    assert _kept(tmp_path / "out", [request]) == {request.custom_id: answer}
+
+
+def test_a_file_of_requests_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "in").write_text(line(), encoding="utf-8-sig")
+    assert [request.custom_id for request in _requests(tmp_path / "in")] == ["1"]
 
 
 @pytest.mark.parametrize("foreign", ["notes\n", "notes", "{}\n", line() + "\n"])
