@@ -14,9 +14,11 @@ program that uses OpenTelemetry, a generation belongs to the trace of the span i
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from numbers import Real
 from types import TracebackType
 from typing import Any, Generic, Self, Unpack
 
@@ -37,6 +39,7 @@ __all__ = ["AsyncClient", "AsyncGeneration", "Client", "Generation"]
 _GENERATION_TIMEOUT_S = 600.0
 _CONNECT_TIMEOUT_S = 30.0  # of a generation without a timeout of its own
 _CALL_TIMEOUT_S = 30.0  # of a call that is no generation
+_LONGEST_S = 1e9  # an infinite timeout: gRPC takes a deadline that it cannot represent for one that has passed
 
 
 class _BaseClient(Generic[Channel]):
@@ -61,7 +64,7 @@ class _BaseClient(Generic[Channel]):
 
         - `address`: host:port of a router's gRPC port, or several in a list or separated by commas. The first one that
           responds serves; if it is lost, another one continues its generations.
-        - `timeout_s`: the deadline of a generation that has no `timeout_s` of its own. Default: 600 s.
+        - `timeout_s`: the deadline of a generation that has no `timeout_s` of its own. Default: 600 s. `inf`: none.
         - `connect_timeout_s`: how long a generation tries to reach a router while none has ever responded to this
           client. Default: until the generation's deadline if `timeout_s` was given, otherwise 30 s. With 0 each address
           is tried once.
@@ -73,17 +76,22 @@ class _BaseClient(Generic[Channel]):
           dialled from here, for example behind a load balancer or NAT.
         - `keepalive_timeout_s`: a router that sends no message for this long while a reader waits counts as lost.
 
-        Raises OSError if the file cannot be read, and ValueError without an address."""
+        Raises OSError if the file cannot be read, ValueError without an address or for a timeout that is NaN, and
+        TypeError for one that is not a number."""
         dial = partial(self._open_channel, tls_ca=tls_ca, tls_server_name=tls_server_name, secure=secure)
         self._routers: Routers[Channel] = Routers(addresses(address), dial, discover=discover)
         self._metadata: Metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
-        self._timeout_s = timeout_s
-        self._connect_timeout_s = connect_timeout_s
-        self._keepalive_timeout_s = keepalive_timeout_s
+        self._timeout_s = None if timeout_s is None else _checked_s("timeout_s", timeout_s)
+        self._connect_timeout_s = (
+            None if connect_timeout_s is None else _checked_s("connect_timeout_s", connect_timeout_s)
+        )
+        self._keepalive_timeout_s = _checked_s("keepalive_timeout_s", keepalive_timeout_s)
+        if self._keepalive_timeout_s <= 0:
+            raise ValueError(f"keepalive_timeout_s must be positive, not {keepalive_timeout_s:g}")
         self._watch = KeepAliveWatch()  # of blocking generations; its thread runs only while one of them is read
 
     def _parameters(self, request: inference_pb2.GenerateRequest, timeout_s: float | None) -> CallParameters:
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        timeout_s = self._timeout_s if timeout_s is None else _checked_s("timeout_s", timeout_s)
         connect_s = self._connect_timeout_s
         if connect_s is None:
             connect_s = timeout_s if timeout_s is not None else _CONNECT_TIMEOUT_S
@@ -204,6 +212,15 @@ class AsyncClient(_BaseClient[grpc.aio.Channel]):
         self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
     ) -> None:
         await self.close()
+
+
+def _checked_s(name: str, seconds: float) -> float:
+    """Return a timeout that gRPC can represent. Raises ValueError for NaN and TypeError for a value of another type."""
+    if not isinstance(seconds, Real):
+        raise TypeError(f"{name} must be a number of seconds, not {type(seconds).__name__}")
+    if math.isnan(seconds):
+        raise ValueError(f"{name} must be a number of seconds, not nan")
+    return min(float(seconds), _LONGEST_S)
 
 
 class _Turn:

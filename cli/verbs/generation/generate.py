@@ -15,7 +15,6 @@ from tandem.options import GenerateOptions
 from tandem.results import Result
 
 HELP = "continue a prompt and stream the text"
-_LONGEST_S = 1e9  # as long as for ever, and a deadline that gRPC can represent
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -168,7 +167,7 @@ def run(arguments: argparse.Namespace) -> int:
                 text,
                 token_ids=token_ids,
                 messages=messages,
-                timeout_s=min(arguments.timeout_s, _LONGEST_S),
+                timeout_s=arguments.timeout_s,
                 **_options(arguments),
             )
         except ValueError as error:  # a value that no message can carry, such as a negative token id
