@@ -10,7 +10,7 @@ TandemError              `reason`: the error's stable name; `retry_after_s`: whe
 ├── Overloaded           the request was not started; try again after `retry_after_s`
 ├── Unavailable          no router responds, or its cluster cannot serve now
 ├── DeadlineExceeded     `timeout_s` has passed
-├── Cancelled            the generation was closed
+├── Cancelled            the generation or its client was closed
 └── InternalError        a fault of the server; its log has the details under the request id
 """
 

@@ -148,8 +148,8 @@ class Generation(_BaseGeneration):
                 with translated_errors(), self._watch.waiting(self._keepalive, self._call.cancel, self._ping):
                     response = next(self._call)
             except TandemError as error:
-                if self._closed.is_set():
-                    raise
+                if self._closed.is_set() or self._parameters.routers.is_closed:
+                    raise _closed() from error
                 lost = _keepalive_lost(self._progress.router, self._keepalive) if self._keepalive.is_over else error
                 self._read_metadata()
                 self._continue(lost)
@@ -186,9 +186,9 @@ class Generation(_BaseGeneration):
 
     def _ping(self) -> None:
         """Call the router on the connection of the generation. Runs on the thread of the watch."""
-        timer, stub = self._keepalive, self._parameters.routers.stub(self._progress.router)
-        request = inference_pb2.ListModelsRequest()
-        with suppress(ValueError):  # the client has closed the channel
+        timer, request = self._keepalive, inference_pb2.ListModelsRequest()
+        with suppress(Cancelled, ValueError):  # the client was closed, and its channel is
+            stub = self._parameters.routers.stub(self._progress.router)
             answer = stub.ListModels.future(request, timeout=timer.response_s, metadata=self._parameters.metadata)
             answer.add_done_callback(lambda done: timer.on_ping_response() if done.code() not in _NO_ANSWER else None)
 
@@ -205,6 +205,7 @@ class AsyncGeneration(_BaseGeneration):
     def __init__(self, parameters: CallParameters) -> None:
         super().__init__(parameters)
         self._closed = asyncio.Event()
+        self._has_ended = False  # it was read to its end
         self._ping_task: asyncio.Task[None] | None = None  # the last ping
         self._start_call()
 
@@ -212,12 +213,15 @@ class AsyncGeneration(_BaseGeneration):
         return self
 
     async def __anext__(self) -> Delta:
-        if self._closed.is_set():
-            raise self._failure or _closed()
         if self._failure is not None:
             raise self._failure
+        if self._closed.is_set() and not self._has_ended:
+            raise _closed()
         try:
             return await self._next_delta()
+        except StopAsyncIteration:
+            self._has_ended = True
+            raise
         except TandemError as error:
             self._failure = error
             raise

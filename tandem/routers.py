@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
+from tandem.errors import Cancelled
 from tandem.keepalive import KEEPALIVE_KEY, keepalive_timeout_s
 from tandem.v1 import inference_pb2_grpc
 
@@ -59,7 +60,7 @@ class Routers(Generic[Channel]):
         self._shuffle = shuffle
         self._keepalive_timeouts_s: dict[str, float] = {}  # of the routers that send keep-alive messages
         self._reached_as: dict[str, str] = {}  # a router's own address -> the address at which it responded
-        self._channels: dict[str, Channel] = {address: dial(address) for address in self._given}
+        self._channels: dict[str, Channel] = {}
         self._lock = threading.Lock()
 
     def known(self) -> tuple[str, ...]:
@@ -78,7 +79,10 @@ class Routers(Generic[Channel]):
         self.first, self.is_reached = address, True
 
     def stub(self, address: str) -> inference_pb2_grpc.InferenceStub:
+        """Return the stub of the router at `address`. Raises Cancelled after `close`."""
         with self._lock:
+            if self.is_closed:
+                raise Cancelled("this client was closed", reason="cancelled")
             channel = self._channels.get(address)
             if channel is None:
                 channel = self._channels[address] = self._dial(address)
@@ -120,7 +124,8 @@ class Routers(Generic[Channel]):
         """Open no further channels. Returns the open ones, which the caller must close."""
         with self._lock:
             self.is_closed = True
-            return list(self._channels.values())
+            channels, self._channels = list(self._channels.values()), {}
+            return channels
 
     def _pop_unnamed(self) -> list[Channel]:
         """Remove and return the oldest channels to routers that no response names. A newer one may have a stream."""

@@ -1,4 +1,4 @@
-"""A generation that has ended with an error raises it at every later read, and never seems to have ended in order."""
+"""Reads of a generation that has ended, or was closed, and calls of a client that was closed."""
 
 import asyncio
 
@@ -55,3 +55,34 @@ async def test_a_generation_whose_reader_was_cancelled_raises_that_at_each_later
                 await anext(generation)
             with pytest.raises(Cancelled, match="a read of this generation was cancelled"):
                 await generation.result()
+
+
+async def test_the_result_of_an_async_generation_that_was_read_to_its_end_stays_after_its_block() -> None:
+    with router() as (_, address):
+        async with AsyncClient(address) as client, client.generate("x") as generation:
+            read = [delta async for delta in generation]
+        assert len(read) == 5
+        assert (await generation.result()).text == "ade"
+        assert [delta async for delta in generation] == []
+
+
+@pytest.mark.parametrize("closes_client", [False, True])
+def test_a_read_of_a_closed_generation_says_so(closes_client: bool) -> None:
+    with router(responses=TWO_CHOICES[:1], hold=True) as (_, address), Client(address) as client:
+        generation = client.generate("x", n=2)
+        next(generation), next(generation)
+        (client if closes_client else generation).close()
+        with pytest.raises(Cancelled, match="this generation was closed"):
+            generation.result()
+
+
+async def test_each_call_of_a_closed_client_is_cancelled() -> None:
+    client, asynchronous = Client("127.0.0.1:1"), AsyncClient("127.0.0.1:1")
+    for _ in range(2):
+        client.close()
+        await asynchronous.close()
+        for call in (client.models, lambda: client.generate("x"), lambda: asynchronous.generate("x")):
+            with pytest.raises(Cancelled, match="this client was closed"):
+                call()
+        with pytest.raises(Cancelled, match="this client was closed"):
+            await asynchronous.models()
