@@ -162,9 +162,10 @@ class Client(_BaseClient[grpc.Channel]):
 
 
 class AsyncClient(_BaseClient[grpc.aio.Channel]):
-    """A client like Client for asyncio. It must be created and used on one event loop."""
+    """A client like Client for asyncio. It may be created anywhere and is used on one event loop."""
 
     _open_channel = staticmethod(open_async_channel)
+    _loop: asyncio.AbstractEventLoop | None = None  # of the first call
 
     def generate(
         self,
@@ -175,7 +176,10 @@ class AsyncClient(_BaseClient[grpc.aio.Channel]):
         timeout_s: float | None = None,
         **options: Unpack[AllOptions],
     ) -> AsyncGeneration:
-        """Start a generation as Client.generate does. The call starts at once, before the generation is awaited."""
+        """Start a generation as Client.generate does. The call starts at once, before the generation is awaited.
+
+        Raises RuntimeError outside an event loop, or on another one than the client's earlier calls."""
+        self._require_loop()
         request = generate_request(prompt, token_ids, messages, options)
         return AsyncGeneration(self._parameters(request, timeout_s))
 
@@ -198,7 +202,14 @@ class AsyncClient(_BaseClient[grpc.aio.Channel]):
         """Cancel the generations that still run, and close all connections."""
         await asyncio.gather(*(channel.close() for channel in self._routers.close()))
 
+    def _require_loop(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._loop = self._loop or loop
+        if loop is not self._loop:
+            raise RuntimeError("this AsyncClient was used on another event loop before; create one for each loop")
+
     async def _ask(self, method: str, request: object) -> Any:
+        self._require_loop()
         turn = _Turn(self._routers, self._keepalive_timeout_s)
         for stub, timeout_s in turn:
             with turn.next_on_failure():
