@@ -21,9 +21,9 @@ from cluster.errors import ConfigError
 from cluster.settings.config import ClusterSettings
 from cluster.settings.config_sources import setting_outside_flags
 from tandem import channel
-from tandem.client import AsyncClient, Client
+from tandem.client import AsyncClient, Client, authorization
 from tandem.errors import TandemError, error_from_rpc
-from tandem.routers import addresses, is_reachable
+from tandem.routers import addresses, is_host_and_port, is_reachable
 from tandem.v1 import admin_pb2, admin_pb2_grpc
 
 Metadata: TypeAlias = Sequence[tuple[str, str]]
@@ -50,6 +50,12 @@ class LastCluster:
     def address(self) -> str:
         """The gRPC addresses of all its routers, comma-separated."""
         return ",".join((self.grpc, *self.more_grpc))
+
+    def is_at(self, address: str) -> bool:
+        """Return whether each of these comma-separated addresses is a router of this cluster. Its key is sent to all of
+        them."""
+        own = {self.grpc, *self.more_grpc, self.http}
+        return own >= {one.strip() for one in address.split(",") if one.strip()}
 
 
 def remember(cluster: LastCluster, environment: Mapping[str, str] | None = None) -> str:
@@ -89,7 +95,8 @@ def find_http_address(told: str | None, environment: Mapping[str, str] | None = 
     """Return the host:port of a router's HTTP API. Raises ConfigError."""
     environment = os.environ if environment is None else environment
     if address := told or environment.get("TANDEM_HTTP_ADDRESS"):
-        _check_address(address)
+        if not is_host_and_port(address):
+            raise ConfigError(f"an address must be host:port, such as 127.0.0.1:8000, not {address!r}")
         return address
     if found := running(environment):
         return found[0].http
@@ -102,18 +109,13 @@ def find_tls_ca(told: str | None, address: str, environment: Mapping[str, str] |
     environment = os.environ if environment is None else environment
     if named := told or setting_outside_flags("tls_ca", environment):
         return named
-    return next(
-        (found.tls_ca or None for found in running(environment) if address in (found.address, found.http)), None
-    )
+    return next((found.tls_ca or None for found in running(environment) if found.is_at(address)), None)
 
 
 def find_admin_key(address: str, environment: Mapping[str, str] | None = None) -> str:
-    """Return the admin key of the local cluster with a router at `address`, gRPC or HTTP; empty: there is none."""
+    """Return the admin key of the local cluster with routers at `address`, gRPC or HTTP; empty: there is none."""
     environment = os.environ if environment is None else environment
-    for found in running(environment):
-        if address in (found.address, found.http, found.grpc, *found.more_grpc):
-            return found.admin_key
-    return ""
+    return next((found.admin_key for found in running(environment) if found.is_at(address)), "")
 
 
 def find_key_file(told: str | None, address: str, environment: Mapping[str, str] | None = None) -> Path:
@@ -121,7 +123,7 @@ def find_key_file(told: str | None, address: str, environment: Mapping[str, str]
     machine, else that of the default cluster name.
     """
     environment = os.environ if environment is None else environment
-    known = (cluster.key_file for cluster in running(environment) if address in cluster.address.split(","))
+    known = (cluster.key_file for cluster in running(environment) if cluster.is_at(address))
     named = told or environment.get("TANDEM_CLUSTER_KEY_FILE") or next(known, "")
     return key_path(ClusterSettings(cluster_key_file=named))
 
@@ -131,19 +133,15 @@ def find_address(told: str | None, environment: Mapping[str, str] | None = None)
     environment = os.environ if environment is None else environment
     address = told or environment.get("TANDEM_ADDRESS")
     if address:
-        for one in address.split(","):
-            _check_address(one)
+        try:
+            addresses(address)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         return address
     found = running(environment)
     if not found:
         raise ConfigError("no cluster runs on this machine; start one with `tandem up`, or give --address host:port")
     return found[0].address
-
-
-def _check_address(address: str) -> None:
-    host, separator, port = address.strip().rpartition(":")
-    if not (host and separator and port.isdigit()):
-        raise ConfigError(f"an address must be host:port, not {address!r}")
 
 
 def _folder(environment: Mapping[str, str]) -> Path:
@@ -292,15 +290,18 @@ def operator_key(arguments: argparse.Namespace, address: str) -> str:
 
 
 def _metadata(arguments: argparse.Namespace, address: str) -> Metadata:
-    key = operator_key(arguments, address)
-    return [("authorization", f"Bearer {key}")] if key else []
+    return authorization(operator_key(arguments, address))
 
 
 def tls_ca(arguments: argparse.Namespace, address: str) -> str | None:
     """PEM file with the router's certificate authorities; None: no TLS. Raises ConfigError."""
     path = find_tls_ca(arguments.tls_ca, address)
-    if path is not None and not os.access(path, os.R_OK):
-        raise ConfigError(f"cannot read --tls-ca {path}")
+    try:
+        channel.channel_credentials(path, secure=False)
+    except OSError as error:
+        raise ConfigError(f"cannot read --tls-ca {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"--tls-ca {path} holds no certificate") from error
     return path
 
 
@@ -315,10 +316,19 @@ def client_key(arguments: argparse.Namespace, address: str) -> str:
 
 
 def _given_key(arguments: argparse.Namespace) -> str:
-    return configured_key(arguments.api_key or "", arguments.api_key_file or "", "--api-key")
+    return _sent_key(arguments.api_key or "", arguments.api_key_file or "", "--api-key")
 
 
 def _environment_key(name: str) -> str:
     variable = f"TANDEM_{name.upper()}"
     key, file = os.environ.get(variable, ""), os.environ.get(f"{variable}_FILE", "")
-    return configured_key(key, file, f"--{name.replace('_', '-')}")
+    return _sent_key(key, file, f"--{name.replace('_', '-')}")
+
+
+def _sent_key(value: str, file: str, flag: str) -> str:
+    key = configured_key(value, file, flag)
+    try:
+        authorization(key)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from error
+    return key

@@ -24,6 +24,8 @@ _OPTIONS = (
     ("grpc.enable_retries", 0),
 )
 
+_CERTIFICATE = b"CERTIFICATE-----"  # in a PEM file
+
 REFUSED = "no process accepts connections at"  # followed by the address
 _REFUSED_ADDRESS = re.compile(r"(?:ipv4|ipv6|unix):(\S+): .*Connection refused")
 _UNKNOWN_HOST = re.compile(r"errors resolving (\S+): ")
@@ -54,8 +56,8 @@ def open_channel(
 ) -> grpc.Channel:
     """`tls_ca`: PEM file with the authorities that may have signed the router's certificate; `tls_server_name`: what it
     must name instead of the host; `secure`: TLS, with the publicly trusted ones where no file is given. Raises OSError
-    when the file cannot be read."""
-    credentials = _credentials(tls_ca, secure)
+    when the file cannot be read, and ValueError if it holds no certificate."""
+    credentials = channel_credentials(tls_ca, secure)
     if credentials is None:
         return grpc.insecure_channel(address, options=_OPTIONS)
     return grpc.secure_channel(address, credentials, options=_tls_options(tls_server_name))
@@ -65,10 +67,20 @@ def open_async_channel(
     address: str, *, tls_ca: str | None = None, tls_server_name: str | None = None, secure: bool = False
 ) -> grpc.aio.Channel:
     """Open a channel as `open_channel` does, on the running event loop."""
-    credentials = _credentials(tls_ca, secure)
+    credentials = channel_credentials(tls_ca, secure)
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=_OPTIONS)
     return grpc.aio.secure_channel(address, credentials, options=_tls_options(tls_server_name))
+
+
+def channel_credentials(tls_ca: str | None, secure: bool) -> grpc.ChannelCredentials | None:
+    """Return the credentials for TLS, None without it. Raises as `open_channel`."""
+    if not tls_ca:
+        return grpc.ssl_channel_credentials() if secure else None
+    authorities = Path(tls_ca).read_bytes()
+    if _CERTIFICATE not in authorities:  # gRPC would write lines of its own to stderr
+        raise ValueError(f"{tls_ca} holds no certificate; give a PEM file with the authorities of the routers")
+    return grpc.ssl_channel_credentials(authorities)
 
 
 def explained(details: str) -> str:
@@ -96,9 +108,3 @@ def _is_of_connecting(details: str) -> bool:
 
 def _tls_options(server_name: str | None) -> tuple[tuple[str, object], ...]:
     return (*_OPTIONS, ("grpc.ssl_target_name_override", server_name)) if server_name else _OPTIONS
-
-
-def _credentials(tls_ca: str | None, secure: bool) -> grpc.ChannelCredentials | None:
-    if tls_ca:
-        return grpc.ssl_channel_credentials(Path(tls_ca).read_bytes())
-    return grpc.ssl_channel_credentials() if secure else None

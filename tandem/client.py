@@ -24,7 +24,7 @@ from typing import Any, Generic, Self, Unpack
 
 import grpc
 
-from tandem.channel import open_async_channel, open_channel
+from tandem.channel import channel_credentials, open_async_channel, open_channel
 from tandem.errors import DeadlineExceeded, TandemError, Unavailable
 from tandem.generation import AsyncGeneration, CallParameters, Generation, Metadata, trace_context, translated_errors
 from tandem.keepalive import KEEPALIVE_TIMEOUT_S
@@ -76,11 +76,11 @@ class _BaseClient(Generic[Channel]):
           dialled from here, for example behind a load balancer or NAT.
         - `keepalive_timeout_s`: a router that sends no message for this long while a reader waits counts as lost.
 
-        Raises OSError if the file cannot be read, ValueError without an address or for a timeout that is NaN, and
-        TypeError for one that is not a number."""
+        Raises OSError if the file cannot be read, and ValueError or TypeError for a value that cannot be used."""
+        channel_credentials(tls_ca, secure)  # each channel reads the file again
         dial = partial(self._open_channel, tls_ca=tls_ca, tls_server_name=tls_server_name, secure=secure)
         self._routers: Routers[Channel] = Routers(addresses(address), dial, discover=discover)
-        self._metadata: Metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+        self._metadata: Metadata = authorization(api_key)
         self._timeout_s = None if timeout_s is None else _checked_s("timeout_s", timeout_s)
         self._connect_timeout_s = (
             None if connect_timeout_s is None else _checked_s("connect_timeout_s", connect_timeout_s)
@@ -223,6 +223,17 @@ class AsyncClient(_BaseClient[grpc.aio.Channel]):
         self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
     ) -> None:
         await self.close()
+
+
+def authorization(api_key: str | None) -> Metadata:
+    """Return the metadata with an API key; None or an empty one: none. Raises ValueError and TypeError."""
+    if not api_key:
+        return ()
+    if not isinstance(api_key, str):
+        raise TypeError(f"an API key must be a str, not {type(api_key).__name__}")
+    if not (api_key.isascii() and api_key.isprintable()):
+        raise ValueError("an API key must consist of printable ASCII characters; this one may have a line break")
+    return (("authorization", f"Bearer {api_key}"),)
 
 
 def _checked_s(name: str, seconds: float) -> float:

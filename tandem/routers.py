@@ -5,6 +5,7 @@ load balancer, a tunnel), its own address is not dialled after a response has sh
 """
 
 import random
+import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableSequence, Sequence
 from typing import Any, Generic, TypeVar
@@ -17,18 +18,32 @@ from tandem.v1 import inference_pb2_grpc
 
 ROUTERS_KEY = "tandem-routers"  # initial metadata: addresses separated by commas; the first is the router that responds
 _MAX_CHANNELS = 64  # above it, channels to routers that no response names are closed
+_SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:", "xds:")  # of gRPC's names
+_NAME = re.compile(r"[^\s/:@\[\]]+")  # of a host, or its IPv4 address
+_MAX_DIGITS = 5  # of a port
 _LOOPBACK = ("127.", "localhost:", "[::1]:")
 
 Channel = TypeVar("Channel", grpc.Channel, grpc.aio.Channel)
 
 
 def addresses(given: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the addresses of a text, separated by commas, or of a list. Raises ValueError if there is none."""
+    """Return the addresses of a text, separated by commas, or of a list. Raises ValueError if there is none, or for one
+    that is neither host:port nor a name of another of gRPC's schemes, such as dns:///host:port."""
     listed = given.split(",") if isinstance(given, str) else given
     found = tuple(address.strip() for address in listed if address.strip())
     if not found:
         raise ValueError("give the address of at least one router: host:port")
+    for address in found:
+        if not (address.startswith(_SCHEMES) or is_host_and_port(address)):
+            raise ValueError(f"an address must be host:port, such as 127.0.0.1:50051 or [::1]:50051, not {address!r}")
     return found
+
+
+def is_host_and_port(address: str) -> bool:
+    """Return whether this is the address of one TCP port. gRPC would take the port modulo 65536, or 443 without one."""
+    host, _, port = address.rpartition(":")
+    is_number = port.isascii() and port.isdigit() and len(port) <= _MAX_DIGITS and 0 < int(port) < 1 << 16
+    return is_number and (_NAME.fullmatch(host) is not None or (host[:1], host[-1:]) == ("[", "]"))
 
 
 def is_reachable(found: str, asked: str) -> bool:

@@ -202,8 +202,8 @@ def test_a_router_whose_certificate_has_a_name_of_its_own_is_asked_under_that_na
 def test_the_address_of_the_page_has_the_name_that_the_browser_verifies(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "ca.crt").touch()
-    command = ["ui", "--http-address", "10.0.0.7:8000", "--api-key", "k", "--tls-ca", str(tmp_path / "ca.crt")]
+    ca = str(make_certificates(tmp_path).authority.cert)
+    command = ["ui", "--http-address", "10.0.0.7:8000", "--api-key", "k", "--tls-ca", ca]
     assert main(command) == 0
     assert capsys.readouterr() == ("https://10.0.0.7:8000/ui#key=k\n", "")
     assert main([*command, "--tls-server-name", SERVER_NAME]) == 0
