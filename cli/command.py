@@ -52,6 +52,7 @@ PROGRAMS = {
     "decode-worker": ("decode_worker", "worker"),
 }
 _START = "; start the cluster, for example with `tandem up`, or give the address of a running router with --address"
+_SHOWN = 80  # characters
 _EXTRAS = {"up": "local", "demo": "local"}  # of verbs that start members
 
 
@@ -80,6 +81,9 @@ def run(arguments: Sequence[str] | None) -> int:
         hint = _START if error.message.startswith(REFUSED) else ""
         sys.stderr.write(f"tandem: {error.reason}: {error.message}{hint}\n")
         return ExitStatus.CRASHED
+    except UnicodeEncodeError as error:
+        sys.stderr.write(f"tandem: not UTF-8 text: {error.object[:_SHOWN]!r}\n")
+        return ExitStatus.CONFIG
     except ModuleNotFoundError as error:
         if not (line := missing_module(error)):
             raise
@@ -96,9 +100,11 @@ def _open_missing_files() -> None:
 
 
 def _show_all_characters() -> None:
-    """Print a question mark for each character that the encoding of stdout lacks, instead of failing."""
-    if isinstance(sys.stdout, TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name != "utf-8":
-        sys.stdout.reconfigure(errors="replace")
+    """Print a question mark for each character that the encoding of stdout lacks, instead of failing. In UTF-8 that is
+    a byte of a file's name, which is printed as it is."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        is_utf8 = codecs.lookup(sys.stdout.encoding).name == "utf-8"
+        sys.stdout.reconfigure(errors="surrogateescape" if is_utf8 else "replace")
 
 
 def _discard_output() -> None:

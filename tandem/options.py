@@ -2,7 +2,8 @@
 
 import json
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Integral, Real
 from typing import Any, TypedDict, cast
 
@@ -105,6 +106,16 @@ def generate_request(
     options = cast(AllOptions, {name: value for name, value in options.items() if value is not None})
     _check_prompt(prompt, token_ids, messages)
     _check_options(options, has_messages=messages is not None)
+    with _only_text():
+        return _request(prompt, token_ids, messages, options)
+
+
+def _request(
+    prompt: str | None,
+    token_ids: Sequence[int] | None,
+    messages: Iterable[Message] | None,
+    options: AllOptions,
+) -> inference_pb2.GenerateRequest:
     stop = options.get("stop", ())
     return inference_pb2.GenerateRequest(
         request_id=options.get("request_id") or secrets.token_hex(12),
@@ -159,7 +170,7 @@ def _grammar(options: GenerateOptions) -> inference_pb2.Grammar | None:
     value = options.get(given[0])
     if given == ["choice"] and isinstance(value, str):
         raise TypeError("choice must be a sequence of str")
-    text = value if isinstance(value, str) else json.dumps(value)
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return inference_pb2.Grammar(kind=GRAMMAR_KINDS.number(given[0]), text=text)
 
 
@@ -169,7 +180,18 @@ def tokenize_request(text: str | None, messages: Iterable[Message] | None) -> in
         raise ValueError("give exactly one of text and messages")
     if text is not None and not isinstance(text, str):
         raise TypeError(f"text must be a str, not {type(text).__name__}: pass a conversation as messages=[...]")
-    return inference_pb2.TokenizeRequest(text=text, chat=chat_prompt(messages, {}) if messages is not None else None)
+    with _only_text():
+        chat = chat_prompt(messages, {}) if messages is not None else None
+        return inference_pb2.TokenizeRequest(text=text, chat=chat)
+
+
+@contextmanager
+def _only_text() -> Iterator[None]:
+    """Raise ValueError where a text in a message has no encoding in UTF-8."""
+    try:
+        yield
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a text must not have half of a surrogate pair: {error.object!r:.80}") from error
 
 
 def token_ids_message(token_ids: Sequence[int], name: str = "token_ids") -> inference_pb2.TokenIds:
@@ -221,7 +243,7 @@ def _check_options(options: AllOptions, *, has_messages: bool) -> None:
         raise TypeError("bad_words must be a list of str")
     for name, (least, most) in _RANGES.items():
         value = options.get(name)
-        if isinstance(value, int) and not least <= value <= most:
+        if isinstance(value, Integral) and not least <= int(value) <= most:
             raise ValueError(f"{name} must be from {least} to {most}, not {value}")
 
 

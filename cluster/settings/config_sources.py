@@ -51,6 +51,8 @@ def _plain(message: str) -> str:
         return f"{name} must be one of {wrong[2].replace(chr(39), '')}, not {wrong[1]}"
     if problem == "expected one argument":
         return f"{name} needs a value; one that begins with - is given as {name}=VALUE"
+    if problem.startswith("must be "):  # an ArgumentTypeError
+        return f"{name} {problem}"
     return f"missing: {problem}" if name == "the following arguments are required" else f"{name}: {problem}"
 
 

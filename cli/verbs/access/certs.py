@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cli.argument_types import whole_number
 from cluster.errors import ConfigError
 
 HELP = "create a certificate authority and a member's certificate, for a first try of TLS"
-_DAYS = 365
+_DAYS, _MAX_DAYS = 365, 36_500
 _HERE = ("localhost", "127.0.0.1")
 _HOST = re.compile(r"[A-Za-z0-9*]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 _NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
@@ -61,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", default="member", help="name of the member's files (default: member)")
     parser.add_argument(
         "--days",
-        type=int,
+        type=whole_number(1, _MAX_DAYS),
         default=_DAYS,
         metavar="N",
         help=f"days for which the certificates are valid (default: {_DAYS})",
@@ -70,8 +71,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     hosts = list(dict.fromkeys([*arguments.host, *_HERE]))
-    if arguments.days < 1:
-        raise ConfigError(f"--days must be at least 1, not {arguments.days}")
     try:
         authority = make_authority(arguments.folder, days=arguments.days)
         pair = make_certificate(arguments.folder, authority, arguments.name, hosts, days=arguments.days)

@@ -7,9 +7,11 @@ from dataclasses import fields
 from pathlib import Path
 
 from cli import connection
+from cli.argument_types import whole_number
 from cli.table import table
 from cluster.accounts.keys import Access, Limits
 from cluster.auth.key_file import KeyFile, key_path, rotate, rotate_caches
+from cluster.messages import MAX_WEIGHT
 from cluster.settings.config import ClusterSettings
 from tandem.enum_words import KEY_ACCESSES
 from tandem.v1 import admin_pb2
@@ -43,11 +45,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a right of the key; may be repeated; admin includes the others (default: inference)",
     )
     for flag, text in _FLAGS_OF_LIMITS.items():
-        add.add_argument(flag, type=_whole, metavar="N", default=0, help=f"most {text}; 0: no limit")
-    add.add_argument("--max-priority", type=int, metavar="N", help="most urgent (lowest) priority of its requests")
+        add.add_argument(flag, type=whole_number(0, 1 << 40), metavar="N", default=0, help=f"most {text}; 0: no limit")
+    add.add_argument(
+        "--max-priority",
+        type=whole_number(-(1 << 31), (1 << 31) - 1),
+        metavar="N",
+        help="most urgent (lowest) priority of its requests",
+    )
     add.add_argument(
         "--weight",
-        type=_whole,
+        type=whole_number(1, MAX_WEIGHT),
         metavar="N",
         default=1,
         help="the tenant's share of a full cluster, relative to other tenants (default: 1)",
@@ -156,13 +163,6 @@ def _listed_text(found: admin_pb2.ListKeysResponse) -> str:
 
 def _allowed(record: admin_pb2.KeyRecord) -> list[str]:
     return [KEY_ACCESSES.label(number) for number in record.access]
-
-
-def _whole(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise ValueError(text)
-    return number
 
 
 def _replaced_caches(path: Path) -> str:

@@ -6,7 +6,7 @@ import sys
 import time
 
 from cli import connection
-from cluster.errors import ConfigError
+from cli.argument_types import seconds
 from cluster.process import ExitStatus
 from tandem.enum_words import DRAIN_OUTCOMES
 from tandem.errors import DeadlineExceeded
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wait", action="store_true", help="wait until it has left, and report how the drain ended")
     parser.add_argument(
         "--timeout-s",
-        type=float,
+        type=seconds,
         metavar="X",
         default=_TIMEOUT_S,
         help=f"timeout of --wait in seconds (default: {_TIMEOUT_S:g})",
@@ -40,8 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Return DRAIN_INCOMPLETE if work was left after --wait, and CRASHED if the member was lost."""
-    if arguments.timeout_s <= 0:
-        raise ConfigError(f"--timeout-s must be positive, not {arguments.timeout_s:g}")
     began_s = time.monotonic()
     try:
         answer = _ask(arguments)

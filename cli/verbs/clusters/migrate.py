@@ -4,6 +4,7 @@ import argparse
 import json
 
 from cli import connection
+from cli.argument_types import whole_number
 from tandem.v1 import admin_pb2
 
 HELP = "move a decode worker's running sequences, with their KV, to another one; their streams continue"
@@ -19,7 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         help="the target decode worker (default: placement chooses one for each sequence)",
     )
-    parser.add_argument("--max", metavar="N", type=_positive, default=0, help="move at most N sequences (default: all)")
+    parser.add_argument(
+        "--max",
+        metavar="N",
+        type=whole_number(1, (1 << 32) - 1),
+        default=0,
+        help="move at most N sequences (default: all)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -34,10 +41,3 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(f"{answer.num_moved} sequence(s) moved, {answer.num_kept} stayed or were prefilled again")
     return 0
-
-
-def _positive(text: str) -> int:
-    number = int(text) if text.isdigit() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be a positive integer, not {text!r}")
-    return number

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 import grpc
 
 from cli import connection
+from cli.argument_types import seconds
 from cli.verbs.observation.status import target_object
 from cluster.errors import ConfigError
 from cluster.process import ExitStatus
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--timeout-s",
-        type=float,
+        type=seconds,
         metavar="X",
         default=_TIMEOUT_S,
         help=f"maximum seconds to wait (default: {_TIMEOUT_S:g})",
@@ -44,8 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     sizes = sizes_from(arguments.pools)
-    if arguments.timeout_s <= 0:
-        raise ConfigError(f"--timeout-s must be positive, not {arguments.timeout_s:g}")
     scaling = _Scaling(sizes, arguments)
     try:
         target = connection.ask(arguments, scaling.run)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from cli.argument_types import seconds, whole_number
 from cli.connection import add_credentials, client_key, find_http_address, tls_ca, tls_server_name
 from cli.text_input import is_text
 from cluster.errors import ConfigError
@@ -31,6 +32,7 @@ from cluster.process import ExitStatus
 URLS = ("/v1/chat/completions", "/v1/completions")
 _BATCH_CLASS = "flex"  # the service tier of requests that only use capacity that no other request needs
 _OK = 200
+_MOST = 10_000  # threads, or attempts
 _KEY_REFUSED = (401, 403)
 _ID_PREFIX = "batch_req_"
 _BEGIN = f'{{"id": "{_ID_PREFIX}'  # of every line of answers
@@ -271,20 +273,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_credentials(parser)
     parser.add_argument(
-        "--concurrency", type=int, metavar="N", default=32, help="maximum requests at once (default: 32)"
+        "--concurrency",
+        type=whole_number(1, _MOST),
+        metavar="N",
+        default=32,
+        help="maximum requests at once (default: 32)",
     )
     parser.add_argument(
-        "--max-attempts", type=int, metavar="N", default=8, help="maximum attempts of a request (default: 8)"
+        "--max-attempts",
+        type=whole_number(1, _MOST),
+        metavar="N",
+        default=8,
+        help="maximum attempts of a request (default: 8)",
     )
     parser.add_argument(
-        "--timeout-s", type=float, metavar="X", default=600.0, help="timeout of one attempt in seconds (default: 600)"
+        "--timeout-s", type=seconds, metavar="X", default=600.0, help="timeout of one attempt in seconds (default: 600)"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    for name in ("concurrency", "max_attempts", "timeout_s"):
-        if getattr(arguments, name) <= 0:
-            raise ConfigError(f"--{name.replace('_', '-')} must be positive, not {getattr(arguments, name):g}")
     requests = _requests(arguments.input)
     sender = BatchSender(_server(arguments), concurrency=arguments.concurrency, max_attempts=arguments.max_attempts)
     kept = _kept(arguments.output, requests)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from cli import connection
+from cli.argument_types import seconds
 from cli.table import ledger_text
 from cli.text_input import expecting_text
 from cluster.errors import ConfigError
@@ -60,7 +61,7 @@ def _add_request(sampling: "argparse._ArgumentGroup") -> None:
         help="refuse it at once if its mean time between tokens is predicted above X s",
     )
     sampling.add_argument(
-        "--timeout-s", type=float, metavar="X", default=600.0, help="timeout in seconds (default: 600)"
+        "--timeout-s", type=seconds, metavar="X", default=600.0, help="timeout in seconds (default: 600)"
     )
 
 
@@ -159,8 +160,6 @@ def _add_grammars(sampling: "argparse._ArgumentGroup") -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     text, token_ids, messages = _prompt(arguments)
-    if not arguments.timeout_s > 0:
-        raise ConfigError(f"--timeout-s must be positive, not {arguments.timeout_s:g}")
     with connection.open_client(arguments) as client:
         try:
             generation = client.generate(

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from cli import connection
+from cli.argument_types import seconds, whole_number
 from cluster.errors import ConfigError
 from tandem.v1 import admin_pb2
 
@@ -18,11 +19,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "member", metavar="MEMBER", help="name of the worker as in `tandem status`, or NAME@INCARNATION"
     )
     parser.add_argument(
-        "--steps", type=int, default=50, metavar="N", help="steps to record, at most 1000 (default: 50)"
+        "--steps",
+        type=whole_number(1, 1000),
+        default=50,
+        metavar="N",
+        help="steps to record, at most 1000 (default: 50)",
     )
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=seconds,
         default=30.0,
         metavar="SECONDS",
         help="end after this time if the worker computes fewer steps, at most 60 s (default: 30)",
@@ -35,9 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     request = admin_pb2.ProfileRequest(
-        member_id=arguments.member, num_steps=max(0, arguments.steps), timeout_s=arguments.timeout
+        member_id=arguments.member, num_steps=arguments.steps, timeout_s=arguments.timeout
     )
-    timeout_s = max(0.0, arguments.timeout) + _EXPORT_S
+    timeout_s = arguments.timeout + _EXPORT_S
     answer: admin_pb2.ProfileResponse = connection.ask(
         arguments, lambda admin, metadata: admin.Profile(request, timeout=timeout_s, metadata=metadata)
     )

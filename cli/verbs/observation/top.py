@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from cli import connection
+from cli.argument_types import seconds
 from cluster.errors import ConfigError
 
 HELP = "watch the cluster: members, load, KV, rates, latencies, and requests with their phase"
@@ -14,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--once", action="store_true", help="print one screen and exit")
     parser.add_argument("--json", action="store_true", help="with --once: print one JSON object")
     parser.add_argument(
-        "--interval-s", type=float, metavar="X", default=1.0, help="seconds between two updates (default: 1)"
+        "--interval-s", type=seconds, metavar="X", default=1.0, help="seconds between two updates (default: 1)"
     )
 
 
@@ -22,8 +23,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Show the screen, or with --once print it. Raises ConfigError, and with --once the client library's errors."""
     if arguments.json and not arguments.once:
         raise ConfigError("--json needs --once")
-    if arguments.interval_s <= 0:
-        raise ConfigError(f"--interval-s must be positive, not {arguments.interval_s:g}")
     if not arguments.once and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError("`tandem top` needs a terminal; use --once where there is none")
     from cli.top.session import (
