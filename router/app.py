@@ -241,8 +241,9 @@ class Router:
     async def _follow_readiness(self) -> None:
         """Keep the gRPC health service equal to /ready."""
         while True:
+            changed = self._fleet.changes.next()  # a client that watches the health may delay the next line
             await self._ports.grpc.set_ready(self._pipeline.is_ready)
-            await self._fleet.changed()
+            await asyncio.shield(changed)
 
     async def _publish_figures(self) -> None:
         """Publish the gauges that change too often, or by themselves, to be set at every change."""
