@@ -14,6 +14,8 @@ TandemError              `reason`: the error's stable name; `retry_after_s`: whe
 └── InternalError        a fault of the server; its log has the details under the request id
 """
 
+import re
+
 import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2
@@ -27,6 +29,7 @@ HANDSHAKE_FAILED = "handshake_failed"  # reason of Unavailable: TLS or the proto
 LIMIT_KEY = "limit"  # metadata of ErrorInfo: the limit of the API key that was reached
 
 _REASON = "tandem-reason"
+_TOO_LARGE = re.compile(r"SERVER: Received message larger than max \((\d+) vs\. (\d+)\)")
 _RETRY_AFTER_S = "tandem-retry-after-s"
 
 
@@ -103,6 +106,9 @@ def error_from_rpc(error: grpc.RpcError) -> TandemError:
     """Convert the status of a call to an error of this module. Without a reason from the server, `reason` is the name
     of the status."""
     assert isinstance(error, grpc.Call | grpc.aio.AioRpcError)
+    if large := _TOO_LARGE.search(error.details() or ""):  # gRPC's status is that of a full server
+        sizes = f"the request has {int(large[1]):,} bytes; this router takes at most {int(large[2]):,}"
+        return InvalidRequest(f"{sizes} (--max-message-bytes)", reason="request_too_large")
     trailing = {key: value for key, value in error.trailing_metadata() or () if isinstance(value, str)}
     retry_after = trailing.get(_RETRY_AFTER_S)
     details = explained(error.details() or error.code().name)

@@ -139,3 +139,14 @@ async def test_an_old_connection_takes_no_further_call_and_cuts_none() -> None:
         goes_on.set()
         assert await stream.read() is grpc.aio.EOF
         assert await stream.code() is grpc.StatusCode.OK
+
+
+def test_a_request_that_is_too_large_for_the_router_must_change() -> None:
+    with router() as (servicer, address), Client(address) as client:
+        for call in (client.generate("a" * 5_000_000).result, lambda: client.tokenize("a" * 5_000_000)):
+            with pytest.raises(
+                client_errors.InvalidRequest, match=r"has 5,000,0\d\d bytes; this router takes at most 4,194,304"
+            ) as raised:
+                call()
+            assert raised.value.reason == "request_too_large"
+        assert servicer.seen == []
