@@ -18,6 +18,7 @@ from rich.live import Live
 from rich.text import Text
 
 from cli import connection
+from cli.terminal import restored_at_end
 from cli.top.screen import (
     MEMBER_ORDERS,
     REQUEST_ORDERS,
@@ -118,7 +119,11 @@ class Session:
         asking.start()
         console = Console()
         try:
-            with raw_keys(sys.stdin.fileno()), Live(console=console, screen=True, auto_refresh=False) as live:
+            with (
+                restored_at_end(),
+                raw_keys(sys.stdin.fileno()),
+                Live(console=console, screen=True, auto_refresh=False) as live,
+            ):
                 while not self._ended.is_set():
                     live.update(self._screen(console), refresh=True)
                     for key in next_keys(sys.stdin.fileno(), self._wake_read, self._interval_s):

@@ -25,6 +25,7 @@ from typing import Any, TextIO
 
 from cli.argument_types import seconds, whole_number
 from cli.connection import add_credentials, client_key, find_http_address, tls_ca, tls_server_name
+from cli.terminal import restored_at_end
 from cli.text_input import is_text
 from cluster.errors import ConfigError
 from cluster.process import ExitStatus
@@ -325,7 +326,8 @@ def _shown(answers: Iterator[BatchAnswer], total: int) -> Iterator[BatchAnswer]:
     from rich.console import Console  # imported here: a tenth of a second
     from rich.progress import track
 
-    yield from track(answers, "batch", total=total, console=Console(stderr=True))
+    with restored_at_end():
+        yield from track(answers, "batch", total=total, console=Console(stderr=True))
 
 
 def _kept(path: Path, requests: Sequence[BatchRequest]) -> dict[str, str]:

@@ -1,12 +1,14 @@
 """`tandem top`: pools, members, load, KV, rates, latencies and requests, as they change."""
 
 import argparse
+import os
 import sys
 
 from cli import connection
 from cli.argument_types import seconds
 from cluster.errors import ConfigError
 
+_CANNOT_DRAW = ("dumb", "unknown")  # values of TERM
 HELP = "watch the cluster: members, load, KV, rates, latencies, and requests with their phase"
 
 
@@ -25,6 +27,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--json needs --once")
     if not arguments.once and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError("`tandem top` needs a terminal; use --once where there is none")
+    if not arguments.once and os.environ.get("TERM", "").lower() in _CANNOT_DRAW:
+        raise ConfigError(
+            "`tandem top` needs a terminal that can move its cursor, and TERM says that this one cannot; use --once"
+        )
     from cli.top.session import (
         Cluster,  # imported here: rich takes a tenth of a second
         Session,
