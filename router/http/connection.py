@@ -8,17 +8,21 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, Protocol
 
 import httptools
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from router.http.errors import status_response
+
 ABORT = "tandem.abort"  # in a request's scope: closes its connection without waiting for the client
 _BODY = "tandem.body"  # in a request's scope: the StreamedBody of its response
 _MAX_HEAD_BYTES = 16 << 10  # of a request line with all headers and trailers
 _MAX_PIPELINED = 8  # requests that wait for the response before them
-_INVALID = "Invalid HTTP request received."
+_INVALID = "this is no valid HTTP/1.1 request"
+_LONG_HEAD = f"the request's line and headers have more than {_MAX_HEAD_BYTES} bytes, the maximum"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +138,10 @@ class HttpConnection(HttpToolsProtocol):
             return self._without_upgrade() + data[upgrade.args[0] :]
         except httptools.HttpParserError:
             self.send_400_response(_INVALID)
-        if self._num_head_bytes + self._num_unread_bytes > _MAX_HEAD_BYTES or len(self.pipeline) > _MAX_PIPELINED:
-            self.send_400_response(_INVALID)
+        if self._num_head_bytes + self._num_unread_bytes > _MAX_HEAD_BYTES:
+            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _LONG_HEAD)
+        if len(self.pipeline) > _MAX_PIPELINED:
+            self.send_400_response(f"more than {_MAX_PIPELINED} requests wait on this connection for an answer")
         return b""
 
     def _without_upgrade(self) -> bytes:
@@ -150,13 +156,19 @@ class HttpConnection(HttpToolsProtocol):
         return b"%b %b HTTP/1.1\r\n%b\r\n" % (method, self.url, headers)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse a request that cannot be parsed. A response in progress is cut off instead."""
+        self._refuse(HTTPStatus.BAD_REQUEST, msg)
+
+    def _refuse(self, status: HTTPStatus, message: str) -> None:
+        """Refuse a request that cannot be read, and end the connection. A response in progress is cut off instead."""
         if self.transport.is_closing():
             return
-        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
-            self.transport.close()
-        else:
-            super().send_400_response(msg)
+        if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
+            refusal = status_response(status, message, {"connection": "close"})
+            headers = [*self.server_state.default_headers, *refusal.raw_headers]
+            lines = b"".join(b"%b: %b\r\n" % header for header in headers)
+            head = b"HTTP/1.1 %d %b\r\n%b\r\n" % (status, status.phrase.encode(), lines)
+            self.transport.write(head + bytes(refusal.body))
+        self.transport.close()
 
     def on_message_begin(self) -> None:
         self._num_head_bytes = 0

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -149,10 +150,24 @@ async def test_endless_headers_are_refused() -> None:
         await _until_closed(reader)
 
 
-async def test_a_head_above_16_kib_is_refused_with_status_400() -> None:
+@pytest.mark.parametrize(
+    ("request_bytes", "status", "code", "words"),
+    [
+        (_HEAD + b"x: 12345678\r\n" * 2000 + b"\r\n", 431, "request_header_fields_too_large", "16384 bytes"),
+        (b"\x16\x03\x01\x02\0\x01\0\x01\xfc\x03\x03", 400, "bad_request", "no valid HTTP/1.1 request"),
+    ],
+    ids=["head above 16 KiB", "TLS"],
+)
+async def test_a_request_that_cannot_be_read_is_refused_as_every_other(
+    request_bytes: bytes, status: int, code: str, words: str
+) -> None:
     async with _connected(_PATIENT) as (reader, writer):
-        writer.write(_HEAD + b"x: 12345678\r\n" * 2000 + b"\r\n")
-        assert (await reader.read()).startswith(b"HTTP/1.1 400 Bad Request\r\n")
+        writer.write(request_bytes)
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status) and b"content-type: application/json" in head
+    assert b"connection: close" in head and b"date: " in head and b"content-length: %d" % len(body) in head
+    error = json.loads(body)["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", code) and words in error["message"]
 
 
 async def test_a_large_body_in_small_chunks_is_accepted() -> None:
