@@ -185,6 +185,8 @@ class HttpConnection(HttpToolsProtocol):
             return
         super().on_headers_complete()
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]
+        if self.on_left is not None:  # uvicorn stopped to read, because this request waits for the answer before it
+            self.flow.resume_reading()
         if scope["http_version"] == "1.0":
             self.cycle.send = _unchunked(self.cycle)  # type: ignore[method-assign, assignment]
         scope[ABORT] = self.transport.abort

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.observe.telemetry import Telemetry
 from router.http.connection import HttpLimits, take_streamed_body
@@ -37,10 +37,10 @@ async def _app(scope: Scope, receive: Receive, send: Send) -> None:
 
 @asynccontextmanager
 async def _connected(
-    limits: HttpLimits | None = None,
+    limits: HttpLimits | None = None, app: ASGIApp = _app
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     server, stop = HttpServer(host="127.0.0.1", port=0, limits=limits), asyncio.Event()
-    serving = asyncio.create_task(server.serve(_app, max_connections=10, telemetry=Telemetry(), stop=stop, grace_s=1.0))
+    serving = asyncio.create_task(server.serve(app, max_connections=10, telemetry=Telemetry(), stop=stop, grace_s=1.0))
     server._socket.listen()  # so that the client need not wait for it
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     try:
@@ -118,6 +118,27 @@ async def test_pipelined_requests_are_answered_in_their_order() -> None:
         writer.write(b"".join(b"GET /%d HTTP/1.1\r\nhost: x\r\n\r\n" % number for number in range(4)))
         for number in range(4):
             assert await _response(reader) == (_OK, b"/%d=" % number)
+
+
+async def test_a_client_that_leaves_is_noticed_although_its_next_request_waits_for_the_answer() -> None:
+    left = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        direct = take_streamed_body(scope)
+        assert direct is not None
+        with direct.calling_when_left(left.set):
+            direct.write(b"x")
+            await left.wait()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async with _connected(_PATIENT, app) as (reader, writer):
+        writer.write(b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n")
+        await reader.readuntil(b"x\r\n")
+        writer.write(b"GET /b HTTP/1.1\r\nhost: x\r\n\r\n")
+        writer.close()
+        await left.wait()
 
 
 async def test_a_request_that_offers_an_upgrade_is_answered_and_so_is_the_next_one() -> None:
