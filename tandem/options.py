@@ -35,6 +35,7 @@ _RANGES = {
     "stream_interval": (0, 2**32 - 1),
     "truncate_prompt_tokens": (-1, 2**31 - 1),
 }
+_CALL_FORM = '{"id": str, "function": {"name": str, "arguments": JSON text}}'
 _MESSAGE_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning"}
 Message = Mapping[str, Any]  # as OpenAI writes a message of a conversation
 
@@ -251,12 +252,16 @@ def _check_options(options: AllOptions, *, has_messages: bool) -> None:
 # tool_call_id and reasoning. A call is {"id", "type": "function", "function": {"name", "arguments": JSON text}}.
 def chat_prompt(messages: Iterable[Message], options: ChatOptions) -> inference_pb2.ChatPrompt:
     """Return the message. Raises ValueError for a value that it cannot hold."""
-    choice = options.get("tool_choice", "")
+    choice, tools = options.get("tool_choice", ""), options.get("tools", ())
     is_word = isinstance(choice, str)
+    if not isinstance(tools, Sequence):
+        raise TypeError(f"tools must be a list of tools, not {type(tools).__name__}")
+    if not isinstance(choice, Sequence):
+        raise TypeError(f"tool_choice must be a str or a list of tools' names, not {choice!r:.80}")
     arguments = options.get("template_arguments")
     return inference_pb2.ChatPrompt(
         messages=[_message(message) for message in messages],
-        tools=[_tool(tool) for tool in options.get("tools", ())],
+        tools=[_tool(tool) for tool in tools],
         tool_choice=TOOL_CHOICE_MODES.number(str(choice) if is_word else "required"),
         callable_tools=() if is_word else choice,
         single_tool_call=options.get("single_tool_call", False),
@@ -270,24 +275,53 @@ def _message(message: Message) -> inference_pb2.ChatMessage:
         raise ValueError(f'a message must be {{"role": ..., "content": ...}}, not {message!r:.80}')
     if not message.get("tool_calls") and message.get("content") is None:
         raise ValueError(f"a message needs content: {message!r:.80}")
-    calls = [
-        inference_pb2.ToolCall(
-            id=call["id"], name=call["function"]["name"], arguments=call["function"].get("arguments", "")
-        )
-        for call in message.get("tool_calls") or ()
-    ]
+    calls = message.get("tool_calls") or ()
+    if not isinstance(calls, Sequence) or not all(map(_is_call, calls)):
+        raise ValueError(f"tool_calls must be a list of {_CALL_FORM}, not {calls!r:.80}")
     return inference_pb2.ChatMessage(
-        role=CHAT_ROLES.number(message["role"]),
-        content=message.get("content") or "",
-        name=message.get("name") or "",
-        tool_calls=calls,
-        tool_call_id=message.get("tool_call_id") or "",
-        reasoning=message.get("reasoning") or "",
+        role=CHAT_ROLES.number(_text(message, "role")),
+        content=_content(message.get("content")),
+        name=_text(message, "name"),
+        tool_calls=[
+            inference_pb2.ToolCall(
+                id=call["id"], name=call["function"]["name"], arguments=call["function"].get("arguments", "")
+            )
+            for call in calls
+        ],
+        tool_call_id=_text(message, "tool_call_id"),
+        reasoning=_text(message, "reasoning"),
     )
 
 
+def _text(message: Message, key: str) -> str:
+    value = message.get(key) or ""
+    if not isinstance(value, str):
+        raise TypeError(f"{key} of a message must be a str, not {value!r:.80}")
+    return value
+
+
+def _content(content: object) -> str:
+    """Return the text of a message's content. Parts of text are joined by newlines, as over HTTP."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    given = content if isinstance(content, list | tuple) else ()
+    parts = [part for part in given if isinstance(part, Mapping) and part.get("type") == "text"]
+    if not parts or len(parts) < len(given):
+        form = '[{"type": "text", "text": ...}]'
+        raise ValueError(f"content of a message must be a str or {form}, not {content!r:.80}")
+    return "\n".join(_text(part, "text") for part in parts)
+
+
+def _is_call(call: object) -> bool:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        return False
+    texts = (call.get("id"), function.get("name"), function.get("arguments", ""))
+    return all(isinstance(text, str) for text in texts)
+
+
 def _tool(tool: Mapping[str, Any]) -> inference_pb2.Tool:
-    function = tool.get("function")
+    function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f'a tool must be {{"type": "function", "function": {{"name": ...}}}}, not {tool!r:.80}')
     parameters = function.get("parameters")
