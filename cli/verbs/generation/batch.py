@@ -62,6 +62,13 @@ class BatchAnswer:
     def is_ok(self) -> bool:
         return self.status_code == _OK
 
+    @property
+    def why(self) -> str:
+        """Return why it is not ok: the router's message, if there is one."""
+        error = self.body.get("error") if isinstance(self.body, Mapping) else None
+        message = error.get("message") if isinstance(error, Mapping) else None
+        return self.problem or f"HTTP status {self.status_code}" + (f": {message}" if message else "")
+
     def to_line(self) -> str:
         response = {"status_code": self.status_code, "request_id": self.request_id, "body": self.body}
         line = {
@@ -303,7 +310,7 @@ def run(arguments: argparse.Namespace) -> int:
         failed = _ask(sender, left, output)
     print(f"{len(left)} asked: {len(left) - len(failed)} ok, {len(failed)} failed; answers in {arguments.output}")
     for answer in failed[:3]:
-        sys.stderr.write(f"tandem: {answer.custom_id}: {answer.problem or f'HTTP status {answer.status_code}'}\n")
+        sys.stderr.write(f"tandem: {answer.custom_id}: {answer.why}\n")
     return ExitStatus.CRASHED if failed else ExitStatus.OK
 
 

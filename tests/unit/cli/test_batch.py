@@ -75,6 +75,18 @@ def test_an_answer_with_unusual_line_separators_is_found_by_the_next_run(tmp_pat
     assert _kept(tmp_path / "out", [request]) == {request.custom_id: answer}
 
 
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ({"error": {"message": "no model"}}, "HTTP status 404: no model"),
+        ({"error": "x"}, "HTTP status 404"),
+        ([], "HTTP status 404"),
+    ],
+)
+def test_a_failed_request_is_reported_with_the_message_of_the_router(body: object, why: str) -> None:
+    assert BatchAnswer("1", 404, "r", body).why == why
+
+
 def test_a_file_of_requests_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     (tmp_path / "in").write_text(line(), encoding="utf-8-sig")
     assert [request.custom_id for request in _requests(tmp_path / "in")] == ["1"]
