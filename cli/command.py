@@ -92,11 +92,13 @@ def run(arguments: Sequence[str] | None) -> int:
 
 
 def _open_missing_files() -> None:
-    """Open an empty file as stdin and stdout where the caller has closed them (`tandem status >&-`)."""
+    """Open an empty file as stdin, stdout and stderr where the caller has closed them (`tandem status >&-`)."""
     if sys.stdin is None:
         sys.stdin = open(os.devnull)  # noqa: SIM115 -- until the process ends
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 -- as above
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 -- as above
 
 
 def _show_all_characters() -> None:

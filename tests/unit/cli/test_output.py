@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from cli.__main__ import main
+from cluster.process import ExitStatus
 from tests.system.rigs.processes.up_command import DEADLINE_S, ROOT
 
 _FULL = "tandem: No space left on device: one of the disks that `df` shows as full; free some space there, or give it"
@@ -23,6 +25,11 @@ def test_a_command_ends_in_order_whatever_becomes_of_its_output(redirection: str
     )
     assert ended.returncode == status, ended.stderr
     assert ended.stderr.startswith(told) and len(ended.stderr.splitlines()) == bool(told)
+
+
+def test_a_closed_stderr_changes_no_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["no-such-command"]) == ExitStatus.CONFIG
 
 
 def test_characters_that_the_terminal_lacks_are_question_marks() -> None:
