@@ -25,6 +25,7 @@ from cli.load import (
 )
 from cli.table import table
 from cluster.errors import ConfigError
+from cluster.process import ExitStatus
 from cluster.settings.worker_settings import flag_of
 
 HELP = "load a cluster in an open loop and measure TTFT, ITL, E2E and goodput"
@@ -66,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.write("\n")
     else:
         print(report_text(figures))
-    return 0
+    return exit_status(figures)
 
 
 def arrivals_from(arguments: argparse.Namespace) -> list[Arrival]:
@@ -96,9 +97,15 @@ def arrivals_from(arguments: argparse.Namespace) -> list[Arrival]:
     return scaled(trace, time_scale=arguments.time_scale, length_scale=arguments.length_scale)
 
 
+def exit_status(figures: Mapping[str, Any]) -> int:
+    """Return 0 if the cluster answered at least one request: its report has no latencies otherwise."""
+    return 0 if figures["requests"]["ok"] else ExitStatus.CRASHED
+
+
 def report_text(figures: Mapping[str, Any]) -> str:
+    """Return the report; a latency that no request has is `-`."""
     rows = [
-        (label, *(f"{figures[name].get(column, 0) * 1000:.1f}" for column in ("mean", "p50", "p99", "max")))
+        (label, *(_milliseconds(figures[name].get(column)) for column in ("mean", "p50", "p99", "max")))
         for label, name in (("TTFT", "ttft_s"), ("ITL", "itl_s"), ("E2E", "e2e_s"))
     ]
     requests, throughput, goodput = figures["requests"], figures["throughput"], figures["goodput"]
@@ -114,6 +121,10 @@ def report_text(figures: Mapping[str, Any]) -> str:
             f"goodput {goodput['requests_per_s']:.2f} requests/s ({100 * goodput['share']:.1f} %) {_goals(goodput)}",
         ]
     )
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1000:.1f}"
 
 
 def _goals(goodput: Mapping[str, Any]) -> str:

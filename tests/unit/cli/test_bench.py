@@ -31,6 +31,7 @@ from cli.load import (
 )
 from cli.verbs.generation import bench
 from cluster.errors import ConfigError
+from cluster.process import ExitStatus
 
 Value = TypeVar("Value")
 SERVICE_S = 0.1
@@ -168,10 +169,14 @@ def test_goodput_counts_requests_that_meet_both_objectives() -> None:
     assert figures["duration_s"] == 2.0
 
 
-def test_a_run_in_which_every_request_failed_has_a_report() -> None:
+def test_a_run_in_which_every_request_failed_has_no_latencies_and_fails() -> None:
     figures = report([record(0.0, error="unavailable")], Objective())
     assert figures["ttft_s"] == {}
-    assert bench.report_text({"model": "m", "clipped": 0, **figures})
+    lines = bench.report_text({"model": "m", "clipped": 0, **figures}).splitlines()
+    assert ["TTFT", "-", "-", "-", "-"] in [line.split() for line in lines]
+    assert bench.exit_status(figures) == ExitStatus.CRASHED
+    answered = report([record(0.0, 0.5, 1.0), record(0.0, error="unavailable")], Objective())
+    assert bench.exit_status(answered) == 0
 
 
 @pytest.mark.parametrize("count", [2, 3, 10, 101])
