@@ -134,7 +134,7 @@ def test_an_impossible_cluster_is_refused_before_it_starts(
         (("up", "--prefill", "-1"), "--prefill must not be negative, not -1"),
         (("demo", "--cluster-key-file", "/proc/nowhere/key"), "choose another --cluster-key-file"),
         (("certs", "/proc/nowhere"), "cannot write to /proc/nowhere"),
-        (("certs", "unused", "--days", "0"), "--days must be at least 1, not 0"),
+        (("certs", "unused", "--days", "0"), "--days must be a whole number from 1 to 36500"),
         (("estimate", "--model", "/nowhere/model"), "there is no such folder; name one"),
     ],
 )
