@@ -253,10 +253,16 @@ class World:
             await self.until_started(member)
 
     async def until_started(self, member: Member) -> None:
-        while not await member.until_ready():  # without Redis it does not start, and its supervisor tries again
+        """Wait until the member is ready. Without Redis it does not start, and its supervisor tries again, unless
+        another fault has started it meanwhile: one name has one supervisor."""
+        process = member.process
+        while not await member.until_ready() and member.process is process:
             self.kill(member)
             await asyncio.sleep(_SUPERVISOR_S)
+            if member.process is not process:
+                return
             member.start()
+            process = member.process
 
     async def _start_all(self) -> None:
         shape = self.schedule

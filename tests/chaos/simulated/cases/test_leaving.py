@@ -52,3 +52,21 @@ def test_any_member_leaving_at_any_time_loses_repeats_and_leaks_nothing() -> Non
             assert not result.violations, f"seed {seed}: {result.violations}"
             calls.update(kind for _, _, _, _, kind in result.trace)
     assert calls["leaving"] and calls["FreezeResponse"]
+
+
+def test_a_member_that_two_faults_have_ended_is_started_by_one_of_them_while_redis_is_away() -> None:
+    """Two processes of one name would register when Redis is back, and one of them would be fenced."""
+    schedule = replace(
+        plain_schedule(1),
+        asks=(Ask(0.0, 0, 1, 8, 4, 4), Ask(3.0, 0, 1, 8, 4, 4)),  # the second one keeps the faults coming
+        mishaps=(
+            Mishap(Kind.KILL, "redis", 0, at_s=0.3, for_s=8.0),
+            Mishap(Kind.HANG, "decode", 0, at_s=0.5, for_s=1.5),
+            Mishap(Kind.DRAIN, "decode", 0, at_s=0.6, for_s=1.0),
+        ),
+    )
+    with simulated_machine():
+        result = run_schedule(schedule)
+    assert not result.violations
+    told = [what for _, who, what in result.happened if who.startswith("decode0")]
+    assert told.count("starts") == told.count("finds no Redis, and ends") + 2 > 4, "the first one, and the last one"

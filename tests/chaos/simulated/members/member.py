@@ -62,25 +62,22 @@ class Member:
         self.main = self._world.loop.spawn(self.process, self._main(), f"main of {self.process}")
 
     async def until_ready(self) -> bool:
-        """Wait until the member is ready. Return False if Redis did not answer."""
-        ready = asyncio.create_task(self._ready.wait())
+        """Wait until the present process is ready. Return False if Redis did not answer it."""
+        process, main, stop, is_ready = self.process, self.main, self.stop, self._ready
+        ready = asyncio.create_task(is_ready.wait())
         left_s = _READY_S  # while Redis can be reached: without it the member waits
-        while left_s > 0 and not ready.done() and not self.main.done():
-            await asyncio.wait([ready, self.main], timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+        while left_s > 0 and not ready.done() and not main.done():
+            await asyncio.wait([ready, main], timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
             left_s -= 0.0 if self._world.network.is_cut(redis.PLACE, self.place) else _LOOK_S
         ready.cancel()
-        if self.main.done() and isinstance(self.main.exception(), RegistryUnavailable):
-            self._world.say(self.process, "finds no Redis, and ends")
+        reason = main.exception() if main.done() else "it is slow"
+        if isinstance(reason, RegistryUnavailable):
+            self._world.say(process, "finds no Redis, and ends")
             return False
-        has_left = self._has_left_as_asked()  # before it was ready
-        if not self._ready.is_set() and self.process.runs and not has_left:
-            reason = self.main.exception() if self.main.done() else "it is slow"
-            self._world.wrong(f"{self.process} does not become ready: {reason!r}")
+        has_left_as_asked = main.done() and stop.is_set() and isinstance(reason, DrainIncomplete | None)
+        if not is_ready.is_set() and process.runs and not has_left_as_asked:
+            self._world.wrong(f"{process} does not become ready: {reason!r}")
         return True
-
-    def _has_left_as_asked(self) -> bool:
-        is_over = self.main.done() and self.stop.is_set()
-        return is_over and isinstance(self.main.exception(), DrainIncomplete | None)
 
     async def _main(self) -> None:
         announce = lambda **_: self._ready.set()  # noqa: E731
