@@ -1,10 +1,10 @@
 """The outstanding work of a worker by router: prompts to compute, sequences to decode. Pure.
 
 `OutstandingWork` is the worker's own account, by router. The worker sends each router the sum over all other routers
-(`OthersWork`); a router counts its own work itself, from the moment it sends it (router/policies/work_ahead.py). So
-nothing counts twice, even while messages are in flight: a router's own work is never in the reports that it
-receives. A router sends its predictions (cached tokens, output length) with the work, so that every router counts the
-same.
+(`OthersWork`); a router counts its own work itself, from the moment it sends it (`PromptBacklog`,
+`SequenceProgress`). So nothing counts twice, even while messages are in flight: a router's own work is never in the
+reports that it receives. A router sends its predictions (cached tokens, output length) with the work, so that every
+router counts the same.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping

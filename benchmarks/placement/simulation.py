@@ -47,9 +47,9 @@ from engine.scheduling.step import DrawnToken, StepPlan, StepResult
 from engine.timing.service_time_fit import step_work
 from router.policies.candidates import RequestFacts, WorkerLoad
 from router.policies.placement import Policy
-from router.policies.prediction import Prediction, predict
-from router.policies.unmodelled import UnmodelledTimes
-from router.policies.work_ahead import PromptBacklog, SequenceProgress, WorkAhead, batch_of
+from router.policies.prediction.latency import Prediction, predict
+from router.policies.prediction.unmodelled import UnmodelledTimes
+from router.policies.prediction.work_ahead import PromptBacklog, SequenceProgress, WorkAhead, batch_of
 
 _ROUTER = MemberId("router", "1")
 _BLOCK_SIZE, _NUM_BLOCKS, _MAX_CHUNK, _MAX_RUNNING = 16, 8192, 512, 64

@@ -24,8 +24,8 @@ from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes, StepW
 from engine.timing.service_time_fit import ServiceTimeFit
 from router.policies.candidates import RequestFacts, WorkerLoad
 from router.policies.placement import Placement
+from router.policies.prediction.work_ahead import PromptBacklog, WorkAhead
 from router.policies.prefix_index import PrefixIndex
-from router.policies.work_ahead import PromptBacklog, WorkAhead
 
 NUM_WORKERS = 8
 CACHE_BLOCKS = 6_000  # of each worker

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from cluster.messages import MemberId, SampledToken, TokenLogprobs
 from cluster.protocol import wire
-from router.policies.work_ahead import SequenceProgress
+from router.policies.prediction.work_ahead import SequenceProgress
 from router.request.account import HandOff
 from router.running import first_done
 from tandem.internal.v1 import worker_pb2

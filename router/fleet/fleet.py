@@ -28,7 +28,7 @@ from router.fleet.supervision import Supervisors, WorkerTimeouts
 from router.fleet.worker_health import LEFT
 from router.fleet.worker_stream import RouterSide
 from router.policies.candidates import WorkerLoad
-from router.policies.work_ahead import DEFAULT_MAX_CHUNK, WorkAhead
+from router.policies.prediction.work_ahead import DEFAULT_MAX_CHUNK, WorkAhead
 from router.running import ChangeSignal, running
 
 _LOG = logging.getLogger("tandem.router.fleet")

@@ -26,8 +26,8 @@ from cluster.service_times import ServiceTimes
 from router.fleet.decode_events import Sequences
 from router.fleet.worker_health import Answer, WorkerHealth
 from router.fleet.worker_stream import RouterSide, WorkerStream
-from router.policies.unmodelled import UnmodelledTimes
-from router.policies.work_ahead import SequenceProgress
+from router.policies.prediction.unmodelled import UnmodelledTimes
+from router.policies.prediction.work_ahead import SequenceProgress
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 
 _LOG = logging.getLogger("tandem.router.peer")

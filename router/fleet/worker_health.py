@@ -30,7 +30,7 @@ from cluster.serving.rpc_errors import error_from_rpc
 from router.fleet.supervision import check_health, refuses_connections
 from router.fleet.worker_stream import RouterSide
 from router.policies.hedging import Silence
-from router.policies.work_ahead import PromptBacklog
+from router.policies.prediction.work_ahead import PromptBacklog
 from router.running import running
 
 LEFT = "it left"  # why a router ends its connection to a worker that has no work and is not registered

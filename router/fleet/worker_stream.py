@@ -39,7 +39,7 @@ from router.fleet.decode_events import (
     tokens_of,
 )
 from router.fleet.supervision import WorkerTimeouts, refuses_connections
-from router.policies.work_ahead import SequenceBatch, SequenceProgress, work_of
+from router.policies.prediction.work_ahead import SequenceBatch, SequenceProgress, work_of
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tandem.keepalive import KeepAliveTimer
 from tandem.keepalive_watch import waiting

@@ -12,7 +12,7 @@ from router.overview.history import Event, Sample, quantile_s
 from router.policies.breakers import BreakerState, Pair
 from router.policies.effect import Comparison, Effect
 from router.policies.placement import Candidate, Placement
-from router.policies.prediction import Prediction
+from router.policies.prediction.latency import Prediction
 from router.request.explanations import Explanation, PlacedAttempt
 from router.request.live_requests import LiveRequest
 from tandem.enum_words import (

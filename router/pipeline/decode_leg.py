@@ -31,7 +31,7 @@ from router.pipeline.failures import (
     failed_sequences,
     leg,
 )
-from router.policies.work_ahead import SequenceProgress
+from router.policies.prediction.work_ahead import SequenceProgress
 from router.request.admitted_request import AdmittedRequest
 from router.request.choice import Choice
 

@@ -38,7 +38,7 @@ from router.pipeline.failures import DECODE, AttemptFailed, leg
 from router.pipeline.worker_choice import facts_of
 from router.policies.candidates import WorkerLoad
 from router.policies.placement import Importers
-from router.policies.work_ahead import SequenceProgress, sequences_to_move
+from router.policies.prediction.work_ahead import SequenceProgress, sequences_to_move
 from router.request.admitted_request import AdmittedRequest
 from router.running import branches
 from tandem.internal.v1 import worker_pb2

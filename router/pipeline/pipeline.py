@@ -33,7 +33,7 @@ from router.policies.breakers import BreakerPolicy
 from router.policies.candidates import SloTargets
 from router.policies.hedging import claim
 from router.policies.placement import Placement, Policy
-from router.policies.work_ahead import OutputLengths
+from router.policies.prediction.work_ahead import OutputLengths
 from router.request.account import PhaseName
 from router.request.admitted_request import AdmittedRequest
 from router.request.choice import Choice, text_stream_of

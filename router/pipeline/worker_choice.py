@@ -28,7 +28,7 @@ from router.policies.admission import early_refusal
 from router.policies.breakers import BreakerPolicy, BreakerState, Pair, PairBreakers, Trial
 from router.policies.candidates import RequestFacts, WorkerLoad, has_large_pair, has_pair, is_servable
 from router.policies.placement import Candidate, Importers, Placement, Policy
-from router.policies.unmodelled import ModelledRequest
+from router.policies.prediction.unmodelled import ModelledRequest
 from router.request.admitted_request import AdmittedRequest
 from router.request.choice import Choice
 

@@ -20,7 +20,7 @@ from router.policies.candidates import (
     promising,
     rough_first_token_s,
 )
-from router.policies.prediction import Predict, Prediction, predict_all
+from router.policies.prediction.latency import Predict, Prediction, predict_all
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from statistics import fmean
 from cluster.messages import MemberId, Role
 from cluster.service_times import TARGET_SHARE
 from router.policies.candidates import WorkerLoad
-from router.policies.forecast import LEAST_STEP_S
+from router.policies.prediction.forecast import LEAST_STEP_S
 from router.policies.replay import PastRequest, Traffic, kept_alone, kept_by_role, random_traffic, traffic
 
 _NUM_REPLAYED = 8  # workers of a larger cluster that are replayed, if that leaves one of each role

@@ -16,9 +16,9 @@ from cluster.messages import NO_TENANT, LinkSpeed, MemberId, Role, TenantShare
 from cluster.outstanding_work import PromptWork
 from cluster.request_size import RequestSize, decode_shortage, handoff_shortage, prefill_shortage
 from cluster.service_times import StepWork
-from router.policies.forecast import PRECISION
-from router.policies.unmodelled import NOTHING_UNMODELLED, Unmodelled
-from router.policies.work_ahead import WorkAhead
+from router.policies.prediction.forecast import PRECISION
+from router.policies.prediction.unmodelled import NOTHING_UNMODELLED, Unmodelled
+from router.policies.prediction.work_ahead import WorkAhead
 
 # Up to these numbers of pairs and of single workers, all are compared. A prediction takes 10 us, with long queues 100.
 _MAX_PAIRS, _MAX_ALONE = 36, 8

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from router.policies.placement import Candidate, Placement, PlacementReason
-from router.policies.prediction import Prediction
+from router.policies.prediction.latency import Prediction
 
 MAX_TRIALS = 5_000  # requests that were explored or might have been: the newest count
 MAX_CONTRASTS = 1_000  # requests whose predictions are compared: the newest count

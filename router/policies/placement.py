@@ -13,7 +13,7 @@ from typing import Protocol
 from cluster.messages import LinkSpeed, MemberId, Role
 from router.policies.arrangement import Arrangement
 from router.policies.candidates import Pair, RequestFacts, WorkerLoad, pairs
-from router.policies.prediction import Predict, Prediction, predict_all
+from router.policies.prediction.latency import Predict, Prediction, predict_all
 
 # A pair is slow when it needs this much longer for the prompt's KV than the fastest known pair. Smaller differences
 # between measurements must not keep equal pairs from taking turns.

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from cluster.outstanding_work import PromptWork
 from cluster.service_times import StepWork
 from router.policies.candidates import SloTargets, WorkerLoad
-from router.policies.forecast import AGE_SHARE, Steps
+from router.policies.prediction.forecast import AGE_SHARE, Steps
 
 _NEGLIGIBLE = 1e-6  # tokens
 

@@ -19,7 +19,6 @@ from cluster.messages import Role
 from cluster.outstanding_work import PromptWork
 from router.policies.arrangement import Arrangement, Arrangements
 from router.policies.candidates import NO_TARGETS, Pair, RequestFacts, SloTargets, WorkerLoad, candidates
-from router.policies.forecast import PRECISION
 from router.policies.placement import (
     Candidate,
     LeastLoaded,
@@ -32,8 +31,9 @@ from router.policies.placement import (
     is_fallback,
     shortlist,
 )
-from router.policies.prediction import AllRecent, LatestPredictions, Prediction
-from router.policies.recent_prompts import NO_RECENT_PROMPTS, RecentPrompts
+from router.policies.prediction.forecast import PRECISION
+from router.policies.prediction.latency import AllRecent, LatestPredictions, Prediction
+from router.policies.prediction.recent_prompts import NO_RECENT_PROMPTS, RecentPrompts
 from router.policies.replay import PastRequest
 
 # Predictions that differ by less than `PRECISION` and this time are equal: the models are not more precise.

@@ -14,7 +14,7 @@ from cluster.errors import Cancelled
 from cluster.observe.telemetry import Telemetry
 from cluster.observe.trace_context import RequestTrace
 from router.policies.candidates import NO_TARGETS, SloTargets
-from router.policies.unmodelled import DecodeSpan, ModelledRequest
+from router.policies.prediction.unmodelled import DecodeSpan, ModelledRequest
 from router.request.explanations import MAX_SPANS, Explanation, PlacementLog, Span
 from router.requests import ChoiceDelta, Ledger, Phase, WorkerTime
 

@@ -29,8 +29,8 @@ from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
 from router.grpc_api.admin_wire import explanation_to_wire
 from router.policies.candidates import RequestFacts, SloTargets, WorkerLoad
 from router.policies.placement import PlacementReason
+from router.policies.prediction.work_ahead import PromptQueue, WorkAhead
 from router.policies.slo_aware import SloAware
-from router.policies.work_ahead import PromptQueue, WorkAhead
 from router.request.explanations import Explanation, PlacedAttempt
 from tandem.enum_words import DISAGGREGATION_VERDICTS, EFFECT_BASES, MEMBER_ROLES, MEMBER_STATES
 from tandem.options import GenerateOptions

@@ -7,7 +7,7 @@ import pytest
 from cluster.messages import FinishReason, SampledToken
 from cluster.protocol import wire
 from router.fleet.decode_events import Sequences, SequencesFailed, SequencesStarted, SequenceToken, tokens_of
-from router.policies.work_ahead import SequenceProgress
+from router.policies.prediction.work_ahead import SequenceProgress
 from tandem.enum_words import FINISH_REASONS
 from tandem.internal.v1 import worker_pb2
 

@@ -19,7 +19,7 @@ from router.fleet.decode_events import DecodeEvent, Sequences, SequencesFailed, 
 from router.fleet.supervision import WorkerTimeouts
 from router.fleet.worker_stream import RouterSide, WorkerStream
 from router.pipeline.failures import AttemptFailed, failed_sequences
-from router.policies.work_ahead import SequenceProgress
+from router.policies.prediction.work_ahead import SequenceProgress
 from tandem.internal.v1 import worker_pb2, worker_pb2_grpc
 from tandem.v1 import admin_pb2, inference_pb2
 

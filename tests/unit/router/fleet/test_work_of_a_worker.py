@@ -12,7 +12,7 @@ from cluster.outstanding_work import NO_SEQUENCE_WORK, SequenceWork
 from cluster.request_size import RequestSize
 from router.fleet.supervision import WorkerTimeouts
 from router.fleet.worker_stream import RouterSide, WorkerStream
-from router.policies.work_ahead import SequenceBatch, SequenceProgress
+from router.policies.prediction.work_ahead import SequenceBatch, SequenceProgress
 
 
 async def test_sequences_count_at_once_and_their_tokens_soon() -> None:

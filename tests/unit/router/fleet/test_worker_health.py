@@ -18,7 +18,7 @@ from router.fleet import worker_health
 from router.fleet.supervision import HealthCheck, WorkerTimeouts
 from router.fleet.worker_health import WorkerHealth
 from router.fleet.worker_stream import RouterSide
-from router.policies.recent_prompts import NO_RECENT_PROMPTS
+from router.policies.prediction.recent_prompts import NO_RECENT_PROMPTS
 
 
 class _Worker(WorkerHealth):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from router.fleet.decode_events import MoveOutcome
 from router.pipeline.migration import _WorkerEvacuation
-from router.policies.work_ahead import SequenceProgress
+from router.policies.prediction.work_ahead import SequenceProgress
 
 _HANDLE = 1
 

@@ -15,11 +15,11 @@ from cluster.outstanding_work import PromptWork
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
 from router.policies.admission import AdmissionControl, early_refusal
 from router.policies.candidates import NO_TARGETS, Pair, RequestFacts, SloTargets, WorkerLoad, pairs
-from router.policies.prediction import Prediction, predict_all
-from router.policies.recent_prompts import RecentPrompts
+from router.policies.prediction.latency import Prediction, predict_all
+from router.policies.prediction.recent_prompts import RecentPrompts
+from router.policies.prediction.unmodelled import Unmodelled
+from router.policies.prediction.work_ahead import PromptBacklog, PromptQueue, SequenceBatch, WorkAhead
 from router.policies.slo_aware import SloAware
-from router.policies.unmodelled import Unmodelled
-from router.policies.work_ahead import PromptBacklog, PromptQueue, SequenceBatch, WorkAhead
 
 
 def test_retry_after_follows_the_rate_at_which_places_become_free() -> None:

@@ -16,10 +16,10 @@ from cluster.service_times import StepLimit
 from router.policies.arrangement import Arrangement, Arrangements, _better, _every, _scale
 from router.policies.candidates import RequestFacts, WorkerLoad
 from router.policies.placement import PrefixAware
+from router.policies.prediction.work_ahead import SequenceBatch, WorkAhead
 from router.policies.replay import PastRequest, _EqualSteps, _Live, kept_alone, kept_by_role, random_traffic, traffic
 from router.policies.replay import _Replayed as Replayed
 from router.policies.slo_aware import SloAware
-from router.policies.work_ahead import SequenceBatch, WorkAhead
 from tests.unit.benchmarks.test_simulated_placement import COLOCATED, SEPARATE, Arm, attainment, run, targets_of
 
 BUSY_PROMPTS, BUSY_BOTH = (Workload(2048, 16), 0.68), (Workload(512, 128), 3.2)

@@ -25,7 +25,7 @@ from router.policies.effect import (
     predicted_effect,
 )
 from router.policies.placement import Candidate, Placement, PlacementReason
-from router.policies.prediction import Prediction
+from router.policies.prediction.latency import Prediction
 from router.request.explanations import Explanation, Explanations, PlacedAttempt
 from router.requests import Ledger
 

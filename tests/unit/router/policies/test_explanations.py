@@ -6,7 +6,7 @@ from cluster.messages import MemberId
 from cluster.observe.telemetry import Telemetry
 from router.policies.effect import Basis
 from router.policies.placement import Candidate, Placement, PlacementReason
-from router.policies.prediction import Prediction
+from router.policies.prediction.latency import Prediction
 from router.request.account import RequestAccount
 from router.request.explanations import (
     MAX_ATTEMPTS,

@@ -9,8 +9,8 @@ import pytest
 from cluster.messages import MemberId
 from router.policies.candidates import NO_TARGETS, RequestFacts, SloTargets, WorkerLoad
 from router.policies.placement import Placement, PlacementReason
+from router.policies.prediction.unmodelled import Unmodelled
 from router.policies.slo_aware import SloAware
-from router.policies.unmodelled import Unmodelled
 from tests.unit.router.policies.test_slo_aware import REQUEST, load, names
 
 EXPLORES = 0.02

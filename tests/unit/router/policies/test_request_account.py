@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from cluster.observe.telemetry import Telemetry
 from router.policies.candidates import SloTargets
-from router.policies.unmodelled import NOTHING_UNMODELLED, ModelledRequest, Unmodelled, UnmodelledTimes
+from router.policies.prediction.unmodelled import NOTHING_UNMODELLED, ModelledRequest, Unmodelled, UnmodelledTimes
 from router.request.account import HandOff, PhaseName, RequestAccount
 from router.requests import ChoiceDelta, WorkerTime
 

@@ -21,9 +21,9 @@ from router.policies.placement import (
     PrefixAware,
     RoundRobin,
 )
-from router.policies.recent_prompts import RecentPrompts
+from router.policies.prediction.recent_prompts import RecentPrompts
+from router.policies.prediction.work_ahead import PromptQueue, SequenceBatch, WorkAhead
 from router.policies.slo_aware import SloAware, policy
-from router.policies.work_ahead import PromptQueue, SequenceBatch, WorkAhead
 
 TIMES = ServiceTimes(PrefillTimes(0.0, 0.001, 0.0, 0.0), DecodeTimes(0.01, 0.001, 0.0, 0.0))
 REQUEST = RequestFacts(num_prompt_tokens=400, max_tokens=41, num_choices=1, expected_output=41.0)

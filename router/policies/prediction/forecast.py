@@ -12,7 +12,7 @@ from operator import neg
 from typing import NamedTuple
 
 from cluster.outstanding_work import PromptWork
-from router.policies.work_ahead import WorkAhead
+from router.policies.prediction.work_ahead import WorkAhead
 
 # The share by which a forecast may be wrong because equal steps are taken together. Over 78,000 random workers, more
 # work ahead made the first token up to 1.5 % earlier.

@@ -12,9 +12,9 @@ from benchmarks.placement.simulation import Served, Setting, Simulation
 from benchmarks.placement.workload import Workload, poisson_arrivals
 from cluster.outstanding_work import PromptWork
 from cluster.service_times import DecodeTimes, HandOffTimes, MixedTimes, PrefillTimes, ServiceTimes, StepLimit
-from router.policies.forecast import Forecast
 from router.policies.placement import PrefixAware
-from router.policies.work_ahead import PromptQueue, SequenceBatch, WorkAhead
+from router.policies.prediction.forecast import Forecast
+from router.policies.prediction.work_ahead import PromptQueue, SequenceBatch, WorkAhead
 from tests.examples import num_examples
 
 TIMES = ServiceTimes(

@@ -9,8 +9,8 @@ from cluster.messages import NO_TENANT, MemberId, TenantShare
 from cluster.outstanding_work import OthersWork, OutstandingWork, PromptWork
 from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
 from engine.scheduling.policies import FirstCome
-from router.policies.recent_prompts import NO_RECENT_PROMPTS
-from router.policies.work_ahead import PromptBacklog
+from router.policies.prediction.recent_prompts import NO_RECENT_PROMPTS
+from router.policies.prediction.work_ahead import PromptBacklog
 from tests.unit.engine.scheduling.policies.prefilling import Prompt, prefill
 from tests.unit.engine.scheduling.policies.simulation import StepCost
 

@@ -12,10 +12,10 @@ from cluster.outstanding_work import PromptWork
 from cluster.protocol.message_rules import RULES
 from cluster.service_times import DecodeTimes, HandOffTimes, PrefillTimes, ServiceTimes, StepLimit
 from router.policies.candidates import RequestFacts, WorkerLoad
-from router.policies.forecast import PRECISION
-from router.policies.prediction import Prediction, predict
-from router.policies.recent_prompts import RecentPrompts
-from router.policies.work_ahead import PromptQueue, SequenceBatch, WorkAhead
+from router.policies.prediction.forecast import PRECISION
+from router.policies.prediction.latency import Prediction, predict
+from router.policies.prediction.recent_prompts import RecentPrompts
+from router.policies.prediction.work_ahead import PromptQueue, SequenceBatch, WorkAhead
 from tandem.v1 import admin_pb2
 
 TIMES = ServiceTimes(PrefillTimes(0.0, 0.001, 0.0, 0.0), DecodeTimes(0.01, 0.001, 0.0, 0.0))

@@ -26,7 +26,7 @@ from cluster.outstanding_work import (
     SequenceWork,
 )
 from cluster.request_size import RequestSize
-from router.policies.work_ahead import PromptBacklog, SequenceProgress, batch_of
+from router.policies.prediction.work_ahead import PromptBacklog, SequenceProgress, batch_of
 from tests.examples import num_examples
 
 ROUTERS = [MemberId(f"router-{number}", "1") for number in range(3)]

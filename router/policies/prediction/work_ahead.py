@@ -18,7 +18,7 @@ from cluster.messages import NO_TENANT, TenantShare
 from cluster.outstanding_work import NO_PROMPT, NO_SEQUENCE_WORK, OthersWork, PromptWork, SequenceWork, expected_left
 from cluster.request_size import RequestSize
 from cluster.service_times import ServiceTimes, StepLimit
-from router.policies.recent_prompts import NO_RECENT_PROMPTS, PromptArrivals, RecentPrompts
+from router.policies.prediction.recent_prompts import NO_RECENT_PROMPTS, PromptArrivals, RecentPrompts
 
 DEFAULT_MAX_CHUNK = 512  # of workers that do not register theirs
 

@@ -1,12 +1,12 @@
 """Predicts a request's time to first token and time between tokens at every candidate, and the delay that the candidate
 causes to sequences that run there. Pure.
 
-A candidate is a prefill worker and a decode worker, or one worker that does both. Each worker's next steps are forecast
-(router/policies/forecast.py): the prompts ahead of the request at the worker that computes its prompt, then its own
-prompt; and the decode batch from the time when the prompt and its KV will be there, until the request's last token.
-Prompts that come meanwhile take the same share of the worker's time as recent ones (`RecentPrompts`): an idle moment of
-a worker that computes many prompts promises nothing for the seconds in which a sequence would decode there. The delays
-that service times leave out are learned from earlier requests and added (router/policies/forecast.py).
+A candidate is a prefill worker and a decode worker, or one worker that does both. Each worker's next steps are
+forecast (`Forecast`): the prompts ahead of the request at the worker that computes its prompt, then its own prompt; and
+the decode batch from the time when the prompt and its KV will be there, until the request's last token. Prompts that
+come meanwhile take the same share of the worker's time as recent ones (`RecentPrompts`): an idle moment of a worker
+that computes many prompts promises nothing for the seconds in which a sequence would decode there. The delays that
+service times leave out are learned from earlier requests and added (`Unmodelled`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +17,9 @@ from typing import NamedTuple, Protocol
 from cluster.messages import MemberId
 from cluster.outstanding_work import PromptWork
 from router.policies.candidates import Pair, RequestFacts, WorkerLoad, transfer_s
-from router.policies.forecast import Forecast
-from router.policies.recent_prompts import RecentPrompts
-from router.policies.work_ahead import WorkAhead
+from router.policies.prediction.forecast import Forecast
+from router.policies.prediction.recent_prompts import RecentPrompts
+from router.policies.prediction.work_ahead import WorkAhead
 
 
 class RunningBeside(NamedTuple):

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policies.unmodelled import NOTHING_UNMODELLED, DecodeSpan, ModelledRequest, Unmodelled, UnmodelledTimes
+from router.policies.prediction.unmodelled import (
+    NOTHING_UNMODELLED,
+    DecodeSpan,
+    ModelledRequest,
+    Unmodelled,
+    UnmodelledTimes,
+)
 
 REAL_S = st.floats(-1e6, 1e6, allow_nan=False)
 

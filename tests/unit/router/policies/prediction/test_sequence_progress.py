@@ -4,7 +4,13 @@ import pytest
 
 from cluster.outstanding_work import SequenceWork
 from cluster.request_size import RequestSize
-from router.policies.work_ahead import OutputLengths, SequenceBatch, SequenceProgress, batch_of, sequences_to_move
+from router.policies.prediction.work_ahead import (
+    OutputLengths,
+    SequenceBatch,
+    SequenceProgress,
+    batch_of,
+    sequences_to_move,
+)
 
 _PAUSES_S = [number / 8 for number in range(100)]
 
