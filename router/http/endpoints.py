@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
@@ -24,20 +25,26 @@ from router.text.tokenization import Tokenization, TokenizerThreads
 
 
 def add_models(app: FastAPI, model: ModelInfo) -> None:
-    started = int(time.time())
+    """Answer with the fields of OpenAI's and of Anthropic's lists of models at once. `created` is the time when this
+    router started."""
+    started = datetime.now(UTC).replace(microsecond=0)
     entry = {
         "id": model.name,
         "object": "model",
-        "created": started,
+        "created": int(started.timestamp()),
         "owned_by": "tandem",
         "max_model_len": model.max_model_len,
+        "type": "model",
+        "display_name": model.name,
+        "created_at": started.strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
+    page = {"object": "list", "data": [entry], "has_more": False, "first_id": model.name, "last_id": model.name}
 
     @app.get("/v1/models", summary="Returns the served model", responses=answers(ModelList))
     @app.get("/v1/models/", include_in_schema=False)
     @app.head("/v1/models", summary="Returns the same without a body")
     async def models() -> Response:
-        return json_response({"object": "list", "data": [entry]})
+        return json_response(page)
 
     @app.get("/v1/models/{name:path}", summary="Returns one model by name", responses=answers(Model) | refusals(404))
     async def one_model(name: str) -> Response:

@@ -215,11 +215,17 @@ class Model(Body):
     created: int
     owned_by: str
     max_model_len: int
+    type: Literal["model"]
+    display_name: str
+    created_at: str = Field(description="the same as `created`, in RFC 3339's form")
 
 
 class ModelList(Body):
     object: Literal["list"]
     data: list[Model]
+    has_more: Literal[False]
+    first_id: str
+    last_id: str
 
 
 class Version(Body):

@@ -116,3 +116,6 @@ with pytest.raises(anthropic.BadRequestError, match="temperature"):
     client.messages.create(**GREEDY | {"extra_body": {"temperature": 5}})
 with pytest.raises(anthropic.NotFoundError):
     client.messages.create(**GREEDY | {"model": "claude"})
+(model,) = client.models.list()
+assert client.models.retrieve(model.id) == model
+assert (model.id, model.type) == ("demo_model", "model")

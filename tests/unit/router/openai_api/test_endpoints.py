@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -18,6 +19,15 @@ from tests.unit.router.openai_api.endpoint import SCRIPT, USER, Endpoint, endpoi
 
 def test_the_list_of_models_may_end_with_a_slash(shared: Endpoint) -> None:
     assert shared.http.get("/v1/models/").json() == shared.http.get("/v1/models").json()
+
+
+def test_models_have_the_fields_of_anthropics_list_too(shared: Endpoint) -> None:
+    page = shared.http.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
+    (model,) = page["data"]
+    assert (model["type"], model["id"], model["display_name"]) == ("model", "demo_model", "demo_model")
+    assert datetime.fromisoformat(model["created_at"]).timestamp() == model["created"]
+    assert (page["has_more"], page["first_id"], page["last_id"]) == (False, "demo_model", "demo_model")
+    assert shared.http.get("/v1/models/demo_model").json() == model
 
 
 def test_a_compressed_body_is_refused_by_its_encoding(shared: Endpoint) -> None:
