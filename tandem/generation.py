@@ -87,6 +87,7 @@ class _BaseGeneration:
         self._pending: deque[Delta] = deque()
         self._has_metadata = False
         self._failure: TandemError | None = None  # the error that ended the generation: each later read raises it again
+        self._reading = threading.Lock()  # held while a reader waits; gRPC fails the call of two of them
 
     @property
     def request_id(self) -> str:
@@ -121,7 +122,7 @@ class _BaseGeneration:
 
 class Generation(_BaseGeneration):
     """The answer to one request, while it is generated. Iterate over its deltas, or call `result`. It has one reader
-    and can be read once."""
+    and can be read once; a read while another thread waits for its next delta raises RuntimeError."""
 
     def __init__(self, parameters: CallParameters, watch: KeepAliveWatch) -> None:
         super().__init__(parameters)
@@ -136,11 +137,15 @@ class Generation(_BaseGeneration):
     def __next__(self) -> Delta:
         if self._failure is not None:
             raise self._failure
+        if not self._reading.acquire(blocking=False):
+            raise RuntimeError("another thread is reading this generation")
         try:
             return self._next_delta()
         except TandemError as error:
             self._failure = error
             raise
+        finally:
+            self._reading.release()
 
     def _next_delta(self) -> Delta:
         while not self._pending:
@@ -217,6 +222,8 @@ class AsyncGeneration(_BaseGeneration):
             raise self._failure
         if self._closed.is_set() and not self._has_ended:
             raise _closed()
+        if not self._reading.acquire(blocking=False):
+            raise RuntimeError("another task is reading this generation")
         try:
             return await self._next_delta()
         except StopAsyncIteration:
@@ -229,6 +236,8 @@ class AsyncGeneration(_BaseGeneration):
             self._failure = _cancelled_read()
             self._call.cancel()
             raise
+        finally:
+            self._reading.release()
 
     async def _next_delta(self) -> Delta:
         while not self._pending:

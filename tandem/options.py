@@ -36,6 +36,7 @@ _RANGES = {
     "truncate_prompt_tokens": (-1, 2**31 - 1),
 }
 _CALL_FORM = '{"id": str, "function": {"name": str, "arguments": JSON text}}'
+_ROLES = {"developer": "system"}  # as over HTTP
 _MESSAGE_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning"}
 Message = Mapping[str, Any]  # as OpenAI writes a message of a conversation
 
@@ -248,8 +249,9 @@ def _check_options(options: AllOptions, *, has_messages: bool) -> None:
             raise ValueError(f"{name} must be from {least} to {most}, not {value}")
 
 
-# {"role": "system" | "user" | "assistant" | "tool", "content": text}, and where it applies name, tool_calls,
-# tool_call_id and reasoning. A call is {"id", "type": "function", "function": {"name", "arguments": JSON text}}.
+# {"role": "system" | "developer" | "user" | "assistant" | "tool", "content": text}, and where it applies name,
+# tool_calls, tool_call_id and reasoning. "developer" is "system". A call is {"id", "type": "function", "function":
+# {"name", "arguments": JSON text}}.
 def chat_prompt(messages: Iterable[Message], options: ChatOptions) -> inference_pb2.ChatPrompt:
     """Return the message. Raises ValueError for a value that it cannot hold."""
     choice, tools = options.get("tool_choice", ""), options.get("tools", ())
@@ -279,7 +281,7 @@ def _message(message: Message) -> inference_pb2.ChatMessage:
     if not isinstance(calls, Sequence) or not all(map(_is_call, calls)):
         raise ValueError(f"tool_calls must be a list of {_CALL_FORM}, not {calls!r:.80}")
     return inference_pb2.ChatMessage(
-        role=CHAT_ROLES.number(_text(message, "role")),
+        role=CHAT_ROLES.number(_ROLES.get(role := _text(message, "role"), role)),
         content=_content(message.get("content")),
         name=_text(message, "name"),
         tool_calls=[

@@ -1,6 +1,7 @@
 """Reads of a generation that has ended, or was closed, and calls of a client that was closed."""
 
 import asyncio
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
 import grpc
 import pytest
@@ -64,6 +65,38 @@ async def test_the_result_of_an_async_generation_that_was_read_to_its_end_stays_
         assert len(read) == 5
         assert (await generation.result()).text == "ade"
         assert [delta async for delta in generation] == []
+
+
+def test_a_generation_has_one_reading_thread() -> None:
+    """gRPC would end the first one's call with an internal error."""
+    with (
+        router(responses=TWO_CHOICES[:1], hold=True) as (_, address),
+        Client(address) as client,
+        ThreadPoolExecutor() as threads,
+    ):
+        generation = client.generate("x", n=2)
+        next(generation), next(generation)
+        readers = [threads.submit(generation.result) for _ in range(2)]
+        refused, rest = wait(readers, timeout=10, return_when=FIRST_COMPLETED)
+        with pytest.raises(RuntimeError, match="another thread is reading this generation"):
+            refused.pop().result()
+        generation.close()
+        with pytest.raises(Cancelled, match="this generation was closed"):
+            rest.pop().result(timeout=10)
+
+
+async def test_an_async_generation_has_one_reading_task() -> None:
+    with router(responses=TWO_CHOICES[:1], hold=True) as (_, address):
+        async with AsyncClient(address) as client:
+            generation = client.generate("x", n=2)
+            await anext(generation), await anext(generation)
+            reader = asyncio.create_task(generation.result())
+            await asyncio.sleep(0)  # it waits for a response
+            with pytest.raises(RuntimeError, match="another task is reading this generation"):
+                await anext(generation)
+            generation.close()
+            with pytest.raises(Cancelled, match="this generation was closed"):
+                await reader
 
 
 @pytest.mark.parametrize("closes_client", [False, True])

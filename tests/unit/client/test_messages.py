@@ -14,6 +14,11 @@ def test_parts_of_text_are_joined_as_over_http() -> None:
     assert chat_prompt([{"role": "user", "content": parts}], {}).messages[0].content == "a\nb"
 
 
+def test_a_message_of_the_developer_is_one_of_the_system() -> None:
+    prompts = [chat_prompt([{"role": role, "content": "be brief"}], {}) for role in ("developer", "system")]
+    assert prompts[0] == prompts[1]
+
+
 @pytest.mark.parametrize(
     ("message", "said"),
     [
