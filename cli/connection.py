@@ -45,6 +45,7 @@ class LastCluster:
     more_grpc: tuple[str, ...] = ()  # addresses of its other routers
     admin_key: str = field(default="", repr=False)
     key_file: str = ""  # its cluster key
+    more_http: tuple[str, ...] = ()
 
     @property
     def address(self) -> str:
@@ -54,7 +55,7 @@ class LastCluster:
     def is_at(self, address: str) -> bool:
         """Return whether each of these comma-separated addresses is a router of this cluster. Its key is sent to all of
         them."""
-        own = {self.grpc, *self.more_grpc, self.http}
+        own = {self.grpc, *self.more_grpc, self.http, *self.more_http}
         return own >= {one.strip() for one in address.split(",") if one.strip()}
 
 
@@ -158,9 +159,16 @@ def _read(path: Path) -> LastCluster | None:
     """Return None if the file has just been deleted or another version wrote it."""
     try:
         values = json.loads(path.read_text())
-        more_grpc = tuple(values.get("more_grpc", ()))
-        more = values.get("tls_ca", ""), more_grpc, values.get("admin_key", ""), values.get("key_file", "")
-        return LastCluster(values["grpc"], values["http"], values["pid"], *more)
+        return LastCluster(
+            grpc=values["grpc"],
+            http=values["http"],
+            pid=values["pid"],
+            tls_ca=values.get("tls_ca", ""),
+            more_grpc=tuple(values.get("more_grpc", ())),
+            admin_key=values.get("admin_key", ""),
+            key_file=values.get("key_file", ""),
+            more_http=tuple(values.get("more_http", ())),
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 

@@ -46,7 +46,7 @@ class Plan:
 class LocalCluster:
     """A cluster of processes. Call `start`, then `drain` to let running requests finish, and always `close` at the end.
 
-    After `start`, `grpc` and `http` are the first router's addresses (host:port) and `more_grpc` the gRPC addresses of
+    After `start`, `grpc` and `http` are the first router's addresses (host:port), `more_grpc` and `more_http` those of
     the others. `say` receives messages for the user, `echo(name, line)` the log lines of the processes.
     """
 
@@ -73,6 +73,7 @@ class LocalCluster:
         self.grpc = ""
         self.http = ""
         self.more_grpc: tuple[str, ...] = ()
+        self.more_http: tuple[str, ...] = ()
 
     async def start(self) -> None:
         """Return when the cluster can serve a request.
@@ -175,8 +176,8 @@ class LocalCluster:
         fields = await asyncio.gather(*(self._until_ready(self._supervisor, spec.name) for spec in routers))
         for spec, found in zip(routers, fields, strict=True):
             self._supervisor.restart_with(spec.name, _same_ports(found))
-        self.grpc, *more = (found["grpc"] for found in fields)
-        self.http, self.more_grpc = fields[0]["http"], tuple(more)
+        (self.grpc, *more_grpc), (self.http, *more_http) = ([each[api] for each in fields] for api in ("grpc", "http"))
+        self.more_grpc, self.more_http = tuple(more_grpc), tuple(more_http)
         await asyncio.gather(*(_until_serving(found["grpc"], self._plan.tls) for found in fields))
 
     async def _until_ready(self, started: Workers, name: str) -> dict[str, str]:

@@ -252,6 +252,7 @@ def _started(cluster: LocalCluster, plan: Plan) -> LastCluster:
         pid=os.getpid(),
         tls_ca=tls_ca,
         more_grpc=cluster.more_grpc,
+        more_http=cluster.more_http,
         admin_key=plan.admin_key,
         key_file=plan.key_file,
     )

@@ -76,10 +76,10 @@ def test_a_file_without_a_certificate_is_no_authority(tmp_path: Path, capsys: py
         assert problem in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("address", ["h:1", "h:2", "h:3", "h:3,h:1", "h:1, h:3"])
+@pytest.mark.parametrize("address", ["h:1", "h:2", "h:3", "h:4", "h:3,h:1", "h:1, h:3"])
 def test_a_local_cluster_is_recognised_by_any_of_its_routers_in_any_order(tmp_path: Path, address: str) -> None:
     environment = {"XDG_RUNTIME_DIR": str(tmp_path)}
-    remember(LastCluster("h:1", "h:2", os.getpid(), "/ca", ("h:3",), "secret", "/key"), environment)
+    remember(LastCluster("h:1", "h:2", os.getpid(), "/ca", ("h:3",), "secret", "/key", ("h:4",)), environment)
     assert find_admin_key(address, environment) == "secret"
     assert find_tls_ca(None, address, environment) == "/ca"
     assert find_key_file(None, address, environment) == Path("/key")
