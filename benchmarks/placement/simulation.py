@@ -48,6 +48,7 @@ from engine.timing.service_time_fit import step_work
 from router.policies.candidates import RequestFacts, WorkerLoad
 from router.policies.placement import Policy
 from router.policies.prediction.latency import Prediction, predict
+from router.policies.prediction.speeds import Speeds
 from router.policies.prediction.unmodelled import UnmodelledTimes
 from router.policies.prediction.work_ahead import PromptBacklog, SequenceProgress, WorkAhead, batch_of
 
@@ -60,7 +61,7 @@ _SAMPLING = Sampling()
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One worker. Times in seconds."""
+    """One worker. Times in seconds. `reported`: the service times that it reports; None: its true ones."""
 
     times: ServiceTimes
     kv_bytes_per_token: float
@@ -70,6 +71,7 @@ class Setting:
     step_limit: StepLimit = field(default_factory=StepLimit)
     noise: Callable[[], float] = lambda: 1.0  # a factor of each step's time
     role: Role | None = None
+    reported: ServiceTimes | None = None
 
 
 @dataclass(slots=True)
@@ -125,6 +127,7 @@ class Simulation:
         self.workers = [_Worker(self, MemberId(f"w{number}", "1"), each) for number, each in enumerate(settings)]
         self._prefills = [self.workers[number] for number in prefills]
         self._decodes = [self.workers[number] for number in decodes]
+        self._speeds = Speeds()
         self._numbers = count()
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._live: dict[int, Served] = {}
@@ -150,7 +153,8 @@ class Simulation:
         facts = RequestFacts(
             arrival.prompt_tokens, arrival.output_tokens, 1, expected_output=float(arrival.output_tokens)
         )
-        loads = {worker.member: worker.load() for worker in self.workers}
+        believed = self._speeds.believed({worker.member: worker.reported for worker in self.workers})
+        loads = {worker.member: worker.load(believed[worker.member]) for worker in self.workers}
         prefills = [loads[worker.member] for worker in self._prefills]
         placement = self.policy.choose(prefills, [loads[worker.member] for worker in self._decodes], facts)
         assert placement is not None
@@ -243,24 +247,29 @@ class _Worker:
             max_queue=10_000,
             step_limit=setting.step_limit,
         )
-        self._scheduler = SequenceScheduler(limits, new_chain=nameless_chains(), times=lambda: setting.times)
+        self._scheduler = SequenceScheduler(limits, new_chain=nameless_chains(), times=lambda: self.reported)
         self._inbox: list[Command] = []
         self._is_busy = False
         self.num_mixed = 0
 
-    def load(self) -> WorkerLoad:
+    @property
+    def reported(self) -> ServiceTimes:
+        return self._setting.reported or self._setting.times
+
+    def load(self, times: ServiceTimes) -> WorkerLoad:
+        """Return what the router knows of the worker. `times`: what it believes of its speed."""
         setting = self._setting
         links = tuple(
             LinkSpeed(other.member, "shm", setting.link_bytes_per_s, 0.0) for other in self._simulation.workers
         )
         work = WorkAhead(
-            times=setting.times,
+            times=times,
             prompts=self.backlog.queue(self._simulation.now_s),
             batch=batch_of(list(self.sequences.values())),
             max_chunk=_MAX_CHUNK,
             max_running=_MAX_RUNNING,
             step_limit=setting.step_limit,
-            recent=self.backlog.recent(setting.times, self._simulation.now_s),
+            recent=self.backlog.recent(times, self._simulation.now_s),
         )
         return WorkerLoad(
             member=self.member,

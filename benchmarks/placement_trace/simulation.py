@@ -24,6 +24,7 @@ from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes, StepW
 from engine.timing.service_time_fit import ServiceTimeFit
 from router.policies.candidates import RequestFacts, WorkerLoad
 from router.policies.placement import Placement
+from router.policies.prediction.speeds import Speeds
 from router.policies.prediction.work_ahead import PromptBacklog, WorkAhead
 from router.policies.prefix_index import PrefixIndex
 
@@ -123,9 +124,8 @@ class _View:
     backlog: PromptBacklog = field(default_factory=PromptBacklog)
     assigned: int = 0
 
-    def load(self, now_s: float) -> WorkerLoad:
-        assert self.times is not None
-        work = WorkAhead(self.times, self.backlog.queue(now_s), max_chunk=_CHUNK)
+    def load(self, times: ServiceTimes, now_s: float) -> WorkerLoad:
+        work = WorkAhead(times, self.backlog.queue(now_s), max_chunk=_CHUNK)
         return WorkerLoad(self.member, "a", self.assigned, self.backlog.others.num_sequences, work=work)
 
 
@@ -134,6 +134,7 @@ class Router:
         self.member = MemberId(f"router-{number}", "1")
         self.views = [_View(worker.member, worker.fit.times) for worker in workers]
         self.index = PrefixIndex()
+        self._speeds = Speeds()
         self._policy = policy
         self._decode = WorkerLoad(_DECODE, "a", 0, work=WorkAhead(_NOT_COMPUTING))
         for worker in workers:
@@ -144,7 +145,9 @@ class Router:
         num_blocks = self.index.leading_blocks(request.blocks)
         cached = {member: min(length * BLOCK_TOKENS, request.num_tokens - 1) for member, length in num_blocks.items()}
         facts = RequestFacts(request.num_tokens, 1, 1, cached_tokens=cached)
-        placement = self._policy.choose([view.load(now_s) for view in self.views], [self._decode], facts)
+        believed = self._speeds.believed({view.member: view.times for view in self.views if view.times is not None})
+        loads = [view.load(believed[view.member], now_s) for view in self.views]
+        placement = self._policy.choose(loads, [self._decode], facts)
         assert placement is not None
         chosen = next(n for n, view in enumerate(self.views) if view.member == placement.prefill)
         view = self.views[chosen]

@@ -20,7 +20,7 @@ from cluster.member import Capacity, Member, MemberState, fingerprint_difference
 from cluster.messages import LinkSpeed, MemberId, Role
 from cluster.observe.telemetry import Telemetry
 from cluster.registry.scale_target import ScaleTarget
-from cluster.service_times import StepLimit
+from cluster.service_times import ServiceTimes, StepLimit
 from cluster.settings.worker_settings import PRIORITY_POLICY
 from router.fleet.membership import DeregisteredWorkers, advertised_routers
 from router.fleet.peer import Peer
@@ -28,6 +28,7 @@ from router.fleet.supervision import Supervisors, WorkerTimeouts
 from router.fleet.worker_health import LEFT
 from router.fleet.worker_stream import RouterSide
 from router.policies.candidates import WorkerLoad
+from router.policies.prediction.speeds import Speeds
 from router.policies.prediction.work_ahead import DEFAULT_MAX_CHUNK, WorkAhead
 from router.running import ChangeSignal, running
 
@@ -67,6 +68,7 @@ class Fleet:
         self._deregistered = DeregisteredWorkers(timeouts.absence_s)
         self._supervisors = Supervisors(connect=connect, is_wanted=self._registered_now)
         self._peers: dict[MemberId, Peer] = {}  # the connected workers
+        self._speeds = Speeds()
         self._side = RouterSide(router.id, timeouts, itertools.count(1), self._notify, telemetry, clock)
         self.changes = ChangeSignal()  # set when a worker joins, leaves, becomes suspect or answers again
         self._has_read_long_enough = False  # for `absence_s`
@@ -210,7 +212,13 @@ class Fleet:
     def _loads(self, does_work: Callable[[Role], bool]) -> list[WorkerLoad]:
         """Return the loads of the workers of certain roles that may get work now."""
         now_s, peers = asyncio.get_running_loop().time(), self._peers.values()
-        return [_load(peer, now_s) for peer in peers if does_work(peer.member.role) and self._may_get_work(peer)]
+        reported = {peer.member.id: times for peer in peers if (times := peer.service_times) is not None}
+        believed = self._speeds.believed(reported)
+        return [
+            _load(peer, believed.get(peer.member.id), now_s)
+            for peer in peers
+            if does_work(peer.member.role) and self._may_get_work(peer)
+        ]
 
     def _others(self, member: MemberId) -> list[Peer]:
         """Return all connected workers but one, those first from which this router received messages last."""
@@ -342,7 +350,7 @@ def exporter_load(peer: Peer) -> WorkerLoad:
     return WorkerLoad(member=peer.member.id, kv_format=peer.kv_format, assigned=0, grammar_engine=engine)
 
 
-def _load(peer: Peer, now_s: float) -> WorkerLoad:
+def _load(peer: Peer, times: ServiceTimes | None, now_s: float) -> WorkerLoad:
     stream, capacity = peer.stream, peer.member.capacity
     return WorkerLoad(
         member=peer.member.id,
@@ -354,26 +362,24 @@ def _load(peer: Peer, now_s: float) -> WorkerLoad:
         kv_bytes_per_token=capacity.block_bytes / capacity.block_size if capacity is not None else 0.0,
         capacity=capacity,
         full_for_s=peer.backlog.full_for_s(now_s),
-        work=_work_ahead(peer, now_s),
+        work=_work_ahead(peer, times, now_s) if times is not None else None,
         unmodelled=peer.unmodelled.at(now_s),
         grammar_engine=peer.member.grammar_engine,
         role=peer.member.role,
     )
 
 
-def _work_ahead(peer: Peer, now_s: float) -> WorkAhead | None:
-    """Return the facts about a worker for predictions; None before it has reported its speed."""
-    if peer.service_times is None:
-        return None
+def _work_ahead(peer: Peer, times: ServiceTimes, now_s: float) -> WorkAhead:
+    """Return the facts about a worker for predictions."""
     capacity = peer.member.capacity
     max_chunk = capacity.max_prefill_tokens if capacity is not None else 0
     max_running = capacity.max_num_seqs if capacity is not None else 1 << 30
     return WorkAhead(
-        times=peer.service_times,
+        times=times,
         prompts=peer.backlog.queue(now_s),
         batch=peer.stream.batch(peer.backlog.others.sequences, now_s),
         max_chunk=max_chunk or DEFAULT_MAX_CHUNK,
         max_running=max_running,
         step_limit=StepLimit(capacity.slo_tpot_us / 1e6 if capacity is not None else 0.0),
-        recent=peer.backlog.recent(peer.service_times, now_s),
+        recent=peer.backlog.recent(times, now_s),
     )
