@@ -153,7 +153,8 @@ class Simulation:
         facts = RequestFacts(
             arrival.prompt_tokens, arrival.output_tokens, 1, expected_output=float(arrival.output_tokens)
         )
-        believed = self._speeds.believed({worker.member: worker.reported for worker in self.workers})
+        reported = {worker.member: worker.reported for worker in self.workers}
+        believed = self._speeds.believed(reported, self.now_s)
         loads = {worker.member: worker.load(believed[worker.member]) for worker in self.workers}
         prefills = [loads[worker.member] for worker in self._prefills]
         placement = self.policy.choose(prefills, [loads[worker.member] for worker in self._decodes], facts)

@@ -145,7 +145,8 @@ class Router:
         num_blocks = self.index.leading_blocks(request.blocks)
         cached = {member: min(length * BLOCK_TOKENS, request.num_tokens - 1) for member, length in num_blocks.items()}
         facts = RequestFacts(request.num_tokens, 1, 1, cached_tokens=cached)
-        believed = self._speeds.believed({view.member: view.times for view in self.views if view.times is not None})
+        reported = {view.member: view.times for view in self.views if view.times is not None}
+        believed = self._speeds.believed(reported, now_s)
         loads = [view.load(believed[view.member], now_s) for view in self.views]
         placement = self._policy.choose(loads, [self._decode], facts)
         assert placement is not None

@@ -213,7 +213,7 @@ class Fleet:
         """Return the loads of the workers of certain roles that may get work now."""
         now_s, peers = asyncio.get_running_loop().time(), self._peers.values()
         reported = {peer.member.id: times for peer in peers if (times := peer.service_times) is not None}
-        believed = self._speeds.believed(reported)
+        believed = self._speeds.believed(reported, now_s)
         return [
             _load(peer, believed.get(peer.member.id), now_s)
             for peer in peers

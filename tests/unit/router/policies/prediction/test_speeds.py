@@ -36,6 +36,8 @@ def _times(prefill: float = 1.0, decode: float | None = None, mixed: float | Non
         PrefillTimes(0.004 * prefill, 0.0005 * prefill, 2e-7 * prefill, 0.1),
         DecodeTimes(0.008 * decode, 0.0007 * decode, 1e-6 * decode, 0.1),
         MixedTimes(mixed, 0.1) if mixed is not None else None,
+        typical_prefill=TimedStep(StepWork(num_new=256, attended=attended_tokens(256, 0.0)), 0.14 * prefill),
+        typical_decode=TimedStep(StepWork(batch=8, context=4096), 0.018 * decode),
     )
 
 
@@ -52,6 +54,15 @@ def test_a_worker_that_needs_twice_as_long_keeps_its_model_and_changes_no_other_
     a, b, slow = shared([_times(0.95), _times(1.05), _times(2.0)])
     assert _seconds(a) == _seconds(b) == pytest.approx(_seconds(_times()))
     assert slow == _times(2.0)
+
+
+def test_a_worker_that_has_measured_little_must_differ_by_more() -> None:
+    """Its few steps were measured at its start, when other processes may have started beside it."""
+    new = replace(_times(1.9), typical_prefill=None, typical_decode=None)
+    old, believed = shared([_times(), new])
+    assert _seconds(believed) == _seconds(old) == _seconds(_times())
+    much_slower = replace(_times(4.0), typical_prefill=None, typical_decode=None)
+    assert shared([_times(), much_slower])[1] == much_slower
 
 
 def test_prompts_and_decoding_are_compared_apart() -> None:
@@ -72,8 +83,9 @@ def test_workers_are_compared_by_steps_of_the_size_that_they_compute() -> None:
     steep = replace(_times(), prefill=PrefillTimes(0.0, 0.0011, 0.0, 0.1))
     flat = replace(_times(), prefill=PrefillTimes(0.1, 0.0001, 0.0, 0.1))
     assert steep.prefill.seconds(100, 0.0) == pytest.approx(flat.prefill.seconds(100, 0.0))
-    assert shared([steep, flat])[0].prefill != shared([steep, flat])[1].prefill
-    typical = TimedStep(StepWork(num_new=100, attended=attended_tokens(100, 0.0)), 0.11)
+    one, other = shared([steep, flat])  # typical steps compute 256 tokens
+    assert (one.prefill, other.prefill) == (steep.prefill, flat.prefill)
+    typical = TimedStep(StepWork(num_new=100, attended=0.0), 0.11)
     one, other = shared([replace(steep, typical_prefill=typical), replace(flat, typical_prefill=typical)])
     assert one.prefill == other.prefill
 
@@ -97,14 +109,17 @@ def test_workers_alone_and_service_times_of_zero_are_left_as_they_are() -> None:
     assert shared([zero, zero]) == [zero, zero]
 
 
-def test_models_are_computed_again_only_after_a_report() -> None:
+def test_models_are_computed_again_after_a_report_and_at_once_for_other_workers() -> None:
     speeds, reported = Speeds(), dict(zip(_NAMES, (_times(0.9), _times(1.1)), strict=False))
-    first = speeds.believed(dict(reported))
-    assert speeds.believed(dict(reported)) is first
+    first = speeds.believed(dict(reported), 10.0)
+    assert speeds.believed(dict(reported), 20.0) is first
     reported[_NAMES[1]] = _times(0.9)
-    assert speeds.believed(reported)[_NAMES[0]] == _times(0.9)
+    assert _seconds(speeds.believed(reported, 20.0)[_NAMES[0]]) == pytest.approx(_seconds(_times(0.9)))
+    reported[_NAMES[1]] = _times(1.1)
+    assert _seconds(speeds.believed(reported, 20.4)[_NAMES[0]]) == pytest.approx(_seconds(_times(0.9)))
+    assert _seconds(speeds.believed(reported, 20.5)[_NAMES[0]]) == pytest.approx(_seconds(_times()))
     del reported[_NAMES[0]]
-    assert set(speeds.believed(reported)) == {_NAMES[1]}
+    assert speeds.believed(reported, 20.5) == {_NAMES[1]: _times(1.1)}
 
 
 @pytest.mark.parametrize("seed", [2, 4])
