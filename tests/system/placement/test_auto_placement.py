@@ -8,14 +8,19 @@ import pytest
 
 from cluster.errors import SloUnattainable
 from cluster.messages import Role
-from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
+from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes, StepWork, TimedStep
 from router.policies.candidates import SloTargets
 from tests.system.rigs.members.router_harness import Answer, RouterUnderTest, answer_to, ask, router_under_test
 from tests.system.rigs.members.scripted_decode import ScriptedDecode
 from tests.system.rigs.members.scripted_workers import ScriptedPrefill
 
 DEADLINE_S = 10.0
-TIMES = ServiceTimes(PrefillTimes(0.0, 0.01, 0.0, 0.0), DecodeTimes(0.01, 0.0, 0.0, 0.0))  # 100 prompt tokens a second
+TIMES = ServiceTimes(  # 100 prompt tokens a second
+    PrefillTimes(0.0, 0.01, 0.0, 0.0),
+    DecodeTimes(0.01, 0.0, 0.0, 0.0),
+    typical_prefill=TimedStep(StepWork(num_new=8), 0.08),
+    typical_decode=TimedStep(StepWork(batch=1, context=8), 0.01),
+)
 LONG = tuple(range(1, 101))
 
 
@@ -27,7 +32,7 @@ async def _pool(
     for prefill in prefills:
         prefill.service_times = TIMES
     for decode in decodes:
-        decode.service_times = replace(TIMES, prefill=PrefillTimes(0.0, 0.012, 0.0, 0.0))
+        decode.service_times = replace(TIMES, prefill=PrefillTimes(0.0, 0.016, 0.0, 0.0))
     await router.connected()
     await router.knows_speeds()
     return prefills, decodes

@@ -15,7 +15,7 @@ import pytest
 
 from cli.__main__ import main
 from cli.connection import find_admin_key
-from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes
+from cluster.service_times import DecodeTimes, PrefillTimes, ServiceTimes, StepWork, TimedStep
 from router.policies.candidates import SloTargets
 from router.policies.effect import LEAST_EXPLORED
 from tandem import channel
@@ -26,7 +26,12 @@ from tests.system.rigs.members.served_router import collect, generate_request, r
 from tests.system.rigs.processes.terminal_program import TerminalProgram
 from tests.system.rigs.processes.up_command import Up
 
-TIMES = ServiceTimes(PrefillTimes(0.0, 0.01, 0.0, 0.0), DecodeTimes(0.01, 0.0, 0.0, 0.0))
+TIMES = ServiceTimes(
+    PrefillTimes(0.0, 0.01, 0.0, 0.0),
+    DecodeTimes(0.01, 0.0, 0.0, 0.0),
+    typical_prefill=TimedStep(StepWork(num_new=8), 0.08),
+    typical_decode=TimedStep(StepWork(batch=1, context=8), 0.01),
+)
 Command = Callable[..., tuple[int, str]]
 
 
