@@ -8,8 +8,8 @@ requests within their targets than in the better fixed arrangement, and up to 20
 
 So workers whose steps of a typical size take about as long share the means of their models. A worker that differs
 clearly has its own ones, and between the two its model is a mixture of both, so no small change of a model turns a
-decision. Until a worker has measured typical steps it knows only a few from its start, when others may have started
-beside it: then it must differ by more.
+decision. Until a worker has measured typical steps it knows only a few from its start, which others that started
+beside it may have made slower: then it must be slower by more.
 """
 
 import math
@@ -28,7 +28,7 @@ from cluster.service_times import (
 )
 
 _EQUAL, _OWN = math.log(1.25), math.log(1.5)  # differences up to which the shared model counts alone, and not at all
-_NEW = 3.0  # times these differences, for a worker without typical steps
+_NEW = 3.0  # times these differences, for a slower worker without typical steps
 _INTERVAL_S = 0.5
 _LEAST_S = 1e-9  # a worker may report service times of 0
 # Steps to compare workers by before they have measured typical ones.
@@ -37,8 +37,8 @@ _DECODE = StepWork(batch=8, context=4096)
 
 
 class Speeds:
-    """The service times with which a router predicts, for all its workers. They are computed again for other workers,
-    and otherwise at most every `_INTERVAL_S`: they take about 20 us per worker, and each of them reports every second.
+    """The service times with which a router predicts, for all its workers. They are computed again when a worker joins
+    or leaves, and after reports at most every `_INTERVAL_S`: they take about 20 us per worker.
     """
 
     def __init__(self) -> None:
@@ -96,10 +96,11 @@ class _Shares(NamedTuple):
         number, total = (work.batch, work.context) if work.batch else (work.num_new, work.attended)
         seconds = [max(_LEAST_S, fixed + a * number + b * total) for fixed, a, b in models]
         middle_s = sorted(seconds)[(len(seconds) - 1) // 2]
-        differences = [abs(math.log(each / middle_s)) for each in seconds]
-        trusted = [1.0 if step is not None else _NEW for step in typical]
-        of_mean = [_share(each / less) for each, less in zip(differences, trusted, strict=True)]
-        return _Shares([*map(_share, differences)], of_mean)
+        differences = [math.log(each / middle_s) for each in seconds]
+        counted = [
+            each / _NEW if each > 0 and step is None else each for each, step in zip(differences, typical, strict=True)
+        ]
+        return _Shares([*map(_share, differences)], [*map(_share, counted)])
 
     def mixtures(self, models: Sequence[_Model]) -> list[_Model]:
         total = sum(self.in_mean)  # at least 1: of the worker in the middle
@@ -112,7 +113,7 @@ class _Shares(NamedTuple):
 
 
 def _share(difference: float) -> float:
-    return min(1.0, max(0.0, (_OWN - difference) / (_OWN - _EQUAL)))
+    return min(1.0, max(0.0, (_OWN - abs(difference)) / (_OWN - _EQUAL)))
 
 
 def _mixed(reported: Sequence[ServiceTimes], shares: _Shares) -> Sequence[MixedTimes | None]:

@@ -123,6 +123,8 @@ PURE = [
     "router.policies.slo_aware",
     "router.policies.prefix_index",
     "router.policies.prediction.unmodelled",
+    "router.policies.prediction.recent_prompts",
+    "router.policies.prediction.speeds",
     "tandem.keepalive",
 ]
 # Deciding modules among them: neither read a clock nor wait.

@@ -56,13 +56,15 @@ def test_a_worker_that_needs_twice_as_long_keeps_its_model_and_changes_no_other_
     assert slow == _times(2.0)
 
 
-def test_a_worker_that_has_measured_little_must_differ_by_more() -> None:
-    """Its few steps were measured at its start, when other processes may have started beside it."""
+def test_a_worker_that_has_measured_little_must_be_slower_by_more() -> None:
+    """Its few steps were measured at its start, and others that started beside it can only have made them slower."""
     new = replace(_times(1.9), typical_prefill=None, typical_decode=None)
     old, believed = shared([_times(), new])
     assert _seconds(believed) == _seconds(old) == _seconds(_times())
     much_slower = replace(_times(4.0), typical_prefill=None, typical_decode=None)
     assert shared([_times(), much_slower])[1] == much_slower
+    quicker = replace(_times(0.6), typical_prefill=None, typical_decode=None)
+    assert shared([_times(), _times(), quicker])[2] == quicker
 
 
 def test_prompts_and_decoding_are_compared_apart() -> None:
